@@ -132,7 +132,7 @@ def train_help(*, full: bool = False) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the help, or hand the command line and the steps to the orchestrator."""
+    """Print the help, or pass the command line and the steps to the orchestrator."""
     for name, words in split_options(argv):
         if name == "help":
             say(train_help(full=words == ["all"]))

@@ -1,1 +1,1 @@
-"""Rewards from programs: users' functions, verifiers, sandboxed tests, endpoints."""
+"""Rewards from programs: user functions, verifiers, sandboxed tests, endpoints."""

@@ -1,7 +1,7 @@
-"""Try sources of rewards on a file of rows, without a model: `python -m rewards`.
+"""Try reward sources on a file of rows, without a model: `python -m rewards`.
 
-Each row's own response is scored: its demonstration or better response, else its answer. A source
-that compares with the answer should find all of them right.
+Each row's own response is scored: its demonstration or chosen response, else its answer. A source
+that compares with the answer should score all of them as right.
 """
 
 import math
@@ -45,7 +45,7 @@ class VerifyConfig(ScoringConfig):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print a table of the sources; exit with code 1 if one failed."""
+    """Print a table of the sources; return 1 if one failed."""
     config = read_command(
         VerifyConfig,
         argv,
@@ -101,7 +101,7 @@ def _read_response(
 
 
 def _table(results: dict[str, Scored]) -> Iterator[str]:
-    """A line for each source: shares of responses by reward, and the mean reward."""
+    """One line per source: shares of responses by reward, and the mean reward."""
     width = max(len("source"), *map(len, results))
     heads = ("= 1", "= 0", "None", "failed", "mean")
     yield "  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)])
@@ -116,7 +116,7 @@ def _table(results: dict[str, Scored]) -> Iterator[str]:
 
 
 def _first_rows(origins: Sequence[str], results: dict[str, Scored]) -> Iterator[str]:
-    """The first row on which a source failed, does not apply, or gives less than 1."""
+    """The first row on which a source fails, does not apply, or gives less than 1."""
     for name, scored in results.items():
         first: dict[str, str] = {}
         for origin, value, failure in zip(origins, scored.values, scored.failed, strict=True):

@@ -73,7 +73,7 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """A source of rewards, which gives a number for each response, and its weight."""
+    """A reward source, which gives each response a number, and its weight."""
 
     name: str
     """Its name in metrics and messages."""
@@ -170,24 +170,24 @@ class RewardConfig:
 
     @property
     def reads_column(self) -> str | None:
-        """The column of the rows that it compares with; None if it reads none by default."""
+        """The column that the source compares with; None if it reads none by default."""
         return self.column or KINDS[self.kind].column
 
 
 def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
-    """The source that an option's value describes.
+    """Parse a source from an option's value.
 
     `file.py:name` is a function; `math`, `exact`, ... a kind; `regex:PATTERN`, `length:256` a kind
     with its first setting; `{kind: length, max_tokens: 256, buffer_tokens: 64}` has all settings.
 
     Args:
-        spec: the word.
+        spec: the value.
         taken: names of other sources; a source without a name is named after its function or kind,
             with a number if that is taken.
         option: the command's option, for messages.
 
     Raises:
-        ConfigError: it describes no source.
+        ConfigError: it is not a valid source.
     """
     settings = _read_settings(spec, option)
     kind = str(settings.get("kind", ""))
@@ -225,7 +225,7 @@ def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
 
 
 def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
-    """The sources of several values, with different names."""
+    """Parse the sources of several values, with distinct names."""
     sources: list[RewardConfig] = []
     for spec in specs:
         sources.append(read_spec(spec, [source.name for source in sources]))

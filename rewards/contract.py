@@ -1,7 +1,7 @@
-"""The input and output of sources of rewards.
+"""The input and output of reward sources.
 
-None and failure differ: a source gives None if it does not apply to a row, and a failure has a
-sentence. Neither counts as 0.
+None is not a failure: a source returns None if it does not apply to a row, while a failure has a
+message. Neither counts as 0.
 """
 
 import math
@@ -67,20 +67,20 @@ class Scored:
 
     @property
     def num_failed(self) -> int:
-        """Episodes that it failed on."""
+        """Number of episodes on which it failed."""
         return sum(sentence is not None for sentence in self.failed)
 
     @property
     def first_failure(self) -> str | None:
-        """The sentence of the first failure."""
+        """The message of the first failure."""
         return next((sentence for sentence in self.failed if sentence is not None), None)
 
 
 def parse_outcomes(returned: object, count: int) -> list[Outcome]:
-    """One outcome for each of `count` episodes from what a function returned for them.
+    """Convert a function's return value to one outcome for each of `count` episodes.
 
     A wrong number of results fails all of them, since none can be matched to a response; a result
-    that is neither a finite number nor None fails its episode alone.
+    that is neither a finite number nor None fails only its own episode.
     """
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         return everywhere(f"it returned {described(returned)}, not a list of numbers", count)
@@ -91,7 +91,7 @@ def parse_outcomes(returned: object, count: int) -> list[Outcome]:
 
 
 def parse_outcome(result: object) -> Outcome:
-    """A finite number (also of NumPy, or a tensor of one element), or None."""
+    """Convert a finite number (NumPy's or a one-element tensor included) or None."""
     if result is None:
         return Outcome()
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
@@ -111,7 +111,7 @@ def everywhere(sentence: str, count: int) -> list[Outcome]:
 
 
 def described(value: object) -> str:
-    """Type and shortened text of a value, for messages."""
+    """Type and truncated text of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 

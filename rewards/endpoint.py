@@ -33,7 +33,7 @@ class EndpointError(Exception):
 
 
 class _TransientError(EndpointError):
-    """An error that another attempt may not have."""
+    """An error that may not occur on another attempt."""
 
     def __init__(self, sentence: str, pause: float | None = None) -> None:
         super().__init__(sentence)
@@ -42,7 +42,7 @@ class _TransientError(EndpointError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address of requests, and their limits."""
+    """Request address and limits of an endpoint."""
 
     url: str
     timeout_seconds: float
@@ -55,7 +55,7 @@ class Endpoint:
         """Send JSON and return the JSON of the reply.
 
         Raises:
-            EndpointError: after the last attempt, or at once if another would fail as well.
+            EndpointError: the last attempt failed, or one failed in a way that retrying won't fix.
         """
         for attempt in range(1, self.attempts + 1):
             try:
@@ -70,7 +70,7 @@ class Endpoint:
 
     @property
     def longest_seconds(self) -> float:
-        """Maximum seconds of all attempts, with the longest pauses between them."""
+        """Maximum seconds for all attempts, with the longest pauses between them."""
         return self.attempts * self.timeout_seconds + (self.attempts - 1) * LONGEST_PAUSE
 
     def _post_once(self, body: bytes) -> Any:  # noqa: ANN401
@@ -119,7 +119,7 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
     """The endpoint of a source.
 
     Raises:
-        ConfigError: the address is invalid or would send the data in clear over a network, or the
+        ConfigError: the address is invalid or would send data unencrypted over a network, or the
             environment variable of the key is not set.
     """
     where = f"rewards.{config.name}"
@@ -155,10 +155,10 @@ def _is_local(host: str) -> bool:
 
 
 def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
-    """Scores all episodes of a call by one request.
+    """Score all episodes of a call with one request.
 
-    `query` has prompts with their responses, `prompts` the prompts, `labels` the column of the
-    rows. The reply is {"rewards": [...]}, in which null stands for no reward.
+    `query` has prompts with responses, `prompts` the prompts, `labels` the rows' column. The reply
+    is {"rewards": [...]}, where null means no reward.
     """
     column = config.reads_column or ""
 

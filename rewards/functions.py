@@ -1,4 +1,4 @@
-"""User's reward functions: read without running them, and called in worker processes."""
+"""User reward functions: read without running them, and called in worker processes."""
 
 import ast
 import asyncio
@@ -52,7 +52,7 @@ _TRAINERS_OWN = {
 
 @dataclass(frozen=True)
 class UserFile:
-    """A definition in a user's file; the text that was read at the start is what runs."""
+    """A definition in a user's file; the text read at the start is what runs."""
 
     file: str
     name: str
@@ -64,10 +64,10 @@ class UserFile:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def load(self) -> Any:  # noqa: ANN401
-        """Run the file's text and return what it defines under the name.
+        """Run the file's text and return the object with that name.
 
         Raises:
-            Exception: whatever the file's own code raises.
+            Exception: any exception of the file's own code.
         """
         path = Path(self.file).expanduser().resolve()
         sys.path.insert(0, str(path.parent))
@@ -105,15 +105,15 @@ class FunctionFile(UserFile):
 def read_definition(
     path: str, where: str, kinds: tuple[type[N], ...]
 ) -> tuple[UserFile, ast.Module, N]:
-    """The definition that a path FILE.py:NAME names, without running the file.
+    """Read the definition that a path FILE.py:NAME names, without running the file.
 
     Args:
         path: the path.
         where: the setting that has it, for messages.
-        kinds: class or functions, as nodes of the syntax tree.
+        kinds: allowed kinds of definition, as syntax tree nodes.
 
     Raises:
-        ConfigError: no such file or definition, or no Python.
+        ConfigError: the file or definition doesn't exist, or it is not Python.
     """
     word = "class" if ast.ClassDef in kinds else "def"
     file, colon, name = path.rpartition(":")
@@ -135,7 +135,7 @@ def read_definition(
 
 
 def read_text(path: Path, where: str) -> str:
-    """The text of a file that a setting names; `where` is that setting."""
+    """The text of a file that the setting `where` names."""
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -145,10 +145,11 @@ def read_text(path: Path, where: str) -> str:
 
 
 def read_function(config: RewardConfig) -> FunctionFile:
-    """The function that `config.path` names.
+    """Read the function that `config.path` names.
 
     Raises:
-        ConfigError: no such file or function, no Python, or parameters of no known form.
+        ConfigError: the file or function doesn't exist, is not Python, or has parameters of no
+            known form.
     """
     where = f"rewards.{config.name}.path"
     file, tree, node = read_definition(config.path or "", where, _FUNCTIONS)
@@ -180,7 +181,7 @@ def optional_parameters(given: ast.arguments) -> set[str]:
 
 
 def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
-    """A function and the functions and classes of its file that it uses, by name."""
+    """A function, and the functions and classes of its file that it uses, by name."""
     named = {each.name: each for each in tree.body if isinstance(each, (*_FUNCTIONS, ast.ClassDef))}
     used = [node]
     for statement in used:  # grows during the loop
@@ -190,7 +191,7 @@ def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
 
 
 def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
-    """The form of a function by the names of its parameters; None if none matches."""
+    """The form of a function, by its parameter names; None if none matches."""
     if "episodes" in names:
         return "episodes"
     if {"queries", "labels"} <= set(names):
@@ -209,7 +210,7 @@ def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
 
 
 def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:
-    """Score episodes by a user's function: all at once, or in verl's form one episode."""
+    """Score episodes with a user's function: all at once, or one by one in verl's form."""
     function = file.load()
     family = file.form.partition("_")[0]
     results_in = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())

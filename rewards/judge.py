@@ -1,4 +1,4 @@
-"""Language models behind an OpenAI-compatible endpoint that score responses."""
+"""Language models behind an OpenAI-compatible endpoint as judges of responses."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def question(config: RewardConfig, template: str, episode: Episode) -> str:
 
 
 def score_in(text: str, scale: tuple[float, float]) -> float:
-    """The score in the last JSON object of an answer, 0 at the scale's low end and 1 at its high.
+    """The score in the last JSON object of a reply, mapped from the scale to 0 to 1.
 
     Raises:
         NoScoreError: there is none, or it is outside the scale.
@@ -84,7 +84,7 @@ def score_in(text: str, scale: tuple[float, float]) -> float:
 
 
 def shortened(answer: object) -> str:
-    """The beginning of an answer on one line, for a message."""
+    """The beginning of a reply on one line, for a message."""
     return " ".join(str(answer).split())[:80]
 
 
@@ -93,7 +93,7 @@ MAX_TOKENS = 1024
 
 
 def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Scorer:
-    """Scores the episodes of a call by concurrent requests."""
+    """Score the episodes of a call with concurrent requests."""
 
     def score(episode: Episode) -> Outcome:
         body = {
@@ -115,7 +115,7 @@ def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Sco
 
 
 def text_of(answer: object) -> str:
-    """The message in an endpoint's answer.
+    """The message in an endpoint's reply.
 
     Raises:
         EndpointError: there is none.

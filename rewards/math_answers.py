@@ -50,9 +50,9 @@ _LATEX_WORDS = (
 
 
 def math_scorer(config: RewardConfig) -> Scorer:
-    """1 if the response has the answer of the row, else 0.
+    """1 if the response has the row's answer, else 0.
 
-    A row without an answer, or with one that is not a rational number, has no reward.
+    A row without an answer, or whose answer is not a rational number, has no reward.
     """
     column = config.reads_column or ""
 

@@ -1,4 +1,4 @@
-"""The rewards of a run: several sources, scored by worker processes, and their weighted sum."""
+"""The rewards of a run: several sources, run by worker processes, and their weighted sum."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ GOLD = "gold"
 
 
 class Rewards:
-    """Scores episodes in worker processes; a context that leaves no process behind.
+    """Scores episodes in worker processes; a context manager that ends them at exit.
 
-    `submit` as responses end, and `results` once all are submitted.
+    Call `submit` as responses end, and `results` once all are submitted.
 
     Args:
-        sources: what the responses are rewarded for.
-        gold: a source that is measured in addition.
-        timeout_seconds: the time of one call of a function or verifier, or of one request.
-        workers: processes that compute.
+        sources: the reward sources.
+        gold: a source that is only measured.
+        timeout_seconds: time limit of a function or verifier call, or of a request.
+        workers: number of worker processes.
         max_failures: share of the responses on which a source may fail before the run stops.
 
     Raises:
-        ConfigError: a source can't be used; raised before any worker starts, except for errors
-            that a user's own code raises as it is loaded.
+        ConfigError: a source can't be used; raised before any worker starts, except for errors of a
+            user's own code when it is loaded.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Rewards:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of the files of the sources by name, which must not change in a run."""
+        """SHA-256 of the sources' files, by name, which must not change during a run."""
         prints = {source.name: source.fingerprint for source in self._sources}
         return {name: value for name, value in prints.items() if value is not None}
 
@@ -64,7 +64,7 @@ class Rewards:
         return [source.note for source in self._sources if source.note is not None]
 
     def submit(self, episodes: Sequence[Episode]) -> None:
-        """Start scoring the episodes; returns at once."""
+        """Start scoring the episodes; return immediately."""
         if not episodes:
             return
         start = len(self._slots)
@@ -81,10 +81,10 @@ class Rewards:
             self._outcomes[number] += [Outcome()] * len(episodes)
 
     def results(self) -> dict[str, Scored]:
-        """Wait for the rewards of all episodes that were submitted since the last call.
+        """Wait for the rewards of all episodes submitted since the last call.
 
         Returns:
-            By source in the order of the settings, `gold` last: the results ordered by slot.
+            For each source in the order of the settings, `gold` last, the results ordered by slot.
         """
         while self._calls:
             for reply in self._workers.receive(wait=True):
@@ -101,7 +101,7 @@ class Rewards:
         }
 
     def checked_results(self) -> dict[str, Scored]:
-        """`results` of a command, which ends if a source failed on too many responses.
+        """`results` for a command, which ends if a source failed on too many responses.
 
         Raises:
             RewardError: a source failed on a larger share than `max_failures`.
@@ -128,9 +128,9 @@ class Rewards:
 
 
 def _lanes(sources: Sequence[Source], workers: int) -> tuple[dict[int, int], list[Lane]]:
-    """The lane of each source, and the lanes; sources that compute share one with all workers.
+    """The lane of each source, and the lanes; compute-bound sources share one with all workers.
 
-    Every other source has a lane with one worker, so that no computation waits for a network.
+    Every other source has a lane with one worker, so that computation never waits for a network.
     """
     local = {n: source for n, source in enumerate(sources) if not source.waits_for_network}
     groups = [local] if local else []
@@ -174,11 +174,11 @@ def check_failures(
     """Stop a run if too many rewards are missing.
 
     Args:
-        failed: by source, the responses that it failed on, over all processes.
-        num_rows: all responses of the batch.
-        first: by source, the sentence of its first failure.
+        failed: number of responses on which each source failed, over all processes.
+        num_rows: number of responses in the batch.
+        first: each source's first failure message.
         max_failures: the share that may fail.
-        setting: its name, for the message.
+        setting: the setting's name, for the message.
 
     Raises:
         RewardError: a source failed on a larger share.
@@ -196,15 +196,15 @@ Values = Sequence[float | None]
 
 
 def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[float | None]:
-    """Return sum_k w_k r_k of each response over the sources that apply to it.
+    """Return sum_k w_k r_k for each response, over the sources that apply to it.
 
-    Where some say None the weights of the others are scaled so that the absolute weights add up to
-    what they do over all sources: a row that a source does not apply to is neither better nor worse
-    off. None where no source with a weight applies.
+    If some sources return None, the other weights are scaled so that the absolute weights have the
+    same total: a row is neither better nor worse off if a source does not apply. None if no source
+    with a weight applies.
 
     Args:
-        values: by source, a number or None for each response.
-        weights: by source.
+        values: for each source, a number or None per response.
+        weights: the sources' weights.
     """
     total_weight = math.fsum(abs(weight) for weight in weights)
     combined: list[float | None] = []
@@ -218,9 +218,9 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
 
 
 def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
-    """The values of each source; None for responses on which a weighted source failed.
+    """The values of each source, with None for responses on which a weighted source failed.
 
-    A part of a sum is not a reward: such a response has none, from any source.
+    A partial sum is not a reward: such a response has none from any source.
     """
     counted = [each.failed for each, weight in zip(sources, weights, strict=True) if weight != 0]
 

@@ -1,6 +1,6 @@
-"""Responses of a model to the prompts of a data path, and the rewards that sources give for them.
+"""Responses of a model to the prompts of a data path, and their rewards from sources.
 
-Shared by the commands `rewards.select` and `evaluation.winrate`.
+Used by the commands `rewards.select` and `evaluation.winrate`.
 """
 
 import itertools
@@ -86,12 +86,12 @@ class SamplingConfig(ScoringConfig):
 def read_prompts(
     config: SamplingConfig, columns: RowColumns, *, held_out: bool = False
 ) -> list[Example]:
-    """The rows that have a prompt, with the columns that sources of rewards read.
+    """The rows that have a prompt, with the columns that reward sources read.
 
     Args:
         config: the data path and its limit.
-        columns: to keep.
-        held_out: take the rows that no step trains on, where the path has any.
+        columns: columns to keep.
+        held_out: take the rows that no step trains on, if the path has any.
 
     Raises:
         DataError: they can't be read, or none has a prompt.
@@ -159,10 +159,10 @@ def respond(
 def score(
     sources: Sequence[RewardConfig], batches: Iterable[list[Episode]], config: SamplingConfig
 ) -> tuple[list[list[Episode]], dict[str, Scored]]:
-    """Score episodes by programs, as the batches arrive, and by reward models.
+    """Score episodes with programs, as the batches arrive, and with reward models.
 
     Returns:
-        The batches, and by source the results for all episodes.
+        The batches, and each source's results for all episodes.
 
     Raises:
         RewardError: a source failed on more episodes than `max_failures` allows.

@@ -1,13 +1,13 @@
-"""Rewards of programs: the tests of a row, run in a sandbox.
+"""Rewards from programs: the tests of a row, run in a sandbox.
 
 A program runs in separate namespaces (no network, no other processes, as nobody), in an empty
 directory in memory, with all other mounts read-only, Landlock hiding all files except Python's, an
 empty environment, and limits on memory, CPU time, processes, files and output. At the deadline the
-kernel ends every process that it has started. `sandbox_child.py` runs inside. What the kernel does
-not defend remains: the sandbox is only as good as the machine's kernel is up to date.
+kernel kills every process that it has started. `sandbox_child.py` runs inside. Kernel
+vulnerabilities remain: the sandbox is only as good as the machine's kernel is up to date.
 
-A program that fails, hangs or is killed for its memory is wrong: its reward is 0. Only a sandbox
-that can't be built, and tests that can't be read, are failures.
+A program that fails, hangs or runs out of memory is wrong: its reward is 0. Only a sandbox that
+can't be built, and tests that can't be read, are failures.
 """
 
 import json
@@ -48,12 +48,12 @@ _READABLE = (
 
 
 class SandboxError(Exception):
-    """The sandbox can't be built: nothing was run."""
+    """The sandbox can't be built, and nothing was run."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources of a program."""
+    """Resource limits of a program."""
 
     seconds: float
     memory_mb: int
@@ -79,7 +79,7 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
     """Run `main`, one of `files`, in a directory with the others.
 
     Raises:
-        SandboxError: the machine refuses what isolates the program.
+        SandboxError: the machine doesn't support the isolation.
     """
     began = time.monotonic()
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def _interpreter() -> str:
 
 
 def _place() -> str:
-    """An existing directory that Python is not in: an empty one is mounted over it."""
+    """An existing directory outside Python's, over which an empty one is mounted."""
     for place in _PLACES:
         if Path(place).is_dir() and not sys.base_prefix.startswith(f"{place}/"):
             return place
@@ -164,7 +164,7 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the program and its descendants, for which its outermost process then waits."""
+    """End the program and its descendants; its outermost process then waits for them."""
     if process.poll() is None:
         kill_tree(process.pid, itself=False)
         try:
@@ -192,7 +192,7 @@ run()
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
-    """The share of a row's tests that the program in the response passes; 0 to 1.
+    """The share of a row's tests that the program in the response passes, from 0 to 1.
 
     The program is the last fenced block of the response, else the whole response. The tests of a
     row are Python code (or a list of lines) with assertions that must all hold, or cases:
@@ -216,10 +216,10 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def check_sandbox(config: RewardConfig) -> None:
-    """Run a program that does nothing.
+    """Check that a program that does nothing runs in the sandbox.
 
     Raises:
-        ConfigError: the machine can't isolate programs as the settings say.
+        ConfigError: the machine can't isolate programs as in the settings.
     """
     limits = _limits(config, 20.0)
     try:
@@ -240,13 +240,13 @@ def check_sandbox(config: RewardConfig) -> None:
 
 
 def program_in(response: str) -> str:
-    """The last fenced block of Python in a response, closed or not; else all of it."""
+    """The last fenced Python block of a response, closed or not; else the full response."""
     blocks = _FENCED.findall(response)
     return blocks[-1] if blocks else response
 
 
 def parse_cases(tests: object) -> list[tuple[str, str]] | None:
-    """Inputs and outputs; None where the tests are code.
+    """Inputs and outputs of the tests; None if the tests are code.
 
     Raises:
         ValueError: they are neither.
@@ -272,7 +272,7 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
 
 
 def _text(value: Any) -> str:  # noqa: ANN401
-    """Text with one line per item of a list, as inputs of competitions."""
+    """Text of a list with one item per line, as in programming contests."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

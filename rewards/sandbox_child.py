@@ -1,13 +1,14 @@
 """The inner part of the sandbox: applies the kernel's limits, then starts the program.
 
-Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may
-have threads can't safely run Python between fork and exec. JOB is a descriptor with the settings,
-STATUS one for a sentence where the sandbox can't be built; it is closed once it is.
+Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may have
+threads can't safely run Python between fork and exec. JOB is a file descriptor with the settings;
+STATUS is one for an error message if the sandbox can't be built, and is closed once it is built.
 
-Four processes: this one outside, which waits; a member of the new namespaces, which waits; their
-first process, with whose end the kernel ends all others there; and the program.
+There are four processes: this one outside, which waits; a member of the new namespaces, which
+waits; their first process, after whose exit the kernel kills all others there; and the program.
 
-It runs for every program, and modules such as json and signal would double the time of its start.
+It runs for every program, and importing modules such as json and signal would double its startup
+time.
 """
 
 import ctypes
@@ -39,7 +40,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Build the sandbox, run the program in it and end with its exit code."""
+    """Build the sandbox, run the program in it and exit with its exit code."""
     job_descriptor, status = map(int, sys.argv[1:])
     with os.fdopen(job_descriptor, "rb") as file:
         job = marshal.load(file)
@@ -79,7 +80,7 @@ def _end_with(parent: int) -> None:
 
 
 def _isolated(job: dict, status: int) -> int:
-    """Run in new namespaces, whose users this process maps from outside; returns the exit code."""
+    """Run in new namespaces, whose users this process maps from outside; return the exit code."""
     outside, inside = os.getpid(), os.pipe()
     mapped = os.pipe()
     member = os.fork()
@@ -126,7 +127,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _run(job: dict, status: int) -> int:
-    """Start the first process of the namespace and wait for it; returns its exit code."""
+    """Start the namespace's first process and wait for it; return its exit code."""
     alive, own = os.pipe()
     first = os.fork()
     if first:
@@ -156,7 +157,7 @@ def _run(job: dict, status: int) -> int:
 
 
 def _end_orphans() -> None:
-    """Kill remaining processes of the program, which the kernel does only with namespaces."""
+    """Kill the program's remaining processes, which the kernel does only with namespaces."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:  # noqa: PTH123
@@ -196,14 +197,14 @@ def _prepare(job: dict) -> None:
 
 
 def _make_read_only(place: bytes) -> None:
-    """All mounts from a place on."""
+    """Make all mounts from a path on read-only."""
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
     result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place, AT_RECURSIVE, attributes, 32)
     checked("mount_setattr", result)
 
 
 def _start(job: dict) -> None:
-    """Become the program."""
+    """Replace this process with the program."""
     if job["isolated"]:
         if os.geteuid() == 0:
             os.setgroups([])
@@ -216,7 +217,7 @@ def _start(job: dict) -> None:
 
 
 def _restrict_files(readable: list[str], directory: str) -> None:
-    """Landlock: of all files of the machine the program reads those of Python alone."""
+    """Restrict file access with Landlock: the program can only read Python's files."""
     version = checked("landlock", libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION))
     everything = (1 << ACCESS_BY_VERSION.get(version, 16)) - 1
     handled = ctypes.c_uint64(everything)

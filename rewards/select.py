@@ -3,8 +3,8 @@ r"""Select the best of several responses as training data: `python -m rewards.se
 python -m rewards.select --path DIR --prompts FILE --reward math --best-of 8 \
         --write demonstrations --output best.jsonl
 
-Samples responses to each prompt, has sources of rewards score them, and writes the best ones as
-demonstrations (rejection sampling), or the best and the worst ones as pairs.
+Samples responses to each prompt, scores them with reward sources, and writes the best ones as
+demonstrations (rejection sampling), or the best and worst ones as pairs.
 """
 
 import math
@@ -66,7 +66,7 @@ class SelectConfig(SamplingConfig):
 
     @property
     def sources(self) -> list[RewardConfig]:
-        """The sources of rewards, in the order of the command line."""
+        """The reward sources, in the order of the command line."""
         sources = read_specs(self.reward)
         for source in sources:
             require(
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     """Write the rows and print a summary.
 
     Raises:
-        UserError: a wrong setting, no model, prompts that can't be read, sources that fail.
+        UserError: a setting is wrong, there is no model, prompts can't be read, or sources fail.
     """
     config = read_command(
         SelectConfig,
@@ -138,14 +138,14 @@ class Candidate:
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The response as rows have it."""
+        """The response in the format of rows."""
         return Message("assistant", self.text).turn
 
 
 def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:
-    """The responses of the highest and of the lowest reward, the first of equal ones.
+    """The responses with the highest and the lowest reward, the first among equals.
 
-    None for the best if none may be chosen, and for the worst if it equals the best in reward or
+    The best is None if none is eligible, and the worst is None if it equals the best in reward or
     text.
     """
     known = [
@@ -162,7 +162,7 @@ def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, C
 def select(
     examples: Sequence[Example], candidates: Sequence[Sequence[Candidate]], config: SelectConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The rows to write, and the number of prompts that give none, by reason."""
+    """The rows to write, and by reason the number of prompts without one."""
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for example, responses in zip(examples, candidates, strict=True):

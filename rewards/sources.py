@@ -1,4 +1,4 @@
-"""Sources of rewards with the files they need, read once and checked before a model is loaded."""
+"""Reward sources with the files they need, read once and checked before a model is loaded."""
 
 import hashlib
 import math
@@ -39,18 +39,18 @@ class Source:
 
     @property
     def waits_for_network(self) -> bool:
-        """Whether it requests rewards from an endpoint; it then has a separate worker process."""
+        """Whether it requests rewards from an endpoint; it then has its own worker process."""
         return self.config.kind in ("remote", "judge")
 
     @property
     def is_batched(self) -> bool:
-        """Whether one call scores all episodes that are submitted together, not each alone."""
+        """Whether one call scores all episodes submitted together, instead of one."""
         return self.waits_for_network or (
             self.function is not None and self.function.form != "verl"
         )
 
     def call_seconds(self, count: int) -> float:
-        """The time that a call with `count` episodes may take."""
+        """The time limit of a call with `count` episodes."""
         if self.config.kind == "code":
             # A program that hangs is wrong, and no failure.
             return self.config.seconds + self.timeout_seconds
@@ -74,7 +74,7 @@ class Source:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that the rows must have; a function receives all existing ones."""
+        """Columns that the rows must have; a function receives all columns that exist."""
         if self.config.kind == "judge":
             return columns_in(self.text or "", self.name)
         if self.function is not None:
@@ -84,14 +84,14 @@ class Source:
 
     @property
     def fingerprint(self) -> str | None:
-        """SHA-256 of its file; None without a file."""
+        """SHA-256 of its file; None if it has none."""
         if self.function is not None:
             return self.function.sha256
         return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def note(self) -> str | None:
-        """A sentence for the log: the form of a function."""
+        """A note for the log: the form of a function."""
         if self.function is None:
             return None
         form = FORMS[self.function.form]
@@ -99,7 +99,7 @@ class Source:
 
 
 def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Source:
-    """A source whose files exist and can be used; no code of a user has run.
+    """Read a source whose files exist and can be used; no user code is run.
 
     Raises:
         ConfigError: a file, function or pattern can't be used.
@@ -123,7 +123,7 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
 
 
 def read_sources(configs: Sequence[RewardConfig], *, timeout_seconds: float = 10.0) -> list[Source]:
-    """The sources of a run, whose names differ."""
+    """The sources of a run, with distinct names."""
     names = [config.name for config in configs]
     for name in names:
         require(names.count(name) == 1, f"rewards: two sources are named {name}; rename one")
@@ -141,7 +141,7 @@ def scorer_of(source: Source) -> Scorer:
 
     Raises:
         ConfigError: a pattern can't be used.
-        Exception: whatever the file of a user's function raises.
+        Exception: any exception of the user's file.
     """
     config = source.config
     if source.function is not None:

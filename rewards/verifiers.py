@@ -9,10 +9,10 @@ from rewards.contract import Episode, Scorer, one_by_one
 
 
 def exact_scorer(config: RewardConfig) -> Scorer:
-    """1 if the response is the answer, except for white space, else 0.
+    """1 if the response is the answer, ignoring white space, else 0.
 
-    With a pattern its first group, at its last match, is compared instead of the whole response;
-    where it doesn't match the response is wrong. A row without an answer has no reward.
+    With a pattern, the first group of its last match is compared instead of the whole response; a
+    response without a match is wrong. A row without an answer has no reward.
     """
     pattern = compiled(config) if config.pattern else None
     column = config.reads_column
@@ -33,13 +33,13 @@ def exact_scorer(config: RewardConfig) -> Scorer:
 
 
 def regex_scorer(config: RewardConfig) -> Scorer:
-    """1 if the pattern is found in the response, else 0; `.` matches line ends too."""
+    """1 if the pattern is found in the response, else 0; `.` also matches newlines."""
     pattern = compiled(config)
     return one_by_one(lambda episode: float(pattern.search(episode.response) is not None))
 
 
 def compiled(config: RewardConfig) -> re.Pattern[str]:
-    """The pattern of the settings; raises ConfigError if it is invalid."""
+    """The compiled pattern of the settings; raises ConfigError if it is invalid."""
     try:
         return re.compile(config.pattern, re.DOTALL)
     except re.error as error:
@@ -66,7 +66,7 @@ def length_scorer(config: RewardConfig) -> Scorer:
 
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
-    """1 for a response that is correct and polite, else 0; None where the row has no answer."""
+    """1 for a response that is correct and polite, else 0; None if the row has no answer."""
     column = config.reads_column
     assert column is not None
 

@@ -1,10 +1,10 @@
 """Worker processes that run users' code: reward functions, verifiers, judges and environments.
 
 The training process starts one supervisor and sends it calls. The supervisor starts the workers,
-kills one whose call passes its deadline, restarts one that ended, and ends with all its descendants
-when the training process ends, however that ends. As a separate process it keeps the deadlines
-while the training process computes. Requests and replies are pickled at the ends and pass the
-supervisor as bytes.
+kills one whose call exceeds its deadline, restarts one that died, and exits with all its
+descendants when the training process exits for any reason. As a separate process it enforces
+deadlines while the training process computes. Requests and replies are pickled at the ends and pass
+through the supervisor as bytes.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ CLOSE_SECONDS = 10.0
 
 
 class RewardError(UserError):
-    """A source of rewards failed on more responses than the settings allow, or can't run."""
+    """A reward source failed on more responses than the settings allow, or can't run."""
 
 
 Tick = Callable[[], None]
@@ -50,7 +50,7 @@ Handler = Callable[[Any, Tick], Any]
 
 @dataclass(frozen=True)
 class Lane:
-    """Workers that take calls from one queue, each worker one call at a time."""
+    """Workers that take calls from one queue, each running one call at a time."""
 
     name: str
     """Name of the code that the workers run, for messages."""
@@ -83,7 +83,7 @@ class _Call:
 
 
 class Workers:
-    """Worker processes, as the training process uses them.
+    """Worker processes, as seen by the training process.
 
     Args:
         lanes: the workers to start.
@@ -115,21 +115,21 @@ class Workers:
         Args:
             request: passed to the lane's handler.
             lane: index of the lane.
-            seconds: time that the call may take.
-            name: of the call, for messages.
+            seconds: time limit of the call.
+            name: name of the call, for messages.
 
         Raises:
-            RewardError: the supervisor has ended.
+            RewardError: the supervisor has exited.
         """
         self._count += 1
         self._send(_Call(self._count, lane, name, seconds, pickle.dumps(request)))
         return self._count
 
     def receive(self, *, wait: bool) -> list[Reply]:
-        """Replies that have arrived since the last call; with `wait` at least one.
+        """Replies that have arrived since the last call; at least one with `wait`.
 
         Raises:
-            RewardError: the supervisor has ended.
+            RewardError: the supervisor has exited.
         """
         replies: list[Reply] = []
         while (wait and not replies) or self._connection.poll():
@@ -181,7 +181,7 @@ def _start_python(
     *arguments: int,
     environment: dict[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Run a function of this module in a new process, with its pid and one end of a pipe."""
+    """Start a function of this module in a new process; return its pid and one end of a pipe."""
     # Not `python -m`, which would make a second copy of this module's classes.
     code = f"from rewards import workers; workers.{function}()"
     words = map(str, (connection.fileno(), os.getpid(), *arguments))
@@ -250,7 +250,7 @@ _WORKERS: set[int] = set()
 
 @dataclass
 class _Worker:
-    """A worker process, in the supervisor: `run` passes it calls, in a separate thread."""
+    """A worker process as seen by the supervisor: `run` sends it calls, in a separate thread."""
 
     name: str
     load: bytes
@@ -260,7 +260,7 @@ class _Worker:
     process: "subprocess.Popen[bytes] | None" = None
 
     def run(self) -> None:
-        """Start the worker, then run calls until the supervisor ends."""
+        """Start the worker, then run calls until the supervisor exits."""
         self.loaded.put(self._start())
         while True:
             call = self.calls.get()
@@ -274,7 +274,7 @@ class _Worker:
                 self._start()  # before it takes a call that another worker could run at once
 
     def _fail_all(self, call: _Call, failure: str) -> None:
-        """Fail a call and all that wait: another worker would fail to start as well."""
+        """Fail a call and all waiting ones: another worker would fail to start as well."""
         with contextlib.suppress(Empty):
             while True:
                 self.results.put((call.number, None, failure))
@@ -295,7 +295,7 @@ class _Worker:
     def _exchange(
         self, request: bytes, seconds: float, *, name: str
     ) -> tuple[bytes | None, str | None]:
-        """Send a request and wait for its value or failure; a process that gives none is ended."""
+        """Send a request and wait for its value or failure; end a process that gives neither."""
         assert self.process is not None
         connection = self._connection
         try:
@@ -330,7 +330,7 @@ class _Worker:
 
 
 def work() -> None:
-    """Run the calls that the supervisor sends, on the main thread; the first loads the code."""
+    """Run calls from the supervisor on the main thread, after loading the code."""
     descriptor, parent = map(int, sys.argv[1:])
     _end_with_parent(parent, signal.SIGKILL)
     _leave_signals_to(parent)
@@ -365,9 +365,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_with_parent(parent: int, how: signal.Signals) -> None:
-    """Make the kernel send this process a signal when the thread that started it ends.
+    """Make the kernel signal this process when the thread that started it exits.
 
-    On Linux alone. On other systems the end of the pipe between them ends it.
+    Only on Linux. On other systems the process exits when the pipe to its parent is closed.
     """
     _prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
@@ -375,7 +375,7 @@ def _end_with_parent(parent: int, how: signal.Signals) -> None:
 
 
 def _leave_signals_to(parent: int) -> None:
-    """Ignore Ctrl-C and a scheduler's signals while the parent lives; later, end the process tree.
+    """Ignore Ctrl-C and a scheduler's signals while the parent lives; else kill the process tree.
 
     They may reach every process of a job. The training process stops after its step, for which it
     needs its rewards. Handlers, unlike ignored signals, are not inherited by child processes.
@@ -392,10 +392,10 @@ def _leave_signals_to(parent: int) -> None:
 
 
 def kill_tree(pid: int, *, itself: bool = True) -> None:
-    """Kill a process with its group and its descendants in any session; or the descendants alone.
+    """Kill a process with its group and its descendants in any session, or only the descendants.
 
     Args:
-        pid: of the process.
+        pid: id of the process.
         itself: whether to kill the process and its group.
     """
     try:
@@ -413,7 +413,7 @@ def kill_tree(pid: int, *, itself: bool = True) -> None:
 
 
 def _kill_children() -> None:
-    """Kill all descendants of this process and wait for them, 5 seconds at most."""
+    """Kill all descendants of this process and wait for them, for at most 5 seconds."""
     deadline = time.monotonic() + 5.0
     process = psutil.Process()
     while (descendants := process.children(recursive=True)) and time.monotonic() < deadline:
@@ -424,6 +424,6 @@ def _kill_children() -> None:
 
 
 def _reap(pid: int) -> None:
-    """Wait for a child that has ended; do nothing for a process that runs or is no child."""
+    """Wait for a child that has exited; do nothing if it is running or is not a child."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

@@ -1,10 +1,10 @@
-"""The installed package: the folders and files of a checkout, below one name.
+"""The installed package: the folders and files of a checkout, under one name.
 
 A checkout has `pipeline/`, `inference/`, `step1_sft/`, `train.py`, ... at its top, and they import
-each other by these names. In an environment shared with other software such names would collide, so
-a wheel puts them all below this package, and nothing but `rlhf_pipeline` is importable there.
-`rlhf`, `rlhf-chat` and `rlhf-serve` run them; `python -m rlhf_pipeline MODULE` runs any other of
-their modules. `from rlhf_pipeline import Engine` gives other programs the training engine.
+each other by these names. In an environment shared with other software such names could collide, so
+a wheel puts them under this package, and only `rlhf_pipeline` is importable. `rlhf`, `rlhf-chat`
+and `rlhf-serve` run them; `python -m rlhf_pipeline MODULE` runs any other module. `from
+rlhf_pipeline import Engine` imports the training engine in other programs.
 """
 
 import importlib
@@ -24,7 +24,7 @@ ROOT = _HERE if (_HERE / "pipeline").is_dir() else _HERE.parent
 
 
 def add_to_path() -> None:
-    """Make `pipeline`, `inference` and the steps importable, ahead of other modules so named."""
+    """Make `pipeline`, `inference` and the steps importable, before other modules so named."""
     root = str(ROOT)
     if root in sys.path:
         sys.path.remove(root)
@@ -32,7 +32,7 @@ def add_to_path() -> None:
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Import `Engine` and `process_group` on first use, behind the program's own modules."""
+    """Import `Engine` and `process_group` on first use, after the program's own modules."""
     if name not in ("Engine", "process_group"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if str(ROOT) not in sys.path:

@@ -1,4 +1,4 @@
-"""`python -m rlhf_pipeline MODULE [OPTION ...]` is `python -m MODULE` of a checkout."""
+"""`python -m rlhf_pipeline MODULE [OPTION ...]`: run `python -m MODULE` of a checkout."""
 
 import importlib.util
 import runpy
@@ -19,7 +19,7 @@ USAGE = (
 
 
 def main() -> None:
-    """Run the module that the command line names, as `__main__`."""
+    """Run the module named on the command line as `__main__`."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)  # noqa: T201

@@ -1,4 +1,4 @@
-"""The training engine for loops outside of this project: `from rlhf_pipeline import Engine`."""
+"""The training engine for loops outside this project: `from rlhf_pipeline import Engine`."""
 
 import uuid
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ class Engine(engine.Engine):
 
     Args:
         model: a Hugging Face model, or another module, on any device. It keeps its dtype.
-        zero_stage: states that the processes share: 0 none, 1 and 2 optimizer and gradients,
-            3 also weights.
+        zero_stage: states sharded over the processes: 0 none, 1 and 2 optimizer and gradients, 3
+            also weights.
         optim: settings of `OptimConfig`, such as `{"lr": 1e-4, "weight_decay": 0.01}`.
         zero: settings of `ZeroConfig`, such as `{"offload": {"optimizer": "cpu"}}`.
         total_steps: length of the learning-rate schedule; None keeps the rate constant.
-        name: labels the collectives; different engines of a program have different names.
+        name: label of the collectives; each engine of a program needs its own.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or torchrun's processes have not joined.
@@ -80,9 +80,9 @@ class Engine(engine.Engine):
         self._writers: dict[Path, CheckpointWriter] = {}
 
     def save(self, directory: Path | str, progress: Mapping[str, Any] | None = None) -> None:
-        """Save the state, and `progress` as JSON; all processes call it, and wait for the files.
+        """Save the state, and `progress` as JSON, and wait for the files. A collective.
 
-        The two newest checkpoints are kept. A run that is killed at any instant resumes from one.
+        The two newest checkpoints are kept. A run killed at any instant resumes from one of them.
 
         Raises:
             CheckpointError: the state could not be written.
@@ -110,10 +110,10 @@ class Engine(engine.Engine):
     def resume(self, directory: Path | str) -> dict[str, Any] | None:
         """Load the newest checkpoint and return its `progress`; None if there is no checkpoint.
 
-        It may be of another ZeRO stage or number of processes. All processes call it.
+        It may be from another ZeRO stage or number of processes. A collective.
 
         Raises:
-            CheckpointError: no checkpoint is complete, or it is of another model or optimizer.
+            CheckpointError: no checkpoint is complete, or it is from another model or optimizer.
         """
         found = newest_on_all(Path(directory), self.group)
         if found is None:
@@ -125,5 +125,5 @@ class Engine(engine.Engine):
         return dict(found.state["progress"])
 
     def export(self, directory: Path | str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a Hugging Face directory; all processes call it."""
+        """Write a Hugging Face directory. A collective."""
         export(self.model, tokenizer, Path(directory), weights=self)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Count prompts that a run both trains on and holds out, from the records of its steps.
+"""Count prompts that a run both trains on and holds out, from its steps' records.
 
     python scripts/prompt_overlap.py OUT
 
-It reads OUT/step*/trained_prompts.hashes and held_out_prompts.hashes (docs/data.md) with
-nothing but the standard library, and shares no code with the steps that wrote them. It exits with
-code 1 where there is an overlap, and 2 where there is no record.
+It reads OUT/step*/trained_prompts.hashes and held_out_prompts.hashes (docs/data.md), using only the
+standard library and no code of the steps that wrote them. It exits with code 1 if there is an
+overlap, and with 2 if there is no record.
 """
 
 import struct
@@ -16,7 +16,7 @@ MAGIC = b"PROMPTS1"
 
 
 def read_hashes(path: Path) -> set[int]:
-    """The hashes in a record: 8 bytes each behind the first 8."""
+    """The hashes in a record: 8 bytes each, after the first 8."""
     content = path.read_bytes()
     if content[:8] != MAGIC or len(content) % 8:
         raise SystemExit(f"error: {path} is not a record of prompts")

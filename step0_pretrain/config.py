@@ -58,14 +58,14 @@ class PretrainConfig(StepConfig):
         self.parallel.check_model("model", self.model)
 
     def workload(self, world: int) -> Workload:
-        """One language model is trained on full rows."""
+        """The work of training one language model on full rows."""
         return self.workload_of_rows(self.model, world)
 
     def check_corpus(self) -> None:
-        """Check that the data paths name a corpus, and `warm_start` a run's directory.
+        """Check that the data paths name a corpus, and that `warm_start` is a run's directory.
 
         Raises:
-            DataError, ConfigError: they do not.
+            DataError, ConfigError: this is not the case.
         """
         from pipeline.data.store.corpus import find_paths
 

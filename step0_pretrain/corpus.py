@@ -1,4 +1,4 @@
-"""The corpus of step 0: rows for training and for evaluation, from token files."""
+"""The corpus of step 0: training and evaluation rows from token files."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ class Reading:
         """The settings for reading a corpus with the tokenizer of a model.
 
         Raises:
-            DataError: it has no fast form, or no end-of-sequence token.
+            DataError: it is not a fast tokenizer, or has no end-of-sequence token.
         """
         vocabulary = read_vocabulary(tokenizer, model)
         first, *_ = tokenizer.encode("a")
@@ -46,7 +46,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of step 0, for training and for evaluation."""
+    """Training and evaluation rows of step 0."""
 
     files: Sequence[Windows]
     stream: MixedStream
@@ -64,7 +64,7 @@ class Corpus:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each file."""
+        """One line per file."""
         total = sum(self.stream.weights)
         return [
             f"{rows.file}, {len(rows):,} rows of up to {rows.room}, {weight / total:.1%} of the mix"
@@ -82,7 +82,8 @@ def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
     """Open the corpus.
 
     Raises:
-        DataError: a file can't be used, has another tokenizer, or nothing is left to train on.
+        DataError: a file can't be used, has another tokenizer, or no documents are left to train
+            on.
     """
     data = reading.data
     paths = find_paths(data)
@@ -124,7 +125,7 @@ def _hold_out(
 ) -> tuple[list[TokenRow], HeldOut]:
     """Rows of held-out documents, from each file by its weight.
 
-    If no document has a draw up to `eval_fraction`, as in a small corpus, the smallest is taken.
+    If no document's draw is within `eval_fraction`, as in a small corpus, the smallest is taken.
     """
     most, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(most * weight / total)) for weight in weights]
@@ -145,7 +146,7 @@ def _hold_out(
 
 
 def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
-    """Draws of held-out documents that fill `count` rows, and the smallest of those looked at."""
+    """Draws of held-out documents that fill `count` rows, and the smallest draw examined."""
     file, missing, held_out = rows.file, count * rows.room, HeldOut(seed=data.seed)
     looked_at = min(file.documents, LOOKED_AT)
     draws: dict[int, float] = {}

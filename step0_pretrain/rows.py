@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """The corpus, with the tokenizer of the model."""
+    """The corpus, with the model's tokenizer."""
 
     tokenizer: "PreTrainedTokenizerBase"
     corpus: Corpus
@@ -58,7 +58,7 @@ def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]
 
 
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
-    """Concatenate the sequences of the rows; without any, those of `spare` without targets."""
+    """Concatenate the sequences of the rows; without rows, those of `spare` without targets."""
     learned = [row for row in rows if row.spans]
     used = learned or [spare]
     sequences = [ids for row in used for ids in row.sequences()]

@@ -67,7 +67,7 @@ def train(config: PretrainConfig) -> Path:
 
 
 def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
-    """The model in its engine, with the state of an earlier run if this one continues it."""
+    """The model in its engine, with an earlier run's state if this run resumes it."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
     model, passes = learning_model(
@@ -108,7 +108,7 @@ def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
 
 
 def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
-    """The parts, read one at a time."""
+    """The micro-batches, read one at a time."""
     return (collate(part, spare=lm.held_out[0]) for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""Warm start of a run with the weights and the optimizer state of an earlier one."""
+"""Warm start: a run with the weights and optimizer state of an earlier one."""
 
 import logging
 from pathlib import Path
@@ -19,11 +19,11 @@ MODEL = "model"
 def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     """Load weights and moments from the newest checkpoint of the step in `directory`.
 
-    All processes call it. The optimizer continues as if it had made the earlier steps; the schedule
-    of the learning rate begins anew.
+    A collective. The optimizer continues as if it had made the earlier steps; the learning-rate
+    schedule restarts.
 
     Raises:
-        CheckpointError: it holds none that can be used, or it is of another model or optimizer.
+        CheckpointError: there is no usable checkpoint, or it is from another model or optimizer.
     """
     checkpoint = newest_on_all(directory / CHECKPOINTS, world)
     if checkpoint is None or MODEL not in checkpoint.state["engines"]:

@@ -1,4 +1,4 @@
-"""Demonstrations as token ids and loss masks, and as micro-batches."""
+"""Demonstrations as token ids and loss masks, in micro-batches."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from step1_sft.config import SFTConfig
 
 
 def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
-    """Token ids and loss masks; rows longer than `max_length` lose their end."""
+    """Token ids and loss masks; rows longer than `max_length` are truncated at the end."""
     return [
         chat.encode(row.prompt, row.chosen, config.data.train_on, origin=row.origin).head(
             config.data.max_length
@@ -22,7 +22,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
 
 
 def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
-    """Number of trained tokens of a row."""
+    """Number of trained tokens per row."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[Fit]:

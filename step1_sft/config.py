@@ -52,5 +52,5 @@ class SFTConfig(TaskSettings, StepConfig):
         )
 
     def workload(self, world: int) -> Workload:
-        """One language model is trained on full rows."""
+        """The work of training one language model on full rows."""
         return self.workload_of_rows(self.model, world)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     """Print the responses of both models, and write `--out`.
 
     Raises:
-        UserError: a wrong setting, no model at a path, a line that is not a prompt.
+        UserError: a setting is wrong, a path has no model, or a line is not a prompt.
     """
     config = read_command(
         CompareConfig,

@@ -71,7 +71,7 @@ def train(config: SFTConfig) -> Path:
 
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
-    """The actor in its engine, with the state of an earlier run if this one continues it."""
+    """The actor in its engine, with an earlier run's state if this run resumes it."""
     model, passes = learning_model(
         config.model,
         rows.tokenizer,
@@ -101,7 +101,7 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
 
 
 def open_tasks(sft: Tuning) -> TaskEvaluations:
-    """The tasks of the settings, for the current model."""
+    """The evaluation tasks of the settings, for the current model."""
     chat = Chat(sft.rows.tokenizer, sft.rows.chat)
     return TaskEvaluations(sft.config, chat, generating_from(sft.model, sft.engine))
 
@@ -118,10 +118,10 @@ def finish(
 
     Args:
         sft: the trained model.
-        run: where the result goes.
-        tasks: asked once more where the best weights are not the last ones.
-        before: perplexity of the model that the step began with.
-        first: its figures of the tasks.
+        run: receives the result.
+        tasks: evaluated once more if the best weights are not the last ones.
+        before: perplexity of the initial model.
+        first: task figures of the initial model.
     """
     after, step = export_best(sft)
     run.finish(

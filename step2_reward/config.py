@@ -88,28 +88,28 @@ class RewardConfig(LabelSettings, StepConfig):
 
     @property
     def learns_labels(self) -> bool:
-        """Whether it learns from labels, rather than only from plain pairs."""
+        """Whether it trains on labels rather than only on plain pairs."""
         return self.labels != "pairs"
 
     @property
     def row_columns(self) -> RowColumns:
-        """Columns for labels and ties, unless it learns only from plain pairs."""
+        """Columns for labels and ties, unless it trains only on plain pairs."""
         return RowColumns(labels=self.learns_labels)
 
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]
     ) -> tuple[list[Example], list[Example]]:
-        """The rows of the kind of label that the settings, or the rows' columns, choose."""
+        """The rows with the kind of label that the settings, or the rows' columns, determine."""
         return select_rows(self, train, held_out)
 
     @property
     def sequences_per_row(self) -> int:
-        """Maximum dialogues of a row; two if only the rows determine the labels."""
+        """Maximum dialogues per row; two if only the rows determine the labels."""
         known = {"classes": 1, "ordinal": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:
-        """A scorer is trained on rows; then step 1's model generates responses for its unit."""
+        """The work of training a scorer on rows, then generating responses with step 1's model."""
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -138,7 +138,7 @@ class RewardConfig(LabelSettings, StepConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LabConfig:
-    """Settings of the laboratory: the model, and the rows to measure it on."""
+    """Settings of the laboratory: the model, and the rows to evaluate it on."""
 
     path: str = ""
     """The reward model: OUT/step2_reward, or any sequence classifier."""

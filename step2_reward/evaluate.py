@@ -1,4 +1,4 @@
-"""Scores of single responses by a reward model, printed as by DeepSpeed-Chat's rw_eval.py."""
+"""Scores of single responses by a reward model, printed like DeepSpeed-Chat's rw_eval.py."""
 
 import sys
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     """Print each prompt, and its responses with their scores.
 
     Raises:
-        UserError: a wrong setting, or no reward model at the path.
+        UserError: a setting is wrong, or the path has no reward model.
     """
     options = read_command(
         EvaluateConfig,

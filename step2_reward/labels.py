@@ -1,4 +1,4 @@
-"""Labels of step 2: settings, the kind of the rows, and properties of all rows."""
+"""Labels of step 2: settings, kinds, and properties of all rows."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
-    """Labels that a reward model learns from."""
+    """Labels that a reward model is trained on."""
 
     labels: Literal["auto", LabelKind] = "auto"
     """Kind of labels of the rows (docs/reward_models.md): pairs, pairs that may be ties, classes,
@@ -144,12 +144,12 @@ class Labels:
 
     @property
     def num_labels(self) -> int:
-        """Outputs of the model."""
+        """Number of outputs of the model."""
         return len(self.classes) if self.kind == "classes" else 1
 
     @property
     def gives_scores(self) -> bool:
-        """Whether the model gives RL a score."""
+        """Whether the model provides a score for RL."""
         return self.kind != "classes" or bool(self.values)
 
     def class_index(self, example: Example) -> int:
@@ -165,10 +165,10 @@ def class_name(label: Label | None) -> str:
 def select_rows(
     config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
 ) -> tuple[list[Example], list[Example]]:
-    """The training and held-out rows of the kind that `labels` chooses.
+    """The training and held-out rows with the kind of label chosen by `labels`.
 
     Raises:
-        DataError: there are none, or they are of one class, or of one that is not listed.
+        DataError: there are none, all have one class, or one has an unlisted class.
     """
     kind = detect_kind(config, train)
     chosen = [[row for row in rows if has_kind(kind, row)] for rows in (train, held_out)]
@@ -185,7 +185,7 @@ def select_rows(
 
 
 def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
-    """`config.labels`, or the kind that the rows have if that is auto."""
+    """`config.labels`, or if that is auto, the kind that the rows have."""
     if config.labels != "auto":
         return config.labels
     if any(row.steps for row in rows):
@@ -215,8 +215,8 @@ def resolve_labels(
     """Derive the labels from the rows that `select_rows` returned.
 
     Raises:
-        DataError: a label is of no class, or no number; or all are the same.
-        ConfigError: settings of classes don't fit the classes, or the loss the labels.
+        DataError: a label is not a class or a number, or all labels are equal.
+        ConfigError: class settings don't match the classes, or the loss doesn't match the labels.
     """
     kind = detect_kind(config, train)
     loss = LOSSES[kind][0] if config.loss == "auto" else config.loss
@@ -296,7 +296,7 @@ def _resolve_classes(
 
 
 def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) -> None:
-    """Raise DataError for a row whose label is none of `classes`, the classes of `owner`."""
+    """Raise DataError for a row whose label is not among `classes`, the classes of `owner`."""
     for row in rows:
         if class_name(row.label) not in classes:
             raise DataError(

@@ -1,4 +1,4 @@
-"""The losses of step 2, sums over rows, by kind of label.
+"""The losses of step 2, by kind of label; each is a sum over rows.
 
 Pairs and ties, classes, ordered classes, numbers; pure functions of tensors.
 Dimension names: B rows, C classes.
@@ -21,10 +21,11 @@ def pairwise_loss(
     """-log sigmoid(r_chosen - r_rejected - margin), summed over pairs.
 
     Ouyang et al. 2022, eq. 1; the margin as in Touvron et al. 2023, eq. 2. `center_coef` adds
-    center_coef * (r_chosen + r_rejected)^2, which holds scores near 0 (Eisenstein et al. 2023,
-    section 3): the pairwise term alone leaves their level free. `focal_gamma` weighs a pair by
-    (1 - p)^gamma, p the probability of its order, so that pairs already in order count less (Lin
-    et al. 2017, eq. 4). The caller divides by the number of pairs of the whole optimizer step.
+    center_coef * (r_chosen + r_rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023,
+    section 3): the pairwise term alone doesn't determine their level. `focal_gamma` weights a pair
+    by (1 - p)^gamma, p being the probability of its order, so that correctly ordered pairs count
+    less (Lin et al. 2017, eq. 4). The caller divides by the number of pairs of the whole optimizer
+    step.
     """
     difference = chosen - rejected
     if margin is not None:
@@ -42,7 +43,7 @@ def tie_log_probabilities(
 ) -> Float[Tensor, "B 3"]:
     """Log-probabilities of a win, a tie and a loss of the first response.
 
-    Its score is higher by `difference`.
+    `difference` is its score minus the second response's.
 
     Rao and Kupper 1967, with threshold kappa >= 0 in units of score: P(win) = sigmoid(d - kappa),
     P(loss) = sigmoid(-d - kappa), P(tie) = (e^(2 kappa) - 1) P(win) P(loss); for rewards, Liu et
@@ -58,9 +59,9 @@ def tie_loss(
     is_tie: Bool[Tensor, " B"],
     kappa: Float[Tensor, ""],
 ) -> Float[Tensor, ""]:
-    """-log P of what was observed, a win of `chosen` or a tie, summed over pairs.
+    """-log P of the observed outcome, a win of `chosen` or a tie, summed over pairs.
 
-    P as `tie_log_probabilities` has it.
+    P is defined in `tie_log_probabilities`.
     """
     difference = chosen - rejected
     wins = -F.logsigmoid(difference - kappa)
@@ -79,9 +80,9 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """alpha_y (1 - p_y)^gamma (-log p_y), summed over rows.
 
-    Lin et al. 2017 (1708.02002), eq. 5, over the softmax; alpha are `weights` of the classes, 1
-    without them. At gamma 0 it is the weighted cross entropy. The caller divides by the number of
-    rows of the whole optimizer step.
+    Lin et al. 2017 (1708.02002), eq. 5, over the softmax; alpha are the class `weights`, by default
+    1. With gamma 0 it is the weighted cross entropy. The caller divides by the number of rows of
+    the whole optimizer step.
     """
     logprobs = F.log_softmax(logits, dim=-1).gather(1, classes[:, None]).squeeze(1)
     nll = -logprobs
@@ -103,7 +104,7 @@ def ordinal_log_probabilities(
 
     Proportional odds (McCullagh 1980), with increasing cutpoints b, b_(-1) = -inf and b_(K-1) =
     inf; one score for all classes as in CORAL (Cao et al. 2019, 1901.07884). The difference is
-    computed as sigmoid(a) sigmoid(-b) (1 - e^(b - a)), which loses nothing to cancellation.
+    computed as sigmoid(a) sigmoid(-b) (1 - e^(b - a)), which avoids cancellation.
     """
     below = cutpoints - scores[:, None]  # (B, K - 1)
     upper, lower = F.logsigmoid(below), F.logsigmoid(-below)
@@ -115,9 +116,9 @@ def ordinal_log_probabilities(
 def ordinal_loss(
     scores: Float[Tensor, " B"], classes: Int[Tensor, " B"], cutpoints: Float[Tensor, " cuts"]
 ) -> Float[Tensor, ""]:
-    """-log P of the class of each row, summed; P as `ordinal_log_probabilities` has it.
+    """-log P of each row's class, summed; P is defined in `ordinal_log_probabilities`.
 
-    With two classes it is the Bradley-Terry loss of score and cutpoint.
+    With two classes it is the Bradley-Terry loss between score and cutpoint.
     """
     logprobs = ordinal_log_probabilities(scores, cutpoints)
     return -logprobs.gather(1, classes[:, None]).sum()

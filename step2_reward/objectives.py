@@ -46,7 +46,7 @@ from step2_reward.rows import UNCUT, Batch, Row, cut_rows, encode_rows, encode_s
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows, and the outputs of the model for them."""
+    """Rows, and the model's outputs for them."""
 
     rows: Sequence[Row]
 
@@ -72,12 +72,12 @@ def compute_outputs(
     config: RewardConfig,
     observe: Callable[[LabelOutputs, Batch], None] = lambda _outputs, _batch: None,
 ) -> HeldOut:
-    """Run the model on rows, which are the same on all processes; all of them call it.
+    """Run the model on rows, which are the same on all processes. A collective.
 
     Args:
         scorer: the model.
-        rows: of one kind of label.
-        config: the sizes of micro-batches.
+        rows: rows with one kind of label.
+        config: sizes of micro-batches.
         observe: called with the outputs of each micro-batch of this process.
     """
     found: list[tuple[int, list[list[float]]]] = []
@@ -101,7 +101,7 @@ def compute_outputs(
 
 
 class Objective(ABC):
-    """Base class of the kinds of labels, for the common training loop."""
+    """Base class of the objectives, for the common training loop."""
 
     counts_right = True
     """Whether single rows are right or wrong."""
@@ -112,14 +112,14 @@ class Objective(ABC):
         """Settings of the step, including those of the loss."""
 
     def cutpoints(self) -> Cutpoints | None:
-        """Thresholds that are learned with the score."""
+        """Thresholds that are trained with the score."""
         return None
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
         """Whether the sequences of a row still differ after truncation.
 
         Raises:
-            DataError: the chat format can't have such rows.
+            DataError: the chat format does not support such rows.
         """
         limit = config.data.max_length
 
@@ -141,22 +141,22 @@ class Objective(ABC):
         return encode_rows(examples, self.labels, chat, max_length=config.data.max_length)
 
     def settings(self) -> dict[str, object]:
-        """Entries of the exported config.json on how to read the outputs."""
+        """Entries for the exported config.json on how to read the outputs."""
         return {}
 
     @abstractmethod
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The loss summed over rows, and the number of right rows, or None without any.
+        """The loss summed over rows, and the number of right rows, or None if that is undefined.
 
         Args:
-            outputs: at `batch.positions`.
+            outputs: outputs at `batch.positions`.
             batch: the rows.
         """
 
     def evaluate(
         self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
     ) -> tuple[dict[str, float], HeldOut]:
-        """Figures of held-out rows of all processes, loss and accuracy first; and their outputs."""
+        """Figures of all processes' held-out rows, loss and accuracy first, and their outputs."""
         totals = [0.0, 0.0]
 
         def observe(outputs: LabelOutputs, batch: Batch) -> None:
@@ -178,7 +178,7 @@ class PairObjective(Objective):
     """Pairs: the better response should score higher."""
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and the number in the right order; ties count half."""
+        """The loss summed over pairs, and the number of rightly ordered pairs; ties count half."""
         config = self.config
         chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
         loss = pairwise_loss(
@@ -191,7 +191,7 @@ class PairObjective(Objective):
         return loss, (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """The loss without margin, centering and focus, and the mean scores."""
+        """The loss without margin, centering and focal weights, and the mean scores."""
         chosen, rejected = torch.tensor(held_out.outputs).squeeze(-1).double().unbind(1)
         return {
             "loss": pairwise_loss(chosen, rejected).item() / len(held_out.rows),
@@ -201,15 +201,15 @@ class PairObjective(Objective):
 
 
 class TieObjective(Objective):
-    """Pairs that may be ties: Rao-Kupper, with a learned threshold."""
+    """Pairs that may be ties: Rao-Kupper, with a trained threshold."""
 
     def cutpoints(self) -> Cutpoints:
-        """kappa, initialized so that equal scores tie as often as the rows."""
+        """kappa, initialized so that equal scores tie as often as the rows do."""
         share = min(self.labels.tie_share, 0.9)
         return Cutpoints([2 * math.atanh(share)], device=local_device(), positive=True)
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and the number of outcomes predicted as most probable."""
+        """The loss summed over pairs, and the number whose most probable outcome is right."""
         assert outputs.cutpoints is not None
         kappa = outputs.cutpoints[0]
         chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
@@ -233,10 +233,10 @@ class TieObjective(Objective):
 
 
 class ClassObjective(Objective):
-    """Classes: cross entropy, focal, weighted."""
+    """Classes: cross entropy, optionally focal or weighted."""
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over rows, and the number of rows predicted in their class."""
+        """The loss summed over rows, and the number of rows whose class is predicted."""
         logits = outputs.logits[batch.places[:, 0]]
         weights = self.config.class_weights
         loss = cross_entropy(
@@ -255,10 +255,10 @@ class ClassObjective(Objective):
 
 
 class OrdinalObjective(Objective):
-    """Ordered classes: one score, and learned cutpoints between them."""
+    """Ordered classes: one score, with trained cutpoints between them."""
 
     def cutpoints(self) -> Cutpoints:
-        """Thresholds, initialized so that a score of 0 has the classes' shares."""
+        """Thresholds, initialized so that a score of 0 gives the classes' shares."""
         total = sum(self.labels.counts) + len(self.labels.counts)
         below, starts = 0.0, list[float]()
         for count in self.labels.counts[:-1]:
@@ -267,7 +267,7 @@ class OrdinalObjective(Objective):
         return Cutpoints(starts, device=local_device())
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over rows, and the number of rows predicted in their class."""
+        """The loss summed over rows, and the number of rows whose class is predicted."""
         assert outputs.cutpoints is not None
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         logprobs = ordinal_log_probabilities(scores.detach(), outputs.cutpoints.detach())
@@ -292,13 +292,13 @@ class ScalarObjective(Objective):
     counts_right = False
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, None]:
-        """The loss summed over rows, and None: single rows are not right or wrong."""
+        """The loss summed over rows, and None, since single rows are not right or wrong."""
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Share of pairs in order as accuracy, rank correlation, and error in the data's unit."""
+        """Share of pairs in the right order, rank correlation, and error in the data's unit."""
         scores, targets = held_out.first.squeeze(1), held_out.targets
         numbers = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
@@ -331,7 +331,7 @@ class StepObjective(Objective):
         return self._separators
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
-        """The number of labelled steps of a row after truncation."""
+        """Number of labelled steps per row after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 
         def fit(examples: Sequence[Example]) -> list[Fit]:
@@ -347,7 +347,7 @@ class StepObjective(Objective):
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
     ) -> list[Row]:
-        """Token ids and targets; longer responses lose their first steps."""
+        """Token ids and targets; responses that are too long lose their first steps."""
         separator, separators = self.config.step_separator, self.separators(chat)
         limit = config.data.max_length
         return [encode_steps(x, chat, separator, separators, max_length=limit) for x in examples]
@@ -362,18 +362,18 @@ class StepObjective(Objective):
         }
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean loss of all steps, and the share that is predicted right, times the rows."""
+        """The mean loss of all steps, and the share predicted right, both times the rows."""
         logits = outputs.logits.squeeze(-1)
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Accuracy of steps, and of first errors."""
+        """Accuracy of steps, and the figures of first errors."""
         return step_figures(predicted_steps(held_out))
 
 
 def predicted_steps(held_out: HeldOut) -> list[PredictedSteps]:
-    """The labelled steps of each row, with the log-odds that the model gives them."""
+    """The labelled steps of each row, with the model's log-odds."""
     return [
         PredictedSteps(row.targets, tuple(logit for (logit,) in logits))
         for row, logits in zip(held_out.rows, held_out.outputs, strict=True)
@@ -392,5 +392,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def make_objective(labels: Labels, config: RewardConfig) -> Objective:
-    """The objective of the kind of label."""
+    """The objective for the kind of label."""
     return OBJECTIVES[labels.kind](labels, config)

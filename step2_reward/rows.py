@@ -84,8 +84,8 @@ def encode_dialogue(
 ) -> Encoded:
     """Token ids of the prompt with a response, or of the prompt alone if that is empty.
 
-    Longer ones lose their beginning, as the score is read at the end; the first token of texts for
-    encoders stays.
+    Texts that are too long lose their beginning, since the score is read at the end; for encoders
+    the first token is kept.
     """
     if response:
         full = chat.encode(example.prompt, response, origin=example.origin)
@@ -101,7 +101,7 @@ def encode_rows(
     *,
     max_length: int,
 ) -> list[Row]:
-    """Token ids and targets of rows of any kind but steps."""
+    """Token ids and targets of rows of any kind except steps."""
 
     def encode(example: Example) -> Row:
         responses, ranks = get_responses(example, labels)
@@ -122,7 +122,7 @@ def get_responses(example: Example, labels: Labels) -> tuple[list[Turns], tuple[
 
 
 def get_target(example: Example, labels: Labels) -> float:
-    """The index of the class, the number to learn, the margin of a pair, or 1 for a tie."""
+    """The target: a class index, a number, the margin of a pair, or 1 for a tie."""
     if labels.kind in CLASSES:
         return float(labels.class_index(example))
     if labels.kind == "scalar":
@@ -132,7 +132,7 @@ def get_target(example: Example, labels: Labels) -> float:
 
 
 def split_steps(example: Example, separator: str) -> list[str]:
-    """The steps as the model reads them; a separator inside one becomes a space."""
+    """The steps as given to the model; a separator inside one becomes a space."""
     parts = [map(str.strip, text.split(separator)) for text in example.steps]
     return [" ".join(filter(None, words)) for words in parts]
 
@@ -145,7 +145,7 @@ def encode_steps(
     *,
     max_length: int = UNCUT,
 ) -> Row:
-    """A response with its steps joined by the separator; longer ones lose their first steps.
+    """A response as steps joined by the separator; if it is too long, it loses its first steps.
 
     Args:
         example: a row of steps.
@@ -194,7 +194,7 @@ def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
 
 
 def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: float = 1.0) -> Batch:
-    """The rows of these numbers as one batch; with the first row's tokens if there are none."""
+    """The rows with these numbers as one batch; with the first row's tokens if there are none."""
     rows = [all_rows[number] for number in numbers]
     present = rows or all_rows[:1]
     longest = max(len(row.sequences) for row in present)

@@ -68,7 +68,7 @@ Evaluation = tuple[dict[str, float], HeldOut]
 
 @dataclass(frozen=True)
 class RewardTraining:
-    """A reward model that learns."""
+    """A reward model in training."""
 
     training: Training[RewardConfig, Row, Rows]
     objective: Objective
@@ -77,7 +77,7 @@ class RewardTraining:
     """The model in its engine, or all stages of it."""
 
     def evaluate(self) -> Evaluation:
-        """Figures of the held-out rows, and the outputs for them."""
+        """Figures of the held-out rows, and the model's outputs for them."""
         training = self.training
         return self.objective.evaluate(self.scorer, training.held_out, training.config)
 
@@ -122,7 +122,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     """Load the reward model into its engine, and with `resume` the state of an earlier run.
 
     Raises:
-        ModelError: an encoder is to judge steps.
+        ModelError: an encoder can't judge steps.
     """
     labels = resolve_labels(config, rows.data.train, rows.data.eval)
     objective = make_objective(labels, config)
@@ -187,7 +187,7 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
 def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
     """The figure that the best weights minimize: the share of wrong rows, or the loss.
 
-    As a tie-breaker the loss is too small to outweigh half a row of a million.
+    The loss is added as a tie-breaker, scaled to less than half a row in a million.
     """
     if best_by == "loss":
         return figures["loss"]
@@ -215,12 +215,12 @@ def measure_scores(
     config: RewardConfig,
     objective: Objective,
 ) -> Moments:
-    """Mean and standard deviation of the score over responses that step 1's model samples.
+    """Mean and standard deviation of the score over responses sampled from step 1's model.
 
-    With them step 3 shifts and scales scores to mean 0, variance 1 where PPO starts (Ziegler et al.
-    2019, section 2.1). Responses without an end do not count: the reward model was not trained to
-    score these. Without a step-1 model, if hardly any of its responses ended, and if the rows label
-    prompts, the data's own responses are scored.
+    Step 3 uses them to normalize scores to mean 0 and variance 1 at the start of PPO (Ziegler et
+    al. 2019, section 2.1). Unfinished responses do not count: the reward model was not trained to
+    score these. The data's own responses are scored instead if there is no step-1 model, if hardly
+    any of its responses ended, or if the rows label prompts.
     """
     data = current_mesh().data
     sequences: list[Encoded] = []
@@ -248,7 +248,7 @@ def measure_scores(
 def compute_scores(
     scorer: Scorer, chat: ChatFormat, sequences: Sequence[Encoded], config: RewardConfig
 ) -> list[float]:
-    """The score of each of this process's sequences; all processes call it."""
+    """The score of each of this process's sequences. A collective."""
     scores: list[float] = []
     with evaluating(scorer):
         max_tokens = config.micro_batch_size * config.data.max_length
@@ -260,7 +260,7 @@ def compute_scores(
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation of the values of all processes; 1 where they do not vary."""
+    """Mean and standard deviation over the values of all processes; 1 if they do not vary."""
     total, count = current_mesh().data.sums([sum(values), len(values)])
     mean = total / count
     (squares,) = current_mesh().data.sums([sum((value - mean) ** 2 for value in values)])
@@ -271,10 +271,10 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 def sample_responses(
     examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
 ) -> tuple[list[Encoded], int]:
-    """Sample step 1's model on this process's share of prompts.
+    """Sample responses from step 1's model to this process's share of prompts.
 
     Returns:
-        The dialogues whose response ended, and the number of prompts.
+        The dialogues with a finished response, and the number of prompts.
     """
     unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
     rows = current_mesh().data.share(range(len(unique)))

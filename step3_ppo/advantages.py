@@ -1,7 +1,7 @@
 """Advantage estimators: how much better each token is than expected.
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
-on real tokens), P prompts, G responses to each. A new estimator is a function, an entry in
+on real tokens), P prompts, G responses per prompt. A new estimator is a function, an entry in
 `ESTIMATORS`, a name in `step3_ppo.config`, and its needs in `step3_ppo.methods`.
 """
 
@@ -14,28 +14,28 @@ from torch import Tensor
 
 
 def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Mean of the counted numbers of each group; 0 where there are none."""
+    """Mean of the counted numbers in each group; 0 if there are none."""
     return _sum(grouped, counted) / counts(counted).clamp(min=1)
 
 
 def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Sample standard deviation of the counted numbers of each group; 0 where there is only one."""
+    """Sample standard deviation of the counted numbers in each group; 0 for a single one."""
     squares = (grouped - group_mean(grouped, counted)).square()
     return (_sum(squares, counted) / (counts(counted) - 1).clamp(min=1)).sqrt()
 
 
 def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all counted numbers of a group are the same; true of groups of one, and of none.
+    """Whether all counted numbers of a group are equal; True for groups of one or none.
 
-    Compares the largest with the smallest: after rounding, neither a difference from the mean nor a
-    deviation is exactly 0.
+    The largest is compared with the smallest, because rounding makes differences from the mean and
+    the deviation nonzero.
     """
     largest = grouped.masked_fill(~counted, -torch.inf).amax(dim=1, keepdim=True)
     return largest <= grouped.masked_fill(~counted, torch.inf).amin(dim=1, keepdim=True)
 
 
 def counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """The number of counted entries of each group."""
+    """Number of counted entries in each group."""
     return counted.double().sum(dim=1, keepdim=True)
 
 
@@ -81,7 +81,7 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Targets of the policy and the critic; zero on padding."""
+    """Targets for the policy and the critic; zero on padding."""
 
     advantages: Float[Tensor, "B T"]
 
@@ -119,7 +119,7 @@ def gae(
         A_t     = delta_t + gamma * lam * A_{t+1}
 
     `values[:, t]` is the value of the state before token t. The value after the last token is 0:
-    the episode ends there, by its end-of-turn token or by the length limit.
+    the episode ends there, by an end-of-turn token or the length limit.
 
     Returns:
         (advantages, returns), both zero on padding; returns = advantages + values.
@@ -135,13 +135,13 @@ def gae(
 
 
 def grpo(rewarded: Rewarded) -> Estimate:
-    """Group-relative advantages (Shao et al. 2024, section 4.1.2), the same for every token.
+    """Group-relative advantages (Shao et al. 2024, section 4.1.2), equal for all tokens.
 
         A_i = (R_i - mean R) / (std R + 1e-4)
 
     R_i is the sum of a response's token rewards; mean and (sample) standard deviation are over its
-    group. Where all scores of a group are equal the advantages are exactly 0: otherwise the KL
-    penalty alone, divided by its own small deviation, would count as much as a score.
+    group. If all scores of a group are equal, the advantages are exactly 0: otherwise the KL
+    penalty, divided by its own small deviation, would count as much as a score.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     scaled = centered(grouped, counted) / (group_std(grouped, counted) + STD_FLOOR)
@@ -150,19 +150,19 @@ def grpo(rewarded: Rewarded) -> Estimate:
 
 
 def dr_grpo(rewarded: Rewarded) -> Estimate:
-    """Group-relative advantages without the division (Liu et al. 2025), the same for every token.
+    """Group-relative advantages without the division (Liu et al. 2025), equal for all tokens.
 
         A_i = R_i - mean R
 
-    A group whose rewards differ little has little weight. The expected gradient is (G - 1) / G of
-    that of the expected reward. A group of equal returns has advantages of exactly 0.
+    Groups whose rewards differ little have little weight. The expected gradient is (G - 1) / G
+    times the gradient of the expected reward. A group of equal returns has advantages of exactly 0.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     return of_every_token(centered(grouped, counted), rewarded)
 
 
 def rloo(rewarded: Rewarded) -> Estimate:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024), the same for every token.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024), equal for all tokens.
 
         A_i = R_i - mean of the other R_j = G / (G - 1) * (R_i - mean R)
 
@@ -177,10 +177,10 @@ def rloo(rewarded: Rewarded) -> Estimate:
 
 
 def reinforce_pp(rewarded: Rewarded) -> Estimate:
-    """REINFORCE++ (Hu 2025): each token's discounted reward-to-go, to be whitened over all tokens.
+    """REINFORCE++ (Hu 2025): each token's discounted reward-to-go, for whitening over all tokens.
 
-    With `group_baseline` the mean score of the group is first subtracted from each score; a group
-    of equal returns then has advantages of exactly 0, even after whitening.
+    With `group_baseline`, the group's mean score is first subtracted from each score; a group of
+    equal returns then has advantages of exactly 0, even after whitening.
     """
     rewards, silent = rewarded.rewards, ~rewarded.counted
     if rewarded.group_baseline:
@@ -199,8 +199,8 @@ def reinforce_pp(rewarded: Rewarded) -> Estimate:
 def best(rewarded: Rewarded) -> Estimate:
     """1 for the best response of each group, else 0 (RAFT: Dong et al. 2023; Yuan et al. 2023).
 
-    With the loss `none` this is the negative log-likelihood of the best responses. Ties for the
-    best share the 1; a group of equal returns has no best response.
+    With the loss `none` this is the negative log-likelihood of the best responses. Tied best
+    responses share the 1; a group of equal returns has no best response.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     among = grouped.masked_fill(~counted, -torch.inf)
@@ -221,13 +221,13 @@ def by_group(of_responses: Tensor, rewarded: Rewarded) -> Tensor:
 
 
 def centered(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P G"]:
-    """The distance of each number from its group's mean, exactly 0 where all are equal."""
+    """The difference of each number from its group's mean, exactly 0 if all are equal."""
     distance = grouped - group_mean(grouped, counted)
     return distance.masked_fill(are_equal(grouped, counted), 0.0)
 
 
 def of_every_token(advantages: Float[Tensor, "P G"], rewarded: Rewarded) -> Estimate:
-    """The advantage of a response at each of its tokens; 0 where it has no reward."""
+    """A response's advantage at each of its tokens; 0 if it has no reward."""
     counted = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
     return Estimate(counted.float()[:, None] * rewarded.mask)
 

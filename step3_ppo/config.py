@@ -253,7 +253,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
 
     def reuses_forward(self, *, processes: int) -> bool:
-        """Whether the rollout of each process is one micro-batch, and its pass is reused."""
+        """Whether each process's rollout is one micro-batch whose forward pass is reused."""
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
         is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
@@ -274,14 +274,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def method_name(self) -> str:
-        """Name of the method: `method`, or that of the advantage if none is named."""
+        """Name of the method: `method`, or if that is not set the advantage's."""
         by_advantage = {"gae": "ppo", "best": "raft"}
         named = self.method != "ppo"
         return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def step_name(self) -> str:
-        """Name of the step in figures; each of several methods has a directory of its name."""
+        """Name of the step in figures; each of several methods has a directory with its name."""
         own = f"step3_{self.method}"
         return own if self.output_dir.name == own else "step3_ppo"
 
@@ -303,7 +303,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts of a rollout over all processes; each has all responses to its prompts."""
+        """Prompts of a rollout over all processes; a process has all responses to its prompts."""
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
@@ -318,12 +318,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def row_columns(self) -> RowColumns:
-        """The columns that the sources of rewards read."""
+        """The columns that the reward sources read."""
         return self.reward_columns
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The sources that options name; in an environment each process plays separately."""
+        """Reward sources set by options; in an environment each process plays separately."""
         words = {name: given[name] for name in ("reward_function", "reward") if name in given}
         sources = {"rewards": read_reward_options(words.items())} if words else {}
         return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
@@ -344,7 +344,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def ptx_rows(self) -> DataConfig | None:
-        """Source of the texts of the PPO-ptx loss; None where it has no weight."""
+        """Source of the texts for the PPO-ptx loss; None if its weight is 0."""
         if self.ptx_coef == 0:
             return None
         if not self.ptx_data:
@@ -354,7 +354,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
     def workload(self, world: int) -> Workload:
-        """Each iteration generates responses, scores them, and trains on them."""
+        """The work of an iteration: it generates responses, scores them, and trains on them."""
         processes = self.parallel.pipelines(world)
         return Workload(
             world=world,
@@ -487,7 +487,7 @@ def _has_reference_of_its_own(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """The initial actor, if no other is named; with LoRA it is the actor's base."""
+    """The initial actor, if no other is given; with LoRA it is the actor's base."""
     if config.reference.path is not None or not _has_reference_of_its_own(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}
@@ -502,7 +502,7 @@ def check_method(config: PPOConfig, needs: Needs) -> None:
     """Refuse incompatible estimators, losses, groups and penalties.
 
     Raises:
-        ConfigError: the sentence names the setting and what to change.
+        ConfigError: they are; the message names the setting and the fix.
     """
     _check_groups(config, needs)
     _check_critic(config, needs)

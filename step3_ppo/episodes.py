@@ -1,4 +1,4 @@
-"""Episodes: responses of several turns, with an environment's observations between the turns."""
+"""Episodes: responses of several turns, with an environment's observations in between."""
 
 import hashlib
 from collections import deque
@@ -36,9 +36,9 @@ THINKING_STEPS = 8
 
 @dataclass
 class EpisodeResponse(Response):
-    """A response of several turns: `ids` and `logprobs` are those of the actor's tokens alone.
+    """A response of several turns; `ids` and `logprobs` are those of the actor's tokens only.
 
-    `stopped` is whether the environment ended it.
+    `stopped` says whether the environment ended it.
     """
 
     sequence: Encoded = field(default_factory=lambda: Encoded.untrained([]))
@@ -54,7 +54,7 @@ class EpisodeResponse(Response):
 
     @property
     def num_turns(self) -> int:
-        """The actor's."""
+        """Number of turns of the actor."""
         return sum(turn.role == "assistant" for turn in self.turns)
 
     @property
@@ -64,7 +64,7 @@ class EpisodeResponse(Response):
 
 
 def episode_seed(seed: int, group: int) -> int:
-    """Seed of an environment, the same for all episodes of a group."""
+    """Seed of an environment, equal for all episodes of a group."""
     digest = hashlib.blake2b(f"{seed} episode {group}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass
 class _Playing:
-    """An episode under way."""
+    """A running episode."""
 
     index: int
     """Index of its prompt."""
@@ -122,22 +122,22 @@ def play(
     group_size: int = 1,
     on_response: OnResponse | None = None,
 ) -> list[EpisodeResponse]:
-    """An episode for each prompt, in their order, within the limits of the settings.
+    """Play an episode for each prompt, in order, within the limits of the settings.
 
     Args:
         model: a causal language model, plain or with adapters.
         chat: its chat format.
-        environments: the workers.
-        prompts: the rows that environments are reset with.
+        environments: the environments' workers.
+        prompts: the rows with which environments are reset.
         config: settings of the step.
-        temperature: of sampling; 0 takes the likeliest token.
-        seed: of sampling, and of the environments.
-        keys: of the random numbers that sample each episode.
-        group_size: keys of a group, whose environments draw the same.
-        on_response: called with (number of the prompt, episode) as they end.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of sampling and of the environments.
+        keys: each episode's key for sampling.
+        group_size: episodes per group, whose environments have equal seeds.
+        on_response: called with (prompt index, episode) as each episode ends.
 
     Raises:
-        RewardError: the process that keeps the environments has ended.
+        RewardError: the supervisor of the environments has exited.
         ConfigError: there is no room for the keys and values of one sequence.
     """
     sampler = Sampler(temperature=temperature, top_p=1.0, seed=seed, stop_ids=tuple(chat.stop_ids))
@@ -158,7 +158,7 @@ def play(
 
 
 class _Table:
-    """Running episodes, in which either the actor or the environment moves next."""
+    """Running episodes, each waiting for the actor or the environment to move next."""
 
     def __init__(
         self,
@@ -192,10 +192,10 @@ class _Table:
         self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
 
     def advance(self) -> list[tuple[int, EpisodeResponse]]:
-        """Take the environments' replies and one step of the batch; return the ended episodes.
+        """Process the environments' replies and one step of the batch; return the ended episodes.
 
-        Which sequences share a pass depends on the number of steps alone, and not on the clock: an
-        environment that has not answered when its time has come is waited for.
+        Which sequences share a pass depends only on the number of steps, not on the clock: if an
+        environment has not replied when it is due, the batch waits for it.
         """
         done = [*self._take_moves(), *self._take_rewards()]
         if self._batch.busy:
@@ -208,7 +208,7 @@ class _Table:
         return [(playing.index, playing.episode) for playing in done]
 
     def _take_moves(self) -> list[_Playing]:
-        """Resume the episodes whose environments are due; return those that ended."""
+        """Resume the episodes whose environments are due; return the ended ones."""
         done: list[_Playing] = []
         while self._thinking:
             due, playing = self._thinking[0]
@@ -239,13 +239,13 @@ class _Table:
         self._replies |= {each.episode: each for each in self._environments.receive(wait=wait)}
 
     def _reply_to(self, number: int) -> Played:
-        """Return the result of an environment's move, once it has arrived."""
+        """Return the result of an environment's move once it has arrived."""
         while number not in self._replies:
             self._receive(wait=True)
         return self._replies.pop(number)
 
     def _take(self, playing: _Playing, played: Played) -> list[_Playing]:
-        """Continue with the result of a move; return the episode, if that was its last one."""
+        """Continue with the result of a move; return the episode if that was its last."""
         episode = playing.episode
         if played.verdict is not None:
             episode.verdict = played.verdict
@@ -265,9 +265,9 @@ class _Table:
         return []
 
     def _open(self, playing: _Playing, played: Played) -> None:
-        """Submit the first turn; an episode that can't begin responds to the row's prompt.
+        """Submit the first turn; if the episode can't start, respond to the row's prompt instead.
 
-        So a rollout has as many responses as it should, all of them the policy's.
+        So a rollout always has the full number of responses, all from the policy.
         """
         episode, failure = playing.episode, played.failure
         opening = played.messages or ()
@@ -294,7 +294,7 @@ class _Table:
     def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> list[_Playing]:
         """Append an observation and submit the next turn, or end the episode at its limit.
 
-        Returns the episode where it has failed: the chat format has no place for the observation.
+        Return the episode if it failed because the chat format can't render the observation.
         """
         episode = playing.episode
         if episode.num_turns == self._limits.max_turns:
@@ -343,7 +343,7 @@ class _Table:
         return []
 
     def _finish(self, playing: _Playing, end: End) -> None:
-        """Ask for the reward."""
+        """Request the reward."""
         playing.episode.end = end
         self._environments.finish(playing.number)
         self._finishing[playing.number] = playing
@@ -360,12 +360,12 @@ def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:
-    """Arguments of an environment's reset."""
+    """Arguments for an environment's reset."""
     return {**prompt.extra, "dialogue": [each.turn for each in prompt.messages]}
 
 
 def transcript(turns: Sequence[Message]) -> str:
-    """Responses and observations as text; turns of others follow their role."""
+    """Responses and observations as text; other turns follow the name of their role."""
     return "\n".join(
         each.content if each.role == "assistant" else f"[{each.role}] {each.content}"
         for each in turns
@@ -384,7 +384,7 @@ def play_shared(
     on_response: OnResponse | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> list[EpisodeResponse]:
-    """`play`, on one process or on those with the same prompts; these all call it.
+    """`play` on one process, or as a collective of processes with the same prompts.
 
     With several processes `on_response` is called once all episodes have ended.
     """

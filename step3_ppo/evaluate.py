@@ -48,14 +48,14 @@ SHOWN = 2
 
 
 def get_opening(response: Response) -> list[Mapping[str, Any]]:
-    """Start of an episode; empty for any other response."""
+    """The start of an episode; empty for any other response."""
     if not isinstance(response, EpisodeResponse):
         return []
     return [each.turn for each in response.opening]
 
 
 class HeldOut(HeldOutPrompts):
-    """Prompts that no step trained on; every process answers its share."""
+    """Prompts that no step trained on; each process answers its share."""
 
     def __init__(self, models: Models, prompts: Sequence[Prompt], config: PPOConfig) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class HeldOut(HeldOutPrompts):
         self.config = config
 
     def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
-        """The same evaluation of other prompts."""
+        """The same evaluation with different prompts."""
         if self.models.reward is not None and self.models.reward.text is not None:
             self.models.reward.text.know(prompts)
         return HeldOut(self.models, prompts, self.config)
@@ -85,7 +85,7 @@ class HeldOut(HeldOutPrompts):
         seed: int,
         keys: Sequence[int],
     ) -> list[Response]:
-        """Responses, or episodes with an environment."""
+        """Responses, or with an environment episodes."""
         models, config = self.models, self.config
         environments = models.sources.environments
         if environments is None:
@@ -106,10 +106,10 @@ class HeldOut(HeldOutPrompts):
     def scored(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
-        """Text and score of the responses of all processes, in the order of the prompts.
+        """Texts and scores of the responses of all processes, in the order of the prompts.
 
         Raises:
-            RewardError: as `compute_rewards`, with `strict`; else failed rewards are not known.
+            RewardError: as `compute_rewards`, with `strict`; otherwise failed rewards are unknown.
         """
         rewards = self._rewards(responses, strict=strict)
         known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
@@ -144,7 +144,8 @@ class HeldOut(HeldOutPrompts):
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
         """The best available measure of each response, under its name; None if unknown.
 
-        The verdicts of the embedded task's program, else the gold source, else what is trained on.
+        The verdicts of the embedded task's verifier, else the gold source, else the training
+        reward.
         """
         if self.is_verifiable:
             return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
@@ -155,7 +156,7 @@ class HeldOut(HeldOutPrompts):
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether all prompts are of the embedded task, with one turn."""
+        """Whether all prompts are from the embedded task, with one turn."""
         return self.config.environment is None and super().is_verifiable
 
     def print_samples(self, iteration: int) -> None:
@@ -197,7 +198,7 @@ class HeldOut(HeldOutPrompts):
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """The objective on these prompts: mean reward minus kl_coef times the KL in nats.
 
-        The higher, the better; kl_coef is the setting, where it adapts as well.
+        Higher is better; kl_coef is the setting, even if it is adaptive.
         """
         if self.config.rewards:  # whose scores are what is maximized
             known = [response.score for response in responses if response.score is not None]
@@ -211,9 +212,9 @@ class HeldOut(HeldOutPrompts):
 class Evaluator:
     """Evaluates the actor at the start, at intervals, and at the end.
 
-    In between, sampled responses to the first held-out prompts, as many as a rollout has, will do:
-    the best actor is that of the highest objective, mean reward less kl_coef times the KL. Where a
-    guard acts on divergence, it is one whose gold is no lower than at the start.
+    Intermediate evaluations sample responses to the first held-out prompts, as many as a rollout
+    has: the best actor has the highest objective, mean reward minus kl_coef times the KL. If a
+    guard acts on divergence, its gold reward must also be no lower than at the start.
     """
 
     def __init__(
@@ -238,13 +239,13 @@ class Evaluator:
         """Minimum gold of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Evaluate the starting model on all held-out prompts; it is the first candidate.
+        """Evaluate the starting model, the first candidate, on all held-out prompts.
 
         Raises:
             ModelError: its figures are not finite.
-            RewardError: a source of rewards fails on too many responses.
-            ConfigError: no source applies to any; or the run resumes, and the model that it began
-                from is no longer there.
+            RewardError: a reward source fails on too many responses.
+            ConfigError: no source applies to any response; or the run resumes and its starting
+                model no longer exists.
         """
         start = checkpoints.require_same_start(self.config.actor)
         plain = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
@@ -317,7 +318,7 @@ class Evaluator:
         )
 
     def _figures(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Figures of sampled responses to the watched prompts; wins are over the start's."""
+        """Figures of sampled responses to the watched prompts; wins are against the start."""
         return {
             "objective": self.watched.objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
@@ -330,15 +331,15 @@ class Evaluator:
 
     @property
     def _score_name(self) -> str:
-        """Name of the scores of responses in figures."""
+        """Name of the response scores in figures."""
         return "reward" if self.config.rewards else "score"
 
 
 def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
-    """Work of an evaluation during training in iterations, by passes over a token.
+    """Cost of an evaluation during training, in iterations, by counting passes over a token.
 
-    Generation counts four, scoring one for each model, and learning three for each that learns in
-    each epoch.
+    Generation counts four passes, scoring one per model, and training three per trained model and
+    epoch.
     """
     trained = 2 if config.has_critic else 1
     frozen = 2 if config.uses_reward_model else 1
@@ -350,7 +351,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
     """Warn if the actor did not improve on the starting model, or if it got worse again.
 
-    Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
+    The figure is the objective on the watched prompts: mean reward minus kl_coef times the KL.
     """
     now = -best.last
     method = method_title(config.method_name)

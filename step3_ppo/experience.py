@@ -1,8 +1,8 @@
-"""Responses scored by the models, their advantages, and the minibatches that updates learn from.
+"""Responses scored by the models, their advantages, and the minibatches for updates.
 
-Dimension names: B responses of this process, T response tokens (padded), K without padding. Of an
-episode of several turns the response tokens are those of the actor, turn after turn; observations
-are in `Experience.sequences` alone, so that no sum includes them.
+Dimension names: B responses of this process, T response tokens (padded), K without padding. In an
+episode of several turns, response tokens are only the actor's; observations are only in
+`Experience.sequences`, so that no sum includes them.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Forward:
-    """One pass of actor and critic over a process's whole rollout, with its autograd graph."""
+    """One pass of actor and critic over a process's entire rollout, with its autograd graph."""
 
     policy: TokenLogprobs
     values: Float[Tensor, " K"] | None
@@ -54,7 +54,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Experience:
-    """Responses, and the results of each model for them before any update."""
+    """Responses, and each model's results for them before any update."""
 
     sequences: list[Encoded]
     """Prompt and response; the actor's tokens are the trained ones."""
@@ -84,13 +84,13 @@ class Experience:
 
     @cached_property
     def mask_on_host(self) -> Bool[Tensor, "B T"]:
-        """The mask, read from the device once."""
+        """The mask, copied from the device once."""
         return self.mask.cpu()
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The response tokens of some rows, concatenated: everything an update needs."""
+    """The response tokens of some rows, concatenated: all inputs of an update."""
 
     tokens: TokenBatch
     mask: Bool[Tensor, "B T"]
@@ -118,7 +118,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Experience with its derived quantities; fixed over all epochs of updates."""
+    """Experience with derived quantities; fixed over all epochs of updates."""
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
@@ -191,13 +191,13 @@ def score_responses(
     """Run actor, reference, critic and reward model over the responses, without dropout.
 
     Args:
-        models: all of the step.
-        prompts: token ids.
-        responses: to them.
+        models: all models of the step.
+        prompts: token ids of the prompts.
+        responses: responses to the prompts.
         config: settings of the step.
-        score: the reward model's raw scores, if they are known already.
+        score: the reward model's raw scores, if already known.
         step: the iteration whose first update may backpropagate through this pass; None if no
-            update follows, and then no graph is made.
+            update follows, in which case no graph is built.
     """
     device = local_device()
     sequences = list(map(whole_sequence, prompts, responses))
@@ -289,14 +289,14 @@ def compute_advantages(
     kl_coef: float,
     counted: Bool[Tensor, " B"] | None = None,
 ) -> Rollout:
-    """Turn the responses' rewards and their KL into token rewards and advantages.
+    """Convert the responses' rewards and KL to token rewards and advantages.
 
     Args:
-        experience: the responses as the models saw them.
-        reward_score: the reward of each, from `step3_ppo.rewards.compute_rewards`.
+        experience: the scored responses.
+        reward_score: the reward of each response, from `step3_ppo.rewards.compute_rewards`.
         config: settings of the step.
         kl_coef: weight of the KL penalty.
-        counted: False for responses that have no reward; all have one if not given.
+        counted: False for responses without a reward; by default all have one.
     """
     mask = experience.mask
     if counted is None:
@@ -366,9 +366,9 @@ def _correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T
 
 
 def rollout_gap(experience: Experience) -> float:
-    """Mean absolute difference of generation's and training's log-probabilities, in nats per token.
+    """Mean absolute difference between generation's and training's log-probabilities, in nats.
 
-    Over the response tokens of all processes.
+    The mean is over the response tokens of all processes.
     """
     gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().double()
     total, count = current_mesh().data.sums([gap.sum().item(), gap.numel()])
@@ -419,17 +419,17 @@ class OffPolicyError(RuntimeError):
 def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> None:
     """Stop if generation's log-probabilities are not those of the trained weights.
 
-    Rounding leaves a mean of up to 3e-2 nats below fp32 (adapters of extreme weights, merged into
-    bf16) and 1e-6 in fp32; a wrong merge or a wrong position shows in the mean, or in few tokens.
+    Rounding causes a mean of up to 3e-2 nats below fp32 (adapters with extreme weights, merged into
+    bf16) and 1e-6 in fp32; a wrong merge or position shows in the mean, or in a few tokens.
 
     Args:
         gap: mean absolute difference in nats.
-        models: whose actor generated.
-        largest: that of a single token.
+        models: the models, whose actor generated the rollout.
+        largest: largest absolute difference of a token.
 
     Raises:
-        OffPolicyError: the actor was gathered, merged or divided wrongly, or its family generates
-            otherwise than it trains.
+        OffPolicyError: the actor was gathered, merged or sharded wrongly, or its family computes
+            differently in generation than in training.
     """
     mean_limit, token_limit = GAP_LIMITS[_is_fp32(models)]
     if not (gap <= mean_limit and largest <= token_limit):
@@ -444,9 +444,9 @@ def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> No
 def check_first_update(ratio_error: float, models: Models) -> None:
     """Stop if the ratio of the first minibatch, before any update, is not 1.
 
-    fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5 at any
-    token. Where the update backpropagates through the pass that scored the rollout, it is 1 but for
-    rows that don't belong together; `check_rollout_gap` compares policies in any case.
+    The tolerance is 1e-3 in fp32, for sums in another order, and 0.5 at any token below fp32, where
+    rounding is coarse. If the update backpropagates through the pass that scored the rollout, the
+    ratio is 1 unless rows are mismatched; `check_rollout_gap` compares policies in any case.
 
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.

@@ -1,6 +1,6 @@
-"""Signals of step 3, and the actions on a run that exceeds their limits.
+"""Signals of step 3, and the actions if they exceed their limits.
 
-What each signal means and what to do about it: docs/guards.md.
+See docs/guards.md for the meaning of each signal and what to do about it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class GuardSettings:
 
 
 def unmeasured(*, gold: bool, critic: bool, groups: bool, sources: bool) -> dict[str, str]:
-    """Signals that a run does not measure, and their requirements."""
+    """Signals that a run does not measure, with their requirements."""
     needs = {
         "divergence": (gold, "ppo.gold, a source that is not trained on"),
         "explained_variance": (critic, "a critic, which this method has not"),

@@ -1,4 +1,4 @@
-"""The guards' signals of an iteration: their values and sentences."""
+"""The guards' signals of an iteration: values and messages."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ class RLSignals(Signals):
     SENTENCES = SENTENCES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """The signal in the unit of its limit; None where it was not measured."""
+        """The signal in the unit of its limit; None if it was not measured."""
         match signal:
             case "kl_per_token":
                 return metrics["kl"] / metrics["response_length"]
@@ -93,7 +93,7 @@ class RLSignals(Signals):
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
     """Whether the trained reward rises and gold falls, both by more than the standard errors.
 
-    Over all of `history`, by the slopes of the least-squares lines; False where an iteration lacks
+    The slopes are those of least-squares lines over all of `history`; False if an iteration lacks
     one of `OF_DIVERGENCE`.
     """
     if any(name not in each for each in history for name in OF_DIVERGENCE):
@@ -117,7 +117,7 @@ def _divergence(history: Sequence[Metrics], rate: str) -> str:
 
 
 def _ends(metrics: Metrics, *, scores_ends: bool) -> str:
-    """Return the fix for responses that don't end; for episodes, by the limit that ended them."""
+    """Return the fix for responses that don't end; for episodes, by the limit that they reached."""
     ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
     reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
     if ended and not reached:
@@ -127,10 +127,10 @@ def _ends(metrics: Metrics, *, scores_ends: bool) -> str:
 
 
 def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
-    """The slope of the least-squares line through equally spaced means, in its standard errors.
+    """The slope of the least-squares line through equally spaced means, in standard errors.
 
-    With t the centred places: slope = sum(t y) / sum(t^2), of variance sum(t^2 e^2) / sum(t^2)^2,
-    where e are the standard errors of the means. Infinite where there is a slope and no error.
+    With centred positions t: slope = sum(t y) / sum(t^2), with variance sum(t^2 e^2) / sum(t^2)^2,
+    where e are the standard errors of the means. Infinite if the errors are 0 and the slope is not.
     """
     places = _centred(len(values))
     rise = math.fsum(t * y for t, y in zip(places, values, strict=True))

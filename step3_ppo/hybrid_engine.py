@@ -1,7 +1,7 @@
 """The hybrid engine: the actor trains in shards, and generates from a replica of its weights.
 
-After Yao et al. 2023 (DeepSpeed-Chat), section 4, with copies where they alias: generation never
-modifies what is trained.
+As in Yao et al. 2023 (DeepSpeed-Chat), section 4, but with copies instead of aliases: generation
+never modifies the trained weights.
 """
 
 import time
@@ -22,7 +22,7 @@ class HybridEngine:
     Args:
         engine: trains the actor.
         model: the actor's Hugging Face model, with its adapters if it has any.
-        tp_group: the processes that generate together.
+        tp_group: the tensor-parallel group of generation.
         resident: keep the replica's memory between generations.
         offloading: engines whose optimizer state leaves the device while the actor generates.
     """
@@ -54,7 +54,7 @@ class HybridEngine:
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The actor with its current weights, to generate with; all processes must enter together.
+        """Context with the actor's current weights to generate with; all processes must enter.
 
         Inside, a process communicates with its `tp_group` only.
         """
@@ -69,7 +69,7 @@ class HybridEngine:
                 self.replica.release()
 
     def metrics(self) -> dict[str, int | float]:
-        """The hash of the weights that generated last, and the seconds of their sync."""
+        """The hash of the weights used last in generation, and the seconds of their sync."""
         return {"weights_hash": self.weights_hash, "seconds_weight_sync": self.seconds}
 
     def _load(self) -> None:

@@ -28,7 +28,7 @@ def token_rewards(
     *,
     kl_coef: float,
 ) -> Float[Tensor, "B T"]:
-    """Reward of each token: -kl_coef * KL everywhere, plus the score on the last token.
+    """Reward of each token: -kl_coef * KL at every token, plus the score at the last one.
 
     KL is the k1 estimate log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"). Zero
     on padding. Every response has at least one token.
@@ -48,8 +48,7 @@ def whiten(
 ) -> Float[Tensor, "B T"]:
     """(x - mean) / sqrt(variance + 1e-8) on real tokens, 0 on padding.
 
-    Without `shift_mean` the mean is added back. Mean and (biased) variance are those of all
-    processes.
+    Without `shift_mean` the mean is added back. Mean and (biased) variance are over all processes.
     """
     whitened = (values - mean) * (variance + 1e-8) ** -0.5
     if not shift_mean:
@@ -72,7 +71,7 @@ def value_loss(
     clip: float | None,
     counted: Float[Tensor, " K"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Half the squared error, the worse of clipped and unclipped, summed over tokens.
+    """Half the squared error, the larger of clipped and unclipped, summed over tokens.
 
     The clipped value stays within `clip` of `old_values`, the critic's estimate at rollout time.
     Tokens for which `counted` is 0 add nothing.
@@ -89,7 +88,7 @@ def overlong_penalty(
 ) -> Float[Tensor, " B"]:
     """The soft penalty on long responses, added to their reward (Yu et al. 2025, eq. 13).
 
-    0 up to `limit` - `buffer` tokens, then falling in proportion to -1 at `limit`.
+    0 up to `limit` - `buffer` tokens, then falling linearly to -1 at `limit`.
     """
     return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
@@ -97,7 +96,7 @@ def overlong_penalty(
 def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """d^2 / 2 for d = log pi - log pi_ref (Schulman 2020).
 
-    Its gradient on tokens drawn from pi is that of KL(pi || pi_ref).
+    On tokens drawn from pi, its expected gradient is that of KL(pi || pi_ref).
     """
     return 0.5 * log_ratio.square()
 
@@ -105,7 +104,7 @@ def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """exp(-d) - 1 + d for d = log pi - log pi_ref of tokens drawn from pi (Schulman 2020).
 
-    An estimate of the KL divergence that is never negative.
+    A nonnegative estimate of the KL divergence.
     """
     # Clamped on this side only: where pi_ref makes a token very unlikely, the gradient must stay.
     log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
@@ -188,8 +187,9 @@ def sequence_ratio(
 ) -> Float[Tensor, " K"]:
     """The geometric mean of a response's ratios at each of its tokens (Zheng et al. 2025, eq. 7).
 
-    In the token-level form of eq. 14: its value is the sequence's ratio, and so is its derivative
-    with respect to each token's own log pi. `mask` assigns the K tokens, in order, to responses.
+    This is the token-level form of eq. 14: its value is the sequence's ratio, and so is its
+    derivative with respect to each token's own log pi. `mask` assigns the K tokens, in order, to
+    responses.
     """
     mean = response_means((logprobs - old_logprobs).detach(), mask)
     value = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -197,7 +197,7 @@ def sequence_ratio(
 
 
 def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " K"]:
-    """Mean over each token's response, summed in float64."""
+    """Mean over the tokens of each token's response, summed in float64."""
     padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
     padded = padded.masked_scatter(mask, values.double())
     counts = mask.sum(dim=1)
@@ -209,7 +209,7 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
 def without_gradient(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """Tokens without a gradient in `clipped`: the ratio is past the bound on their side."""
+    """Tokens without a gradient in `clipped`: the ratio exceeds the bound on their side."""
     beyond = (advantages > 0) & (ratio > 1 + region.clip_high)
     beyond |= (advantages < 0) & (ratio < 1 - region.clip)
     if region.dual_clip is not None:
@@ -220,7 +220,7 @@ def without_gradient(
 def with_bounded_weight(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """Tokens whose weight `cispo` bounds, whatever their advantage."""
+    """Tokens whose weight `cispo` bounds, for any advantage."""
     del advantages
     return ratio > 1 + region.clip_high
 
@@ -228,7 +228,7 @@ def with_bounded_weight(
 def unbounded(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """No token is clipped: the loss has no bounds."""
+    """No tokens: the loss has no bounds."""
     del advantages, region
     return torch.zeros_like(ratio, dtype=torch.bool)
 
@@ -261,10 +261,10 @@ Aggregate = Literal["token", "sequence", "constant"]
 
 @dataclass(frozen=True)
 class Weighting:
-    """The weight of each token in the loss, by the counts of a whole minibatch on all processes.
+    """The weight of each token in the loss, from the counts of a minibatch on all processes.
 
     The loss is sum_t w_t * l_t / N over the N tokens of the minibatch. Weights are known before the
-    first micro-batch, so that the loss does not depend on how it is cut into micro-batches.
+    first micro-batch, so that the loss does not depend on the micro-batches.
     """
 
     aggregate: Aggregate
@@ -275,9 +275,9 @@ class Weighting:
     def of(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
         """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
 
-        token: every token weighs the same (Yu et al. 2025, eq. 8), bit for bit as without weights.
-        sequence: every response weighs the same, 1 / (B n_i) (Shao et al. 2024, eq. 3).
-        constant: every token weighs 1 / (B L), of responses of at most L tokens (Liu et al. 2025).
+        token: every token has the same weight (Yu et al. 2025, eq. 8), bitwise as without weights.
+        sequence: every response has the same weight, 1 / (B n_i) (Shao et al. 2024, eq. 3).
+        constant: every token weighs 1 / (B L) for responses of at most L tokens (Liu et al. 2025).
         """
         if self.aggregate == "token":
             return torch.ones_like(lengths)
@@ -293,7 +293,7 @@ MAX_ERROR = 0.2
 
 @dataclass
 class KLController:
-    """kl_coef, fixed or steered to a target KL in nats per response (Ziegler et al. 2019, 2.2).
+    """kl_coef, fixed or adapted to a target KL in nats per response (Ziegler et al. 2019, 2.2).
 
     e       = clip(KL / target - 1, -0.2, 0.2)
     kl_coef = kl_coef * (1 + e * responses / horizon)
@@ -322,7 +322,7 @@ class KLController:
         self.base = state["coef"]
 
     def update(self, kl: float, *, responses: int) -> None:
-        """Adapt to the mean KL of a rollout of this many responses."""
+        """Adapt to the mean KL of a rollout with this number of responses."""
         if self.target is None:
             return
         error = min(MAX_ERROR, max(-MAX_ERROR, kl / self.target - 1))
@@ -338,7 +338,7 @@ def squared(log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]) -> Float
 def unbiased_value(
     log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
 ) -> Float[Tensor, " K"]:
-    """k3 (Shao et al. 2024, eq. 4): never negative, and 0 where the policies agree."""
+    """k3 (Shao et al. 2024, eq. 4): nonnegative, and 0 where the policies agree."""
     del ratio
     return k3(log_ratio)
 
@@ -373,9 +373,9 @@ def correction_weights(
 ) -> Float[Tensor, "B T"]:
     """The weight of each token; 1 on padding.
 
-    truncate: min(pi_old / pi_gen, cap) (truncated importance sampling, Yao et al. 2025).
-    mask: the same ratio, and 0 where it lies outside [1 / cap, cap] (IcePop, Ling team 2025).
-    With the level `sequence` the ratio is the geometric mean over the response.
+    truncate: min(pi_old / pi_gen, cap) (truncated importance sampling, Yao et al. 2025). mask: the
+    same ratio, but 0 outside [1 / cap, cap] (IcePop, Ling team 2025). With the level `sequence` the
+    ratio is the geometric mean over the response.
     """
     log_ratio = (old_logprobs - sampled_logprobs)[mask]
     if level == "sequence":
@@ -389,7 +389,7 @@ def correction_weights(
 
 
 def effective_share(total: float, squares: float, count: float) -> float:
-    """The effective sample size of weighted tokens, as a share of their number (Kish 1965).
+    """Effective sample size of weighted tokens, as a share of their number (Kish 1965).
 
     Args:
         total: sum of the weights.

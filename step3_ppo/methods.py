@@ -1,4 +1,4 @@
-"""RL methods as settings over one loop, and what each advantage estimator needs."""
+"""RL methods as settings of one loop, and the requirements of each advantage estimator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

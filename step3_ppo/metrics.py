@@ -1,4 +1,4 @@
-"""Metrics of a rollout, its episodes and its updates, over all processes, and checks of them.
+"""Metrics of a rollout, its episodes and its updates, over all processes, with checks.
 
 Dimension name: B responses of this process; those to a prompt are adjacent.
 """
@@ -24,12 +24,12 @@ def rollout_statistics(
 ) -> dict[str, float]:
     """Scores, KL per response in nats, entropy per token, lengths, and the critic's accuracy.
 
-    `score` is the mean of `counted_score`, NaN where a response has none (without it, of the reward
-    model's raw score), `score_stderr` its standard error, and `reward_score` the mean of what is
-    maximized; `kl` is the k1 estimate summed over each response, `kl_k3` the k3 estimate;
-    `uncounted` is the share of responses that enter neither a baseline nor a loss; `rollout_gap`
-    and `rollout_gap_max` are the mean and the largest absolute difference between the
-    log-probabilities of generation and of training.
+    `score` is the mean of `counted_score`, NaN for a response without one (by default, of the
+    reward model's raw score), `score_stderr` its standard error, and `reward_score` the mean of the
+    maximized reward; `kl` is the k1 estimate summed over each response, `kl_k3` the k3 estimate;
+    `uncounted` is the share of responses used in neither a baseline nor a loss; `rollout_gap` and
+    `rollout_gap_max` are the mean and the largest absolute difference between the log-probabilities
+    of generation and of training.
     """
     experience = rollout.experience
     mask = experience.mask
@@ -79,7 +79,7 @@ def rollout_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean value of a token, and the explained variance of the returns."""
+    """Mean value per token, and the explained variance of the returns."""
     mask, values = rollout.experience.mask, rollout.experience.values
     if values is None or rollout.returns is None:
         return {}
@@ -95,9 +95,10 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """The mean standard deviation within groups, and the share of groups whose rewards are equal.
+    """Mean standard deviation within groups, and the share of groups with equal rewards.
 
-    `dead_right` is the share of equal rewards above 0, `dead_wrong` that of the others.
+    `dead_right` is the share of groups with equal rewards above 0, `dead_wrong` that of the other
+    equal groups.
     """
     if rollout.group_size == 1:
         return {}
@@ -122,7 +123,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """The mean weight of a token, and the effective sample size as a share of the tokens.
+    """Mean weight per token, and the effective sample size as a share of the tokens.
 
     Empty without a correction.
     """
@@ -140,7 +141,7 @@ def correction_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def repeated_tokens(experience: Experience) -> int:
-    """Response tokens that complete a trigram of the response again, a sign of loops."""
+    """Number of response tokens that complete a repeated trigram, a sign of loops."""
     repeated = 0
     for sequence in experience.sequences:
         ids = [
@@ -153,12 +154,12 @@ def repeated_tokens(experience: Experience) -> int:
 
 
 def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:
-    """Means over the episodes; empty without an environment. All processes call it.
+    """Means over the episodes; empty without an environment. A collective.
 
-    `turns` is the number of the actor's responses, `observation_length` of the tokens between;
-    `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the shares that a limit or a
-    failure ended. A reward of several parts has the mean of each, over the episodes that have it,
-    after the name of its source.
+    `turns` is the number of the actor's responses, `observation_length` the number of tokens in
+    between; `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the shares ended by a
+    limit or a failure. For a reward with several parts, the mean of each over the episodes that
+    have it is named after its source.
     """
     if config.environment is None:
         return {}
@@ -184,7 +185,7 @@ def _figures(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tuple[str,
 
 
 def parts_of(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
-    """The parts of an environment's reward, by the names of their metrics."""
+    """The parts of an environment's reward, by metric name."""
     source = config.environment_source
     name = "" if source is None else source.name
     return {f"reward_{name}_{part}": value for part, value in episode.verdict.parts.items()}

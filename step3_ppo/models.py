@@ -1,4 +1,4 @@
-"""The models of RLHF: actor and critic learn, reference and reward model score.
+"""The models of RLHF: actor and critic are trained, reference and reward model score.
 
 Dimension names: N tokens of a batch, K response tokens (its targets), B responses.
 """
@@ -54,8 +54,8 @@ def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
 class RewardText:
     """Converts the actor's tokens, via text, into the reward model's tokens.
 
-    A prompt is the dialogue it was made from, so that no text is lost on the way; the response is
-    decoded. Both are rendered by the reward model's own chat template.
+    A prompt is mapped to its original dialogue, so that no text is lost; the response is decoded.
+    Both are rendered with the reward model's own chat template.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RewardText:
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
     def know(self, prompts: Iterable[Prompt]) -> None:
-        """Store the dialogues of prompts, which are passed as the actor's tokens."""
+        """Store the dialogues of prompts; prompts are passed as the actor's tokens."""
         self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
@@ -101,9 +101,9 @@ def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -
 
 
 class RewardModel:
-    """A frozen reward model, with the mean and standard deviation that step 2 stored, if any.
+    """A frozen reward model, with the mean and standard deviation stored by step 2, if any.
 
-    It is sharded, and cut into stages, like the critic, or like the actor if there is no critic.
+    It is sharded and split into stages like the critic, or like the actor if there is no critic.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RewardModel:
         self.mean, self.std = stored_normalization(model)
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
-        """Raw score of each sequence of each batch, read at its last token or where steps end."""
+        """Raw score of each sequence of each batch, read at its last token or at step ends."""
         with evaluating(self.engine.model):
             return self.passes.forward_everywhere(
                 batches,
@@ -137,12 +137,12 @@ class RewardModel:
             )
 
     def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Scores with mean 0 and variance 1 over step 1's responses."""
+        """Scores normalized to mean 0 and variance 1 over step 1's responses."""
         return (scores - self.mean) / self.std
 
 
 def has_moments(model: nn.Module) -> bool:
-    """Whether step 2 stored mean and standard deviation of the score with the model."""
+    """Whether step 2 stored the score's mean and standard deviation with the model."""
     settings = base_model(model).config
     return all(getattr(settings, name, None) is not None for name in ("score_mean", "score_std"))
 
@@ -154,7 +154,7 @@ def stored_normalization(model: nn.Module) -> tuple[float, float]:
 
 
 class Reference:
-    """The policy that the KL penalty holds the actor to."""
+    """The policy relative to which the KL penalty is computed."""
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
@@ -240,7 +240,7 @@ class Models:
         return cast("Policy", self.actor.model).model
 
     def set_moments(self, mean: float, std: float) -> None:
-        """Standardize scores by these, and values if the critic has no moments."""
+        """Standardize scores with these moments, and values too if the critic has none."""
         assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
         if self.critic is None or has_moments(self.value_model):
@@ -265,11 +265,11 @@ def load_models(
     iterations: int,
     sources: RewardSources | None = None,
 ) -> Models:
-    """Load the outputs of steps 1 and 2, for `iterations` rollouts; `sources` reward them too.
+    """Load the outputs of steps 1 and 2, for `iterations` rollouts, with further reward `sources`.
 
     Raises:
-        ModelError: a model is missing, or actor, critic and reward model number their tokens
-            differently.
+        ModelError: a model is missing, or actor, critic and reward model have different
+            vocabularies.
         ConfigError: actor or processes can't be divided by `config.inference_tp_size`.
     """
     device = local_device()
@@ -354,12 +354,13 @@ def _minibatches(config: PPOConfig) -> int:
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> nn.Module | None:
-    """The model of the critic; None if the advantage estimator needs none.
+    """The critic's model; None if the advantage estimator needs none.
 
-    Of a reward model with several labels it takes all but the head, which is drawn anew.
+    From a reward model with several labels, all weights but the head are used; the head is drawn
+    anew.
 
     Raises:
-        ModelError: the model reads sequences as a whole.
+        ModelError: the model is an encoder.
     """
     if not config.has_critic:
         return None
@@ -395,11 +396,11 @@ def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -
 def load_reward(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> RewardModel | None:
-    """The reward model, which reads text if it has another chat format; None without one.
+    """The reward model, which reads text if it has another chat format; None if there is none.
 
     Raises:
         ModelError: it has another tokenizer and no chat template, or classes without values.
-        ConfigError: prompt and response may be longer than its context.
+        ConfigError: prompt and response may exceed its context.
     """
     if not config.uses_reward_model:
         return None
@@ -420,10 +421,10 @@ def load_reward(
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
-    """Refuse, before training, lengths that exceed the context of a model.
+    """Refuse, before training, lengths that exceed a model's context.
 
     Raises:
-        ConfigError: prompt and response may be longer than the model's context.
+        ConfigError: prompt and response may exceed the model's context.
     """
     limit = context_length(model)
     if config.max_length > limit:
@@ -441,9 +442,9 @@ def load_reference(
     *,
     device: torch.device,
 ) -> Reference:
-    """The configured reference, else the initial actor, sharded like the actor.
+    """The configured reference, by default the initial actor, sharded like the actor.
 
-    With LoRA that is the base with the adapter off, which needs no second copy.
+    With LoRA the default is the base with the adapter disabled, which needs no second copy.
     """
     if config.reference.path is None and config.actor.lora is not None:
         return Reference(actor.engine, actor)
@@ -463,7 +464,7 @@ def load_reference(
 
 
 def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of this process's micro-batches, equally many on all processes; some may be empty.
+    """The rows of this process's micro-batches, equally many on all processes, some empty.
 
     Args:
         config: settings of the step.

@@ -1,4 +1,4 @@
-"""Settings of the sources of step 3's rewards."""
+"""Settings of step 3's reward sources."""
 
 import json
 import re
@@ -26,7 +26,7 @@ RESERVED = ("score", "failures")
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """Sources of rewards, in addition to or instead of a reward model."""
+    """Reward sources, in addition to or instead of a reward model."""
 
     rewards: tuple[RewardConfig, ...] = ()
     """Sources whose weighted sum is maximized (reward_funcs), as a list in a file of settings, or
@@ -60,7 +60,7 @@ class RewardSettings:
 
     @property
     def programs(self) -> tuple[RewardConfig, ...]:
-        """The sources that are neither the reward model nor the environment."""
+        """The sources other than the reward model and the environment."""
         own = (MODEL, ENVIRONMENT)
         return tuple(source for source in self.rewards if source.kind not in own)
 
@@ -71,10 +71,10 @@ class RewardSettings:
 
     @property
     def reward_columns(self) -> RowColumns:
-        """Columns of the rows that the sources read; an environment is given all.
+        """Columns of the rows that the sources read; an environment gets all.
 
         Raises:
-            ConfigError: the file or name of a source or of the environment isn't there.
+            ConfigError: the file or name of a source or of the environment doesn't exist.
         """
         from rewards.sources import read_sources, row_columns
 
@@ -88,7 +88,7 @@ class RewardSettings:
         """Refuse sources that contradict each other.
 
         Raises:
-            ConfigError: one sentence that names the setting.
+            ConfigError: they do; the message names the setting.
         """
         names = [source.name for source in self.rewards]
         for kind in (ENVIRONMENT, MODEL):
@@ -141,9 +141,9 @@ class RewardSettings:
 
 
 def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
-    """The sources including the environment, which alone is the reward.
+    """The sources including the environment, which by default is the only reward.
 
-    Next to sources that are named without it, it has weight 0: it is measured.
+    If other sources are given without it, it has weight 0 and is only measured.
     """
     if config.environment is None or config.environment_source is not None:
         return config.rewards
@@ -156,7 +156,7 @@ def without_reward_options(options: list[Option]) -> list[Option]:
     """The options, with `--reward-function` and `--reward` converted to `--rewards`.
 
     Raises:
-        ConfigError: a word describes no source, or --rewards is there as well.
+        ConfigError: a value is not a valid source, or --rewards is also given.
     """
     short = [option for option in options if option[0] in ("reward_function", "reward")]
     rest = [option for option in options if option not in short]
@@ -173,7 +173,7 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
     """The sources of `--reward-function` and `--reward`, as settings.
 
     Raises:
-        ConfigError: a word describes no source.
+        ConfigError: a value is not a valid source.
     """
     sources: list[RewardConfig] = []
     for name, words in options:

@@ -1,4 +1,4 @@
-"""The programs that reward responses, while others are generated."""
+"""Programs that reward responses while others are being generated."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ ENVIRONMENT_FILE = "ppo.environment"
 class RewardSources:
     """The sources of `ppo.rewards` other than the reward model, and `ppo.gold`.
 
-    A context that leaves no process behind.
+    A context manager that ends all its processes at exit.
     """
 
     def __init__(self, config: PPOConfig) -> None:
@@ -68,7 +68,7 @@ class RewardSources:
     def submitting(
         self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> "Submitting":
-        """Return the callback for each response that ends."""
+        """Return a callback for each response that ends."""
         return Submitting(self, prompts, tokenizer)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
@@ -81,7 +81,7 @@ class RewardSources:
         self._outcomes[place] = outcome
 
     def results(self) -> dict[str, Scored]:
-        """Rewards of each source for the episodes since the last call, by name, in their order."""
+        """Rewards of each source, by name, for the episodes since the last call, in order."""
         of_programs = self._of_first(self._results_of_programs())
         return {**self._results_of_environment(), **of_programs}
 
@@ -112,10 +112,10 @@ class RewardSources:
         return {"files": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Require that the run resumes with the sources that it began with.
+        """Require that the run resumes with the sources that it started with.
 
         Raises:
-            ConfigError: the file of a source is another one.
+            ConfigError: a source's file has changed.
         """
         own = self.state_dict()["files"]
         for name, fingerprint in state["files"].items():
@@ -129,8 +129,8 @@ class RewardSources:
         """Check that all processes have the same files.
 
         Raises:
-            ConfigError: on all processes alike, that a file was edited while they started, or that
-                machines have different ones.
+            ConfigError: raised on all processes: a file was edited while they started, or machines
+                have different files.
         """
         first, *others = group.gather_objects(self._fingerprint)
         for name, fingerprint in first.items():
@@ -186,8 +186,8 @@ class RewardSources:
 class Submitting:
     """Submits the responses of a batch to the sources, a few at a time, as they end.
 
-    A function sees the responses to a prompt together, with the same others whatever order they
-    end in.
+    A function gets the responses to a prompt together, in groups that do not depend on the order in
+    which they end.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Submitting:
         self._waiting: dict[int, Response] = {}
 
     def __call__(self, index: int, response: Response) -> None:
-        """Take the response to prompt number `index` of the batch."""
+        """Submit the response to prompt number `index` of the batch."""
         if isinstance(response, EpisodeResponse):
             self._sources.keep(index, response.verdict.outcome)
         if not self._sources.has_programs:

@@ -31,7 +31,7 @@ def raw_scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """The reward model's raw score of each sequence; all processes must call it."""
+    """The reward model's raw score of each sequence. A collective."""
     assert models.reward is not None
     text = models.reward.text
     rows = [
@@ -55,11 +55,11 @@ def counted_scores(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Raw scores as metrics report them, in the reward model's own unit.
+    """Raw scores as reported in metrics, in the reward model's own unit.
 
     The reward model was trained on finished responses: its score of a truncated one is meaningless
-    and may be high. Such a response counts as `missing_eos_score`, as in PPO's reward, or as its
-    own score if that is lower.
+    and may be high. Such a response gets `missing_eos_score`, as in PPO's reward, or its own score
+    if that is lower.
     """
     assert score is not None
     assert models.reward is not None
@@ -77,10 +77,10 @@ def compute_reward(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Raw scores for PPO's reward: normalized and clipped.
+    """Convert raw scores to PPO's reward: normalized and clipped.
 
-    An unfinished response gets at most `missing_eos_score`. A flat replacement would reward never
-    ending wherever the reward model scores finished responses even lower.
+    An unfinished response gets at most `missing_eos_score`. A fixed replacement would reward not
+    ending whenever the reward model scores finished responses even lower.
     """
     assert score is not None
     assert models.reward is not None
@@ -141,18 +141,18 @@ class ResponseRewards:
 
     @property
     def known(self) -> Bool[Tensor, " B"]:
-        """Whether a response has a reward; for others a source failed, or none applied."""
+        """Whether each response has a reward; if not, a source failed or none applied."""
         return ~self.score.isnan()
 
     def by_source(self) -> dict[str, list[float | None]]:
-        """The values of each source, by the name of its metric."""
+        """The values of each source, by metric name."""
         return {name_metric(name): scored.values for name, scored in self.sources.items()}
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
-        """Means by source, the share without a reward, and the wait; over all processes.
+        """Means by source, the share without a reward, and the waiting time, over all processes.
 
-        `group_size` responses to each prompt are not independent, which the standard error of gold
-        takes into account.
+        The `group_size` responses to each prompt are not independent, which the standard error of
+        gold accounts for.
         """
         if not self.sources:
             return {}
@@ -192,14 +192,14 @@ def compute_rewards(
     given: Mapping[str, Scored] | None = None,
     strict: bool = True,
 ) -> ResponseRewards:
-    """The rewards of the responses submitted to the sources since the last call.
+    """The rewards of the responses submitted since the last call.
 
     Args:
-        models: the reward model, where there is one, and the sources.
+        models: the reward model, if there is one, and the sources.
         score: the reward model's raw score of each response.
-        stopped: whether each ended with the end token.
+        stopped: whether each response ended with the end token.
         config: settings of the step.
-        given: the sources' values, if they have been collected already.
+        given: the sources' values, if already collected.
         strict: whether failures may stop the run.
 
     Raises:
@@ -242,7 +242,7 @@ def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]
 
 
 def check_source_failures(given: Mapping[str, Scored], config: PPOConfig, *, num_rows: int) -> None:
-    """Stop all processes together if a source that is trained on failed too often.
+    """Stop all processes together if a source used in training failed too often.
 
     Raises:
         RewardError: a source failed on more of all responses than `max_reward_failures`.
@@ -267,15 +267,15 @@ def check_source_failures(given: Mapping[str, Scored], config: PPOConfig, *, num
 
 
 def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
-    """Standard error of the mean of the values that are known, over all processes.
+    """Standard error of the mean of the known values, over all processes.
 
-    Responses to the same prompt are not independent, so that prompts count (Liang and Zeger 1986,
-    with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n. With
-    one response to each it is the standard deviation over sqrt(n).
+    Responses to the same prompt are not independent, so prompts are the clusters (Liang and Zeger
+    1986, with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n.
+    With one response per prompt it is the standard deviation over sqrt(n).
 
     Args:
-        values: NaN where a response has none.
-        group_size: responses to each prompt.
+        values: NaN for a response without one.
+        group_size: responses per prompt.
     """
     grouped = values.double().view(-1, group_size)
     known = ~grouped.isnan()

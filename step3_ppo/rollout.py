@@ -49,7 +49,7 @@ class PromptBatch:
 
     @property
     def inputs(self) -> list[list[int]]:
-        """Token ids of each."""
+        """Token ids of each prompt."""
         return [prompt.input_ids for prompt in self.prompts]
 
 
@@ -59,7 +59,7 @@ ATTEMPT_KEYS = 2**40
 
 @dataclass
 class Prompts:
-    """Prompts to learn from and prompts held out."""
+    """Training prompts and held-out prompts."""
 
     train: list[Prompt]
     held_out: list[Prompt]
@@ -79,10 +79,10 @@ class Prompts:
     """Number of rollbacks; part of the keys, so that other responses are sampled after one."""
 
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
-        """The stream's next prompts, one for each of these groups of a rollout; by default for all.
+        """The stream's next prompts, one for each of these groups of a rollout, by default all.
 
-        A prompt's process follows from its group; the random numbers, from the number of prompts
-        that the run has taken before and the number of rollbacks.
+        A prompt's process depends on its group; its random numbers depend on the number of prompts
+        that the run has used before and the number of rollbacks.
         """
         places = range(self.stream.batch_size) if groups is None else groups
         first = self.stream.position
@@ -108,7 +108,7 @@ class Prompts:
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
-    """Read and encode the prompts; those over `max_prompt_length` are left out, and counted.
+    """Read and encode the prompts; those over `max_prompt_length` are dropped and counted.
 
     Raises:
         DataError: no prompt is short enough.
@@ -151,7 +151,7 @@ def generate_responses(
     keys: Sequence[int],
     on_response: Callable[[int, Response], None] | None = None,
 ) -> list[Response]:
-    """The actor's responses, sampled with `keys`, which no other rollout of the run uses.
+    """Sample the actor's responses with `keys`, which no other rollout of the run uses.
 
     `on_response` is called with (index of the prompt, response) as each one ends.
     """
@@ -198,12 +198,12 @@ class Sampled:
 
 
 def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampled:
-    """Sample responses to the next prompts, and to replacements if all rewards are equal.
+    """Sample responses to the next prompts, and replace prompts whose rewards are all equal.
 
-    A group with equal rewards has no gradient: its prompt is replaced by the next one of the
-    stream, in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups that are still
-    equal after that are kept. All processes know which groups are replaced, and prompts are
-    assigned in the order of the groups, so that any number of processes samples the same.
+    A group with equal rewards has no gradient: its prompt is replaced by the stream's next one, in
+    at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups that are still equal after
+    that are kept. All processes know which groups are replaced, and prompts are assigned in group
+    order, so that any number of processes samples the same responses.
     """
     batch = prompts.next_batch()
     inputs = list(batch.inputs)
@@ -282,7 +282,7 @@ def sampled_responses(
 def dead_groups(
     rewards: Float[Tensor, " B"], counted: Bool[Tensor, " B"], *, group_size: int
 ) -> list[int]:
-    """The groups of the whole rollout whose counted rewards are all equal, in ascending order."""
+    """The groups of the full rollout whose counted rewards are all equal, sorted."""
     data = current_mesh().data
     grouped = rewards.double().view(-1, group_size)
     is_dead = are_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
@@ -313,7 +313,7 @@ def _dead_groups(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[int]:
-    """The groups of the whole rollout without a gradient, with overlong penalties applied."""
+    """The groups of the full rollout without a gradient, after overlong penalties."""
     device = local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
     lengths = torch.tensor([len(response.ids) for response in responses], device=device)

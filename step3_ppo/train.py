@@ -73,7 +73,7 @@ def set_up(
     run: Run,
     sources: RewardSources,
 ) -> Setup:
-    """Load the models, with `resume` the state of an earlier run, and evaluate the initial actor.
+    """Load the models, with `resume` an earlier run's state, and evaluate the initial actor.
 
     Raises:
         ModelError: as `step3_ppo.models.load_models`; or the actor's first figures are not finite.
@@ -149,7 +149,7 @@ def set_moments(
 
 
 def train(config: PPOConfig) -> Path:
-    """Improve the actor; return the directory that holds actor and critic."""
+    """Train the actor; return the directory with actor and critic."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
     tokenizer, chat = load_chat(config.actor, config.data)
@@ -171,9 +171,9 @@ def train(config: PPOConfig) -> Path:
 
 
 def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, float]:
-    """One rollout and the updates on it, logged; returns the metrics.
+    """Run one rollout and its updates, log them, and return the metrics.
 
-    A separate function, so that an iteration's graphs are freed before the next one begins.
+    This is a separate function so that an iteration's graphs are freed before the next one.
     """
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)
@@ -213,9 +213,9 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
 
 
 def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeights) -> None:
-    """Write the directories of actor and critic, and of the averaged actor if there is one.
+    """Write the directories of actor, critic and, if there is one, the averaged actor.
 
-    The actor is the best one, if that is kept, and remains in the engine; the average is over all
+    The actor is the best one, if that is kept, and stays in the engine; the average is over all
     updates, and the critic is the last one.
     """
     if ema is not None:

@@ -1,4 +1,4 @@
-"""The updates of the actor, and of a critic, on one rollout."""
+"""The updates of actor and critic on one rollout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from step3_ppo.rewards import ResponseRewards
 class Ema:
     """Averages the fp32 masters: shadow = decay * shadow + (1 - decay) * master.
 
-    Every process averages its own shard of them.
+    Every process averages its own shard.
     """
 
     def __init__(self, engine: Engine, *, decay: float) -> None:
@@ -49,7 +49,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context with the averaged weights; the current ones are restored exactly at the end."""
+        """Context with the averaged weights; the current ones are restored exactly at exit."""
         own = [master.clone() for master in self.engine.masters()]
         try:
             self.engine.load_masters(self.weights)
@@ -59,12 +59,12 @@ class Ema:
 
 
 def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
-    """The batches of PPO-ptx if it is on; writes the record of all prompts of the step.
+    """Open the batches of PPO-ptx if it is on, and write the record of all prompts of the step.
 
     Args:
         chat: how dialogues are encoded.
-        config: of the step.
-        prompts: what PPO and the earlier steps train on and hold out.
+        config: settings of the step.
+        prompts: the prompts that PPO and earlier steps train on and hold out.
     """
     ptx = PtxStream(chat, config, prompts) if config.ptx_coef > 0 else None
     record_prompts(prompts | ptx.trained if ptx else prompts, config)
@@ -72,15 +72,15 @@ def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "Ptx
 
 
 class PtxStream:
-    """Batches of dialogues or plain text, as large as PPO's minibatches.
+    """Batches of dialogues or plain text, of the size of PPO's minibatches.
 
-    Rows longer than `config.data.max_length`, which must fit the actor's context, lose their end.
+    Rows longer than `config.data.max_length`, which must fit the actor's context, are truncated.
     """
 
     def __init__(
         self, chat: ChatFormat, config: PPOConfig, apart: PromptRecord | None = None
     ) -> None:
-        """`apart` has the prompts that PPO and earlier steps hold out; they are not trained on."""
+        """`apart` has the prompts that PPO and earlier steps hold out, which are not trained on."""
         self.chat = chat
         self.config = config
         rows = config.ptx_rows or config.data
@@ -101,7 +101,7 @@ class PtxStream:
         self.rows.load_state_dict(state)
 
     def __next__(self) -> tuple[list[TokenBatch], int]:
-        """This process's micro-batches, and the targets of all processes."""
+        """This process's micro-batches, and the number of targets of all processes."""
         data = self.config.data
         encoded = [
             self.chat.encode(
@@ -147,11 +147,11 @@ class Updates:
 
     @property
     def count(self) -> int:
-        """Minibatches so far."""
+        """Number of minibatches so far."""
         return len(self._all)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates (maxima of maxima, the last learning rates), and their number."""
+        """Means over the updates (maxima for maxima, the last learning rates), and their number."""
         names = {name for update in self._all for name in update.metrics}
         seen = {
             name: [update.metrics[name] for update in self._all if name in update.metrics]
@@ -179,9 +179,8 @@ def update_policy(
 ) -> Updates:
     """Update actor and critic over the epochs and minibatches of one rollout.
 
-    Which responses share a minibatch depends on (seed, step, epoch) alone: it is the same for any
-    number of processes. `forward` is the scoring pass, if the first minibatch may backpropagate
-    through it.
+    Minibatches depend only on (seed, step, epoch) and are the same for any number of processes.
+    `forward` is the scoring pass, if the first minibatch may backpropagate through it.
     """
     updates = Updates()
     for epoch in range(config.ppo_epochs):
@@ -246,7 +245,7 @@ def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[lis
 def own_rows(slots: Sequence[int], data: Group, *, group_size: int) -> list[int]:
     """This process's rows among these indices of a rollout.
 
-    Groups go round the processes: that of slot s is the (s // G // W)-th of process s // G % W.
+    Groups are assigned round-robin: that of slot s is the (s // G // W)-th of process s // G % W.
     """
     rows: list[int] = []
     for slot in slots:
@@ -270,7 +269,7 @@ def update_minibatch(
 
     A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
     over these rows, if the models have not changed since. With `target_kl`, a minibatch whose
-    approximate KL to the old policy is over 1.5 times the target updates nothing, and is marked
+    approximate KL to the old policy exceeds 1.5 times the target makes no update and is marked
     `stopped`.
     """
     weighting = _weighting(rollout, rows, config)
@@ -309,7 +308,7 @@ def _of_all(
 ) -> dict[str, float]:
     """Means per token and maxima over all micro-batches and processes.
 
-    Of the stages of a pipeline the last one has them.
+    In a pipeline, the last stage has them.
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
@@ -333,8 +332,8 @@ def _learn_values(
 ) -> list[dict[str, Tensor]]:
     """Add the critic's gradients; return sums over the tokens of each micro-batch.
 
-    The actor's backward passes have ended by then, so that only graphs of one model are in memory,
-    unless `forward` holds both already.
+    The actor's backward passes have ended by then, so only one model's graphs are in memory, unless
+    `forward` already holds both.
     """
     assert models.value_passes is not None
     found: list[dict[str, Tensor]] = []
@@ -373,7 +372,7 @@ def _cut_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[
 
 
 def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:
-    """The counts of a minibatch over all processes; tokens left out of the loss don't count."""
+    """The counts of a minibatch over all processes; tokens excluded from the loss don't count."""
     mask = rollout.experience.mask
     index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]

@@ -1,4 +1,4 @@
-"""Settings of preference optimization, and its methods as rows of settings."""
+"""Settings of preference optimization, with its methods as rows of settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -230,12 +230,12 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def is_mean(self) -> bool:
-        """Whether the log-probability of a response is the mean of its tokens."""
+        """Whether a response's log-probability is the mean over its tokens."""
         return self.loss in ("ipo", "orpo") if self.logp == "auto" else self.logp == "mean"
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether it learns from single responses."""
+        """Whether it trains on single responses."""
         return self.loss == "kto"
 
     @property
@@ -246,11 +246,11 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def row_share(self) -> RowShare:
-        """Rows of its own parts: pairs, or single responses for kto."""
+        """Rows if `data.split` has separate parts for it: pairs, or single responses for kto."""
         return RowShare("responses" if self.is_unpaired else "pairs", tuple(sorted(self.shares)))
 
     def workload(self, world: int) -> Workload:
-        """A language model is trained on each row's responses, and answers held-out prompts."""
+        """The work of training a language model on rows, and generating for held-out prompts."""
         scored = 0 if self.reference_free else 1
         scored += 2 if self.is_unpaired else 0  # mismatched responses, of both policies
         return Workload(

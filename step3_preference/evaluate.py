@@ -52,8 +52,8 @@ def evaluate_rows(
 ) -> dict[str, float]:
     """The training figures of held-out rows, without gradients, over all processes.
 
-    Where responses come one by one, `accuracy` is the share of pairs of a good and a bad response
-    to the same prompt, or where there are none to any prompt, that the log-ratio puts in order.
+    For single responses, `accuracy` is the share of pairs of a good and a bad response to the same
+    prompt (or if there are none, to any prompts) that the log-ratio orders correctly.
     """
     passes, engine = reference.start.passes, reference.start.engine
     good = sum(row.chosen is not None for row in rows)
@@ -82,10 +82,10 @@ def evaluate_rows(
 
 
 def order(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
-    """Share of pairs of a good and a bad response in the right order, ties counted half.
+    """Share of pairs of a good and a bad response in the right order, ties counting half.
 
     Args:
-        parts: by place of a row its value; each row in one of them.
+        parts: value by row index; each row is in one of them.
         rows: single responses.
     """
     values = {place: value for part in parts for place, value in part.items()}
@@ -131,13 +131,13 @@ class HeldOut(HeldOutPrompts):
         self.config = config
 
     def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
-        """The same evaluation of other prompts."""
+        """The same evaluation with different prompts."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
     def scored(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
-        """Text and score of the responses of all processes, in the order of the prompts."""
+        """Texts and scores of the responses of all processes, in the order of the prompts."""
         del strict  # a reward model never fails
         texts = [decode_response(self.chat.tokenizer, each.text_ids) for each in responses]
         scores = self._scores(texts, self.config.reward)
@@ -178,7 +178,7 @@ class HeldOut(HeldOutPrompts):
         return total / count
 
     def repetition(self, responses: Sequence[Response]) -> float:
-        """Share of the tokens of the actor's responses that end a repeated trigram."""
+        """Share of tokens in the actor's responses that end a repeated trigram."""
         counted = [each for each, is_own in zip(responses, self.counted, strict=True) if is_own]
         repeated = sum(repeated_trigrams(each.ids) for each in counted)
         tokens = sum(len(each.ids) for each in counted)
@@ -186,7 +186,7 @@ class HeldOut(HeldOutPrompts):
         return repeated / max(1, tokens)
 
     def _logp(self, rows: Sequence[Encoded]) -> Tensor:
-        """The log-probability of each response of this process."""
+        """The log-probability of each of this process's responses."""
         passes, engine, config = self.start.passes, self.start.engine, self.config
         most = config.micro_batch_size * (config.max_prompt_length + config.max_new_tokens)
         found = torch.zeros(len(rows), dtype=torch.float64)
@@ -206,7 +206,7 @@ class HeldOut(HeldOutPrompts):
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
         """The best available measure of each response, under its name; empty without a judge.
 
-        The verdicts of the embedded task's program, else the reward model's scores.
+        The verdicts of the embedded task's verifier, else the reward model's scores.
         """
         if self.is_verifiable:
             return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
@@ -222,8 +222,8 @@ class HeldOut(HeldOutPrompts):
 class Evaluator:
     """Evaluates the actor at the start, at intervals, and at the end.
 
-    The best actor is that of the smallest loss on held-out rows. A loss sees how responses compare,
-    not what the actor writes: so it also answers the first held-out prompts each time.
+    The best actor has the smallest loss on held-out rows. A loss only compares given responses, so
+    the actor also answers the first held-out prompts each time.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Evaluator:
 
         Raises:
             ModelError: its figures are not finite.
-            ConfigError: the run resumes, and the model that it began from is no longer there.
+            ConfigError: the run resumes and its starting model no longer exists.
         """
         start = checkpoints.require_same_start(self.config.model)
         self.first = checkpoints.once("rows", self._rows)

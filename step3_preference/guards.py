@@ -1,4 +1,4 @@
-"""The guards' signals of an evaluation: their values and sentences."""
+"""The guards' signals of an evaluation: values and messages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ SENTENCES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class PreferenceSignals(Signals):
-    """The signals of an evaluation: of held-out rows, and of sampled responses to prompts."""
+    """The signals of an evaluation, from held-out rows and sampled responses to prompts."""
 
     rate: str = "optim.lr"
     prompts: int = 256

@@ -1,8 +1,8 @@
 """Losses of preference optimization, each a sum over pairs or responses.
 
-Pure functions of log-probabilities. Dimension names: B pairs; D good and U bad responses. `h` is
-the difference of a pair in log-ratio to the reference, chosen less rejected; without a reference,
-in log-probability. Whether both are sums over a response's tokens or means is the caller's choice.
+Pure functions of log-probabilities. Dimension names: B pairs; D good and U bad responses. `h` is a
+pair's difference in log-ratio to the reference, chosen minus rejected; without a reference, in
+log-probability. The caller chooses sums or means over a response's tokens.
 """
 
 import math
@@ -23,11 +23,12 @@ def sigmoid_loss(
     label_smoothing: float = 0.0,
     robust: bool = False,
 ) -> Float[Tensor, ""]:
-    """-log sigmoid(beta h - gamma), with labels that are wrong with probability `label_smoothing`.
+    """-log sigmoid(beta h - gamma), if labels are wrong with probability `label_smoothing`.
 
-    DPO (Rafailov et al. 2023, eq. 7), and by its arguments SimPO (Meng et al. 2024, eq. 6), CPO (Xu
-    et al. 2024, eq. 3), conservative DPO (Mitchell 2023, eq. 3: the expected loss) and robust DPO
-    (Chowdhury et al. 2024, eq. 12: the estimate whose mean over wrong labels is the clean loss).
+    DPO (Rafailov et al. 2023, eq. 7), and depending on the arguments SimPO (Meng et al. 2024, eq.
+    6), CPO (Xu et al. 2024, eq. 3), conservative DPO (Mitchell 2023, eq. 3: the expected loss) and
+    robust DPO (Chowdhury et al. 2024, eq. 12: the estimate whose mean over wrong labels is the
+    clean loss).
     """
     margin = beta * h - gamma
     if label_smoothing == 0:
@@ -40,12 +41,12 @@ def sigmoid_loss(
 
 
 def ipo_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
-    """(h - 1 / (2 beta))^2: a margin to reach, not to exceed (Azar et al. 2023, eq. 17)."""
+    """(h - 1 / (2 beta))^2: a target margin, not to be exceeded (Azar et al. 2023, eq. 17)."""
     return (h - 1 / (2 * beta)).square().sum()
 
 
 def hinge_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
-    """max(0, 1 - beta h): SLiC (Zhao et al. 2023, eq. 1), normalized as by Liu et al. 2024."""
+    """max(0, 1 - beta h): SLiC (Zhao et al. 2023, eq. 1), normalized as in Liu et al. 2024."""
     return F.relu(1 - beta * h).sum()
 
 
@@ -55,22 +56,22 @@ def orpo_loss(
     """-beta log sigmoid of the log odds ratio (Hong et al. 2024, eq. 7).
 
     Args:
-        chosen: mean log-probability of a token of the chosen responses.
-        rejected: the same of the rejected ones.
-        beta: weight of the odds ratio next to the negative log-likelihood, lambda in the paper.
+        chosen: mean log-probability per token of the chosen responses.
+        rejected: the same for the rejected ones.
+        beta: weight of the odds ratio relative to the negative log-likelihood, lambda in the paper.
     """
     return -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected)).sum()
 
 
 def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """log(p / (1 - p)) of log p, in fp32; finite, and with a finite gradient, also where p is 1."""
+    """log(p / (1 - p)) from log p, in fp32; finite, with a finite gradient, even where p is 1."""
     # The spacing of fp32 at 1: log(1 - p) of a sure response is large, and no infinity.
     logp = logp.float().clamp(max=-1e-7)
     return logp - log1mexp(logp)
 
 
 def log1mexp(x: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """log(1 - e^x) for x < 0, by the branch that keeps its digits (Maechler 2012, eq. 7)."""
+    """log(1 - e^x) for x < 0, by the branch that is accurate (Maechler 2012, eq. 7)."""
     near = x > LOG_HALF
     # Where a branch is not taken it must not give a gradient of 0 times infinity either.
     large = torch.where(near, x, LOG_HALF)
@@ -87,12 +88,12 @@ def kto_loss(
     weight_good: float = 1.0,
     weight_bad: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """Prospect-theoretic loss, over single responses (Ethayarajh et al. 2024, eq. 8).
+    """Prospect-theoretic loss over single responses (Ethayarajh et al. 2024, eq. 8).
 
     Args:
-        good: log-ratio to the reference of the good responses.
-        bad: the same of the bad ones.
-        beta: how soon the value saturates.
+        good: log-ratios to the reference of the good responses.
+        bad: the same for the bad ones.
+        beta: saturation rate of the value.
         z0: the reference point, max(0, mean log-ratio of mismatched responses) of the whole
             optimizer step, without a gradient.
         weight_good: lambda_D.
@@ -103,8 +104,8 @@ def kto_loss(
 
 
 def nll_loss(chosen: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Negative log-likelihood of a token of each chosen response (Pang et al. 2024, eq. 1).
+    """Negative log-likelihood per token of each chosen response (Pang et al. 2024, eq. 1).
 
-    `chosen` are mean log-probabilities of a token.
+    `chosen` are mean log-probabilities per token.
     """
     return -chosen.sum()

@@ -1,4 +1,4 @@
-"""The loss of a batch of rows by the settings, and its figures.
+"""The loss of a batch of rows, as in the settings, and its figures.
 
 Dimension name: S sequences of a batch, the chosen ones first.
 """
@@ -26,7 +26,7 @@ from step3_preference.rows import RowBatch
 
 @dataclass(frozen=True)
 class Point:
-    """Inputs of the loss of kto other than the responses of a batch."""
+    """KTO's loss inputs besides the responses of a batch."""
 
     z0: float = 0.0
     """The reference point, in nats per response."""
@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Figures:
-    """Sums over rows and sequences, for means; they are additive."""
+    """Additive sums over rows and sequences, for computing means."""
 
     sums: Float[Tensor, "8"]
     """Loss, right order, rewards, log-probabilities of a token and numbers of both sides; in fp64,
@@ -54,7 +54,7 @@ class Figures:
     def means(self, passes: ForwardPasses, rows: int, *, paired: bool) -> dict[str, float]:
         """Means over all processes, by name: the rows' loss and order, and each side's sequences.
 
-        Of the stages of a pipeline the last one's are counted.
+        In a pipeline, the last stage's are counted.
         """
         own = passes.from_last(self.sums.tolist())
         loss, right, *sides, chosen, rejected = current_mesh().data.sums(own)
@@ -84,9 +84,9 @@ def objective(
     Args:
         batch: the rows.
         logp: log-probability of each response.
-        reference: the same by the reference; zeros without one.
+        reference: the reference's log-probability of each; zeros without a reference.
         config: the loss and its settings.
-        point: of kto.
+        point: KTO's additional inputs.
     """
     lengths = batch.lengths()
     values = logp - reference
@@ -122,7 +122,7 @@ def objective(
 def paired_loss(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], config: PreferenceConfig
 ) -> Float[Tensor, ""]:
-    """The loss of the settings over pairs."""
+    """The settings' loss over pairs."""
     if config.loss == "orpo":
         return orpo_loss(chosen, rejected, beta=config.beta)
     h = chosen - rejected
@@ -140,9 +140,10 @@ def paired_loss(
 
 
 def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, float]:
-    """Weights of good and of bad responses in data with this many of each.
+    """Weights of good and bad responses in data with these numbers of each.
 
-    `auto` weighs the rarer kind so that both weigh as much in all (Ethayarajh et al. 2024, eq. 9).
+    `auto` weights the rarer kind so that both have the same total weight (Ethayarajh et al. 2024,
+    eq. 9).
     """
     if not config.is_unpaired:
         return 1.0, 1.0

@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference: computed once, and stored."""
+"""Log-probabilities of the reference, computed once and stored."""
 
 import hashlib
 import json
@@ -58,10 +58,10 @@ class RowStore:
         self._examples: Sequence[Example] = ()
 
     def sift(self, data: StageData, chat: ChatFormat) -> StageData:
-        """Keep the trainable rows; all processes call it.
+        """Keep the trainable rows. A collective.
 
         Raises:
-            DataError: none is left to train on, or to evaluate; or of kto's responses all are good,
+            DataError: no rows are left to train on or to evaluate; or kto's responses are all good
                 or all bad.
         """
         self._chat = chat
@@ -79,11 +79,11 @@ class RowStore:
 
     @property
     def num_good(self) -> int:
-        """Training rows with a chosen response; for kto, the good ones."""
+        """Number of training rows with a chosen response, or for kto a good one."""
         return sum(bool(example.chosen) for example in self._examples)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
-        """The training rows of these numbers."""
+        """The training rows with these numbers."""
         return [fit(self._examples[row], self._chat, self.config)[0] for row in numbers]
 
     def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
@@ -148,7 +148,7 @@ FILE = "reference.safetensors"
 
 
 class Start:
-    """The actor's initial weights; constructed before the state of a run is loaded."""
+    """The actor's initial weights; construct it before the state of a run is loaded."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
@@ -174,7 +174,7 @@ class Start:
 
 
 def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
-    """Log-probability of each response, by batch, without gradients; on the last stage only."""
+    """Log-probability of each response, by batch, without gradients; only on the last stage."""
     engine = passes.engine
     with evaluating(engine.model):
         return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
@@ -200,7 +200,7 @@ class Table:
 
 
 class Reference:
-    """Reference of the losses: a table, the actor without its adapter, or nothing."""
+    """The losses' reference: a table, the actor without its adapter, or nothing."""
 
     def __init__(self, start: Start, config: PreferenceConfig, table: Table | None) -> None:
         self.start = start
@@ -210,9 +210,9 @@ class Reference:
     def compared(
         self, batches: Sequence[RowBatch], stored: Float[Tensor, "B 2"] | None
     ) -> list[ComparedBatch]:
-        """The batches of some rows with the reference's log-probabilities, `stored` of these rows.
+        """The batches of some rows, with their `stored` log-probabilities of the reference.
 
-        They are all computed here where none are stored.
+        If none are stored, all are computed here.
         """
         found: list[Tensor | None]
         if self.config.reference_free:
@@ -226,7 +226,7 @@ class Reference:
         return [ComparedBatch(*each) for each in zip(batches, found, strict=True)]
 
     def of_rows(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
-        """Log-probabilities of training rows by number; None if they are computed as they come."""
+        """Log-probabilities of training rows by number; None if they are computed on the fly."""
         return None if self.table is None else self.table.train[list(numbers)]
 
     @property
@@ -235,14 +235,14 @@ class Reference:
         return None if self.table is None else self.table.held_out
 
     def z0(self, rows: Sequence[Row], *, first: int | None) -> float:
-        """The reference point of kto for these rows: one of the whole step, over all processes.
+        """KTO's reference point for these rows, over the whole step and all processes.
 
         max(0, the mean log-ratio of each prompt with another row's response), which estimates the
         KL to the reference (Ethayarajh et al. 2024, section 4.1).
 
         Args:
-            rows: of the step, or held-out ones.
-            first: the place of the first in the order of training; None of held-out ones.
+            rows: rows of the step, or held-out ones.
+            first: position of the first row in the order of training; None for held-out rows.
         """
         if not self.config.is_unpaired:
             return 0.0
@@ -272,12 +272,12 @@ def _of_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " 
 def open_reference(
     start: Start, rows: Rows, store: RowStore, config: PreferenceConfig
 ) -> Reference:
-    """The reference, its table read from the output directory or computed and written there.
+    """Open the reference; its table is read from the output directory, or computed and written.
 
     Args:
-        start: the actor as it begins.
-        rows: that are learned from, and in which order; those of the run alone are needed.
-        store: has them as token ids.
+        start: the initial actor.
+        rows: training rows in order; only those that the run uses are needed.
+        store: the rows as token ids.
         config: settings of the step.
     """
     if not config.precomputes:
@@ -320,7 +320,7 @@ def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
 
 
 def _read(path: Path, bound_to: str) -> Table | None:
-    """The table in the file; None if there is none, or if it is of another run."""
+    """Read the table from its file; None if there is none or it belongs to another run."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("fingerprint") != bound_to:
@@ -331,7 +331,7 @@ def _read(path: Path, bound_to: str) -> Table | None:
 
 
 def _compute(start: Start, total_steps: int, store: RowStore, config: PreferenceConfig) -> Table:
-    """The table, in the batches in which rows are learned from, whose bits the first step has."""
+    """Compute the table in the training batches, so that the first step has the same bits."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
     held_out = store.held_out
     train: dict[tuple[int, int], float] = {}

@@ -1,6 +1,6 @@
 """Responses as token ids: truncation, skipped rows, and micro-batches.
 
-Also of prompts with another row's response, by which KTO estimates how far the actor has moved.
+This includes prompts with another row's response, with which KTO estimates the KL.
 
 Dimension names: S sequences of a batch, K response tokens (its targets).
 """
@@ -38,13 +38,13 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its sequences."""
+        """Tokens of all sequences."""
         return sum(map(len, self.sequences))
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows as sequences end to end, the chosen ones first."""
+    """Rows as concatenated sequences, the chosen ones first."""
 
     tokens: TokenBatch
     """Tokens; a process without rows has those of a spare row, to run the same passes."""
@@ -70,7 +70,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class ComparedBatch:
-    """Rows, and their reference log-probabilities."""
+    """Rows, with their reference log-probabilities."""
 
     rows: RowBatch
 
@@ -84,10 +84,10 @@ class ComparedBatch:
 
 
 def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, RowOutcome]:
-    """The row truncated to `data.max_length`, and its outcome.
+    """The row truncated to `data.max_length`, and the outcome.
 
-    Both sides keep the same prompt, which loses its beginning, and their ends: a difference in what
-    was cut, or a lost end of turn, would be learned.
+    Both sides keep the same prompt, truncated at its beginning, and their ends: the model would
+    learn a difference in truncation or a missing end of turn.
     """
     start = _prompt_length(example, chat)
     sides = [
@@ -147,7 +147,7 @@ def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 
 def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
-    """The rows with these numbers as one batch; without rows, a spare one for the pass."""
+    """The rows with these numbers as one batch; if there are none, a spare row for the pass."""
     chosen = [(number, side) for number in part if (side := rows[number].chosen) is not None]
     rejected = [(number, side) for number in part if (side := rows[number].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]
@@ -165,12 +165,12 @@ def mismatched_batches(rows: Sequence[Row], config: PreferenceConfig) -> list[Ro
 
 
 def mismatched(rows: Sequence[Row], max_length: int) -> list[Encoded]:
-    """Pair each row's prompt with the response of the next row that has another prompt.
+    """Pair each row's prompt with the response of the next row with a different prompt.
 
-    The order of the rows is that of the whole step, whatever micro-batches it is cut into: an
-    offset within these would make the estimate depend on the cut, and a reversal would leave the
-    row in the middle with its own response. Where all rows have one prompt a row keeps its own
-    response. What is too long loses the beginning of the prompt.
+    The order of the rows is that of the whole step: an offset within micro-batches would make the
+    estimate depend on them, and a reversal would leave the row in the middle with its own response.
+    If all rows have the same prompt, each keeps its own response. Sequences that are too long lose
+    the beginning of the prompt.
     """
     sides = [row.sequences[0] for row in rows]
     starts = [response_start(side) for side in sides]

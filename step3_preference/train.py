@@ -72,7 +72,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
 
     Raises:
         ModelError: the actor's first figures are not finite.
-        ConfigError: settings that the model can't take.
+        ConfigError: the model doesn't support a setting.
     """
     model = trained_causal_lm(
         config.model,
@@ -108,7 +108,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
 
 
 def train(config: PreferenceConfig) -> Path:
-    """Improve the actor; return the directory that holds it."""
+    """Train the actor; return its directory."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
     config = within_context(config, config.model)  # rows are cut before it is loaded

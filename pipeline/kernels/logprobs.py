@@ -4,8 +4,8 @@ The logits of K tokens over a vocabulary of V are by far the largest tensor of a
 and its gradient need three more of that size. Here only one tile exists at a time. There are two
 kinds of backward pass:
 
-- `RecomputeLogprobs`: the forward pass computes tiles of the vocabulary and saves each token's log-
-  sum-exp; the backward pass recomputes the tiles, which makes four matrix products instead of
+- `RecomputeLogprobs`: the forward pass computes tiles of the vocabulary and saves each token's
+  log-sum-exp; the backward pass recomputes the tiles: four matrix products instead of
   three. A tile has all tokens, so that its rows of the matrix's gradient are final.
 - `FusedGradLogprobs`: the forward pass computes tiles of tokens and their gradients, as if every
   log-probability had weight 1; the backward pass scales them. Nothing is computed twice. It is used

@@ -208,13 +208,13 @@ class Passes(ForwardPasses):
         self.engine = engine
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a step's passes; all processes call it."""
+        """Return the metrics of a step's passes. A collective."""
         return {}
 
     def learn(
         self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
     ) -> list[Tensor]:
-        """Add the gradients of all losses, each divided; return the losses for `total`."""
+        """Add the gradients of all losses, each divided by its count; return losses for `total`."""
         losses: list[Tensor] = []
         for batch in batches:
             loss = compute_loss(batch)
@@ -224,10 +224,10 @@ class Passes(ForwardPasses):
 
 
 class StagedPasses(StagedForwardPasses, Passes):
-    """The passes of a stage of a pipeline that learns, in step with those of the others.
+    """The passes of a trained pipeline stage, in step with the other stages.
 
-    The last stage sends the gradient that each micro-batch finds for its copy of a shared weight to
-    the first, where autograd adds it to the embedding's, as it does in one process.
+    The last stage sends each micro-batch's gradient of its copy of a tied weight to the first,
+    where autograd adds it to the embedding's, as in a single process.
     """
 
     def __init__(self, engine: Engine, stage: Stage, stages: Group) -> None:
@@ -239,7 +239,7 @@ class StagedPasses(StagedForwardPasses, Passes):
     def learn(
         self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
     ) -> list[Tensor]:
-        """Add all gradients in the order of the schedule; only the last stage has losses."""
+        """Add all gradients in the order of the schedule; only the last stage returns losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
@@ -259,12 +259,12 @@ class StagedPasses(StagedForwardPasses, Passes):
         return losses
 
     def metrics(self) -> dict[str, float]:
-        """`bubble`: the share of the step's passes in which stages waited for each other."""
+        """`bubble`: the share of the step's passes during which stages were idle."""
         waited, took = self._stages.sums([self._transfers.waited, self._took])
         return {"bubble": waited / max(took, 1e-9)}
 
     def _backward(self, number: int, divisor: float) -> None:
-        """Run the backward pass of a micro-batch, and send the gradient of what was received."""
+        """Run the backward pass of a micro-batch, and send the gradient of the received input."""
         stage, waiting = self._stage, self._waiting.pop(number)
         if stage.is_last:
             self.engine.backward(waiting.output / divisor)
@@ -303,21 +303,21 @@ def own_part(
     follows: bool = False,
     passing: Callable[[StageModule], nn.Module] | None = None,
 ) -> tuple[nn.Module, Stage]:
-    """The module that this process's engine trains, and its stage; `model` loses the other stages.
+    """The module that this process's engine trains, and its stage; `model` loses other stages.
 
     Args:
         model: the Hugging Face model.
-        parallel: how it is cut.
-        stages: the processes that have the stages.
+        parallel: how to split it.
+        stages: the processes of the pipeline.
         whole: wraps a model with its head for the engine.
-        kernels: of a stage without the head.
-        follows: whether the partition is that of another model, and is used if it fits.
-        passing: wraps a stage without the head for the engine, if the parameters of
-            `whole` have other names than its.
+        kernels: the setting for a stage without the head.
+        follows: whether the partition belongs to another model; it is used if it fits.
+        passing: wraps a stage without the head for the engine, if its parameters have other names
+            than those of `whole`.
 
     Raises:
-        ConfigError: the model can't be cut as the settings say.
-        ModelError: models of its family can't be cut.
+        ConfigError: the model can't be split as in the settings.
+        ModelError: models of its family can't be split.
     """
     if stages.size == 1:
         return whole(model), Stage()
@@ -342,8 +342,8 @@ def learning_model(
     """A trained language model, or this process's stage of it, with its engine.
 
     Raises:
-        ConfigError: it can't be cut as the settings say.
-        ModelError: it can't be used, or its family can't be cut.
+        ConfigError: it can't be split as in the settings.
+        ModelError: it can't be used, or its family can't be split.
     """
     model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
     passes = make_passes(
@@ -372,7 +372,7 @@ def make_passes(
 ) -> Passes:
     """The passes of a trained model, or of this process's part of it, with an engine.
 
-    `whole`, `follows` and `passing` are those of `own_part`.
+    See `own_part` for `whole`, `follows` and `passing`.
 
     Raises:
         ConfigError, ModelError: as `own_part` and `cut_layers`.
@@ -408,8 +408,8 @@ def frozen_passes(
 ) -> tuple[FrozenEngine, ForwardPasses]:
     """A frozen model, sharded like `like`, and its passes.
 
-    It is cut as the models that learn are. One that can't be, such as an encoder, is whole on each
-    process. `whole` is that of `own_part`.
+    It is sharded like the trained models, or if that is not possible, as for an encoder, replicated
+    on each process. See `own_part` for `whole`.
     """
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
@@ -436,12 +436,12 @@ def _move(model: nn.Module) -> None:
 
 
 class StagedScorer(Scorer):
-    """Runs a batch through the stages in order; all processes of the stages call it.
+    """Runs a batch through the stages in order. A collective of the stages.
 
     Args:
-        passes: of the stages.
+        passes: the passes of the stages.
         model: the Hugging Face model, of which this process has a stage.
-        cutpoints: the last stage's learn; on the others they have the same number.
+        cutpoints: trained on the last stage; the others have the same number of them.
     """
 
     def __init__(self, passes: StagedPasses, model: nn.Module, cutpoints: Cutpoints | None) -> None:
@@ -465,7 +465,7 @@ class StagedScorer(Scorer):
 
 
 def scorer_of(passes: Passes, model: nn.Module, cutpoints: Cutpoints | None) -> Scorer:
-    """Return the scorer of evaluations: the trained one, or one over its stages."""
+    """Return the scorer for evaluations: the trained one, or one over its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model, cutpoints)
     assert isinstance(passes.engine.model, Scorer)

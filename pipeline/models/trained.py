@@ -35,12 +35,12 @@ def trained_causal_lm(
     device: torch.device,
     seed: int,
 ) -> nn.Module:
-    """The causal language model that a step trains, with adapters if the settings ask for them.
+    """The causal language model that a step trains, with adapters if the settings have them.
 
     Its weights stay on the CPU until an engine takes its shard (`load_causal_lm`).
 
     Raises:
-        ConfigError: LoRA would leave new rows of the embeddings untrained.
+        ConfigError: with LoRA, new rows of the embeddings would not be trained.
     """
     model = load_causal_lm(config, device=device, seed=seed, defer=True)
     return _prepared(model, tokenizer, config, task="causal", seed=seed)
@@ -54,7 +54,7 @@ def trained_classifier(
     seed: int,
     num_labels: int = 1,
 ) -> nn.Module:
-    """The reward model or critic that a step trains, as `trained_causal_lm`."""
+    """The reward model or critic that a step trains; see `trained_causal_lm`."""
     model = load_classifier(config, device=device, seed=seed, defer=True, num_labels=num_labels)
     return _prepared(model, tokenizer, config, task="classifier", seed=seed)
 
@@ -67,7 +67,7 @@ def _prepared(
     task: Task,
     seed: int,
 ) -> nn.Module:
-    """The model in training mode, with rows for all tokens, adapters, and recomputed blocks."""
+    """The model in training mode, with rows for all tokens, adapters and recomputation."""
     if config.lora is not None and lacks_tokens(plain, tokenizer):
         raise ConfigError(untrained_tokens(config))
     add_tokens(plain, tokenizer, seed=seed)
@@ -98,10 +98,10 @@ StepT = TypeVar("StepT", bound=StepConfig)
 
 
 def get_context(config: FrozenModelConfig) -> int:
-    """Tokens that the model's position encoding covers, as `context_length` of the loaded one.
+    """Maximum length of the model's position encoding, read from its configuration.
 
     Raises:
-        ModelError: its configuration can't be read.
+        ModelError: the model's configuration can't be read.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -114,10 +114,10 @@ def get_context(config: FrozenModelConfig) -> int:
 
 
 def within_context(config: StepT, model: FrozenModelConfig) -> StepT:
-    """The settings with `data.max_length` no longer than what the model reads.
+    """The settings, with `data.max_length` limited to the model's context length.
 
     Raises:
-        ModelError: its configuration can't be read.
+        ModelError: the model's configuration can't be read.
     """
     length = min(config.data.max_length, get_context(model))
     return replace(config, data=replace(config.data, max_length=length))

@@ -14,19 +14,19 @@ def local_device() -> torch.device:
 
 
 def send(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor of the host on `device`, by default this process's.
+    """A copy of a host tensor on `device`, by default this process's.
 
-    The host does not wait for earlier work of the device; the tensor may change at once, since the
-    driver has read pageable memory before the call returns.
+    The host does not wait for the device's queue; the tensor may be changed immediately, since the
+    driver has read pageable memory when the call returns.
     """
     return tensor.to(local_device() if device is None else device, non_blocking=True)
 
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of scalars of one device, exactly, with one copy.
+    """The exact values of scalars on one device, read with one copy.
 
-    Reading one waits for all that the device has yet to do, so loops over micro-batches collect
-    what they log, detached, and read it after the last.
+    Reading one waits for the device's queue, so loops over micro-batches collect detached values to
+    log and read them after the last.
     """
     if not scalars:
         return []

@@ -1,4 +1,4 @@
-"""Groups of processes, and collectives of small numbers, objects and tensors among them."""
+"""Groups of processes, and their collectives of small numbers, objects and tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Some processes of a job, with this one among them; all call each method in the same order.
+    """A group of a job's processes, including this one; all call each method in the same order.
 
     In a group of one process each method returns this process's values.
     """
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def apart(self) -> "Group":
-        """The same processes, whose collectives are not counted."""
+        """The same processes, with collectives that are not counted."""
         return replace(self, counted=False)
 
     @property
@@ -68,7 +68,7 @@ class Group:
                 dist.barrier(group=self.process_group)
 
     def sums(self, values: Sequence[int | float]) -> list[float]:
-        """Element-wise sum over the processes, in float64, by one collective."""
+        """Element-wise sum over the processes, in float64, with one collective."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def sum(self, value: int | float) -> float:
@@ -82,7 +82,7 @@ class Group:
     def gather_objects(self, value: T) -> list[T]:
         """The values of all processes, in rank order, on every process.
 
-        For small values, which travel as pickled objects.
+        Meant for small values, which are pickled.
         """
         if self.process_group is None:
             return [value]
@@ -117,20 +117,20 @@ class Group:
         return received
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
-        """Broadcast `tensor` of the process of rank `source`, in place."""
+        """Broadcast `tensor` from rank `source`, in place."""
         if self.process_group is not None:
             self._enter_collective("broadcast", "", tensor.nbytes)
             with HERE.waiting():
                 dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """This process's share of the items: every `size`-th one from `rank` on."""
+        """This process's share of the items: every `size`-th one, starting at `rank`."""
         return list(items[self.rank :: self.size])
 
     def with_fingerprints(self, values: Tensor) -> Tensor:
-        """A few float64 values to be reduced, followed by a fingerprint of each process.
+        """A few float64 values to reduce, followed by a fingerprint of each process.
 
-        Each fingerprint is zero on all processes but one, so its sum and its maximum are exact.
+        Each fingerprint is nonzero on one process only, so its sum and maximum are exact.
         """
         done = values.new_zeros(self.size)
         done[self.rank] = HERE.fingerprint if self.in_step else 0
@@ -163,7 +163,7 @@ class Group:
             HERE.enter_collective(kind, unit, num_bytes if self.in_step else 0)
 
     def _first_difference(self) -> str:
-        """The first collective at which two processes differ; all call it."""
+        """The first collective at which two processes differ. A collective itself."""
         histories = self.gather_objects({each.number: str(each) for each in list(HERE.recent)})
         own = histories[self.rank]
         for number in sorted(own):
@@ -205,7 +205,7 @@ WHATS: tuple[What, ...] = ("hidden states", "gradients", "tied gradients", "tied
 
 @dataclass(frozen=True)
 class StageGroup(Group):
-    """The stages of a pipeline, with process groups for what they send each other."""
+    """The stages of a pipeline, with process groups for their transfers."""
 
     channels: Mapping[What, Group] = field(kw_only=True)
     """The same processes by kind of transfer; empty if tags separate transfers."""
@@ -215,7 +215,7 @@ ALONE = Group()
 
 
 def tree_sum(parts: Sequence[Float[Tensor, "*S"]]) -> Float[Tensor, "*S"]:
-    """The sum as a binary tree in their order, in fp32 at least, rounded once."""
+    """Sum the tensors as a binary tree in order, in at least fp32, rounded once."""
     dtype = parts[0].dtype
     level = [each.float() for each in parts] if dtype.itemsize < 4 else list(parts)
     while len(level) > 1:
@@ -238,7 +238,7 @@ def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | N
 def reduce_scatter(
     shard: Tensor, full: Tensor, process_group: dist.ProcessGroup | None
 ) -> dist.Work:
-    """Start filling the flat `shard` with its piece of the sum over all processes."""
+    """Start filling the flat `shard` with its part of the sum over all processes."""
     work = _reduce_scatter(shard, full, group=process_group, async_op=True)
     assert work is not None
     return work

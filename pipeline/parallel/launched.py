@@ -1,13 +1,13 @@
-"""Ranks of a process from torchrun's variables, before torch is imported.
+"""Ranks of a process from torchrun's variables, available before torch is imported.
 
-Without a launcher they are those of a single process.
+Without a launcher they describe a single process.
 """
 
 import os
 
 
 def rank() -> int:
-    """The rank of this process among all."""
+    """The global rank of this process."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -17,7 +17,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """The rank of this process among those of its machine."""
+    """The rank of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

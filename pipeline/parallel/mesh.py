@@ -2,7 +2,7 @@
 
 Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world` is
 for the whole job: files, logs, liveness, barriers. `mesh.data` is for a model: its shards, its
-batch, sums over the batch. `cut_mesh` divides the processes, once for a job.
+batch, sums over the batch. `cut_mesh` divides the processes, once per job.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +65,7 @@ class Mesh:
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
         """This process's group of `size` processes, adjacent in rank, that generate together.
 
-        All processes call it. The collectives of such groups are not compared with others'.
+        A collective. The collectives of such groups are not compared with those of other groups.
 
         Raises:
             ConfigError: the processes can't be divided into groups of that size.
@@ -99,14 +99,14 @@ _cut: list[Mesh] = []
 
 @contextmanager
 def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
-    """Divide the processes of the job, within this context; all of them call it.
+    """Context in which the processes of the job are divided. A collective.
 
     Args:
         replicas: copies of each model; the processes of one copy are adjacent in rank, as are the
             processes of a machine.
-        pp: stages of a pipeline. The first 1/pp of the processes have the first stage.
-        tp: processes that compute each layer together, adjacent in rank.
-        timeout_seconds: how long one process may keep the others waiting.
+        pp: pipeline stages; the first 1/pp of the processes have the first stage.
+        tp: tensor-parallel size; the processes of a group are adjacent in rank.
+        timeout_seconds: time that a process may keep the others waiting.
 
     Raises:
         ConfigError: the number of processes is not a multiple of replicas * pp * tp.
@@ -150,11 +150,11 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
 def get_pipeline(
     rows: Sequence[Sequence[int]], *, timeout_seconds: float, apart: bool
 ) -> StageGroup:
-    """The stages of this process's pipeline; all processes call it.
+    """The stages of this process's pipeline. A collective.
 
     Args:
-        rows: ranks of each pipeline, stage by stage.
-        timeout_seconds: how long one process may keep the others waiting.
+        rows: ranks of each pipeline, in the order of stages.
+        timeout_seconds: time that a process may keep the others waiting.
         apart: whether each kind of transfer has a separate process group
             (`pipeline.parallel.group.What`).
     """
@@ -170,7 +170,7 @@ def get_pipeline(
 def subgroup(
     rows: Iterable[Sequence[int]], *, timeout_seconds: float, counted: bool = True
 ) -> Group:
-    """This process's group, of a job divided into these rows of ranks; all processes call it.
+    """This process's group, for a job divided into these rows of ranks. A collective.
 
     Each process is in one row, and creates only that group.
     """
@@ -185,8 +185,8 @@ def subgroup(
 
 
 def patience(timeout_seconds: float, processes: int) -> timedelta:
-    """Torch's timeout of a collective of this number of processes.
+    """Torch's timeout for collectives of this number of processes.
 
-    It is longer than the watchdog's, and grows with the time until all processes are connected.
+    It is longer than the watchdog's, and grows with the time that processes need to connect.
     """
     return timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS + processes / PROCESSES_A_SECOND)

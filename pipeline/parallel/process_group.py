@@ -1,4 +1,4 @@
-"""Joining and leaving the process group of torchrun, under a watchdog."""
+"""Joins and leaves torchrun's process group, under a watchdog."""
 
 import logging
 import os
@@ -25,12 +25,12 @@ Watchdog = Callable[[float], AbstractContextManager[None]]
 def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator[None]:
     """Join the processes that torchrun started; do nothing without torchrun.
 
-    NCCL on GPUs, gloo on CPUs. A process that keeps the others waiting for `timeout_seconds` is
-    named, and all are ended: `watchdog` is `pipeline.watchdog.process.watching`.
+    NCCL on GPUs, gloo on CPUs. If a process keeps the others waiting for `timeout_seconds`, it is
+    named and all processes are ended: `watchdog` is `pipeline.watchdog.process.watching`.
 
     Raises:
-        JobFailed: a process failed, and the reason has been shown. On GPUs the process ends at
-            once in place of it, for its own GPU may wait for the others.
+        JobFailed: a process failed, and the reason has been shown. On GPUs the process ends
+            immediately instead, because its GPU may be waiting for the others.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield
@@ -62,9 +62,9 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
-    """The number of a process's GPU among the visible ones; the only one if there is one.
+    """The index of a process's GPU among the visible ones; the only one if there is one.
 
-    Schedulers that give each task its GPU, as `srun --gpus-per-task 1`, show it no other.
+    With schedulers that assign GPUs to tasks, as `srun --gpus-per-task 1`, no other is visible.
 
     Raises:
         ConfigError: there are fewer GPUs than processes.
@@ -84,16 +84,16 @@ ABORT_SECONDS = 5.0
 
 
 def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS) -> NoReturn:
-    """End this process with `code` at once.
+    """End this process immediately with `code`.
 
     A collective of NCCL spins on the GPU until all processes have entered it, or until it is
-    aborted. The interpreter's own end would wait for it, as it frees the GPU's memory; here the
-    operating system does.
+    aborted. A normal exit would wait for it when freeing GPU memory; here the operating system
+    frees it.
 
     Args:
         code: the exit code.
         abort: aborts the collectives, in a separate thread.
-        seconds: until the process ends in any case.
+        seconds: seconds until the process ends in any case.
     """
 
     def try_to_abort() -> None:

@@ -1,11 +1,11 @@
-"""The stages of a pipeline: their blocks, and the order of their passes, 1F1B.
+"""Pipeline stages: their blocks, and the order of their passes, 1F1B.
 
 Narayanan et al. 2019 (PipeDream-flush): a stage alternates forward and backward passes as soon as
-the first gradient can arrive, so that it keeps the activations of `stages - stage` micro-batches at
-most. Backward passes run in the order of the micro-batches, so that gradients are added as without
-a pipeline. Before a forward pass a stage receives hidden states from the stage before, and after it
-sends its own; before a backward pass it receives their gradient from the stage behind, and after it
-sends that of its input.
+the first gradient can arrive, so that it keeps the activations of at most `stages - stage`
+micro-batches. Backward passes run in the order of the micro-batches, so that gradients are summed
+as without a pipeline. Before a forward pass a stage receives hidden states from the previous stage,
+and then sends its own to the next; before a backward pass it receives their gradient from the next
+stage, and then sends that of its input to the previous one.
 """
 
 from collections.abc import Sequence
@@ -34,21 +34,21 @@ def instructions(*, stage: int, stages: int, count: int) -> list[Instruction]:
 
 
 def most_sent(stages: int) -> int:
-    """Tensors that a stage may send before the oldest of them has been received.
+    """Maximum number of tensors that a stage may send before the oldest has been received.
 
-    A stage that keeps more waits, so that memory stays bounded. No tensor is received later than
-    this many sends after its own, so stages can't wait for each other.
+    Beyond that a stage waits, so that memory is bounded. Every tensor is received within this many
+    sends after its own, so stages can't deadlock.
     """
     return 4 * stages
 
 
 def bubble(stages: int, count: int) -> float:
-    """Share of a step's time that stages of equal length wait."""
+    """Idle share of a step's time, for stages of equal length."""
     return (stages - 1) / (count + stages - 1)
 
 
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
-    """Numbers of blocks of each stage, in order, at least one, so that the slowest is fastest.
+    """Numbers of blocks of each stage, in order, at least one, that make the slowest fastest.
 
     Of the divisions that are as fast it is the one with the least sum of squares, and of these the
     one whose first stages have the fewest blocks, since they keep the activations of the most
@@ -66,7 +66,7 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[in
 
     @cache
     def slowest(start: int, left: int) -> float:
-        """The least cost of the slowest of `left` stages with the blocks from `start` on."""
+        """The minimum cost of the slowest of `left` stages with the blocks from `start` on."""
         if left == 1:
             return cost(start, count)
         stops = range(start + 1, count - left + 2)
@@ -76,7 +76,7 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[in
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Sum of squares and numbers of blocks of `left` stages, none slower than the limit."""
+        """Sum of squares and block counts of `left` stages, none slower than the limit."""
         stops = [count] if left == 1 else range(start + 1, count - left + 2)
         found: list[tuple[float, tuple[int, ...]]] = [(inf, ())]
         for stop in stops:

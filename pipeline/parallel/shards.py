@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements of a dimension, from `start` to before `stop`."""
+    """Elements of a dimension, from `start` up to `stop` (exclusive)."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The part of a weight that a process has: some shards of one dimension."""
+    """The part of a weight that a process has: shards of one dimension."""
 
     dim: int
     shards: tuple[Shard, ...]
@@ -37,7 +37,7 @@ class ShardSpec:
     """Whether the process has zeros in place of the part."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of the full weight."""
+        """The part, taken from the full weight."""
         if self.zero:
             return torch.zeros_like(whole)
         parts = [whole.narrow(self.dim, each.start, each.size) for each in self.shards]
@@ -50,13 +50,13 @@ class ShardSpec:
         return torch.Size(sizes)
 
     def first_held(self, part: Tensor) -> list[tuple[Tensor, int]]:
-        """Return the rows that no process of lower rank has, and their offset in the tensor."""
+        """Return the rows that no lower-ranked process has, and their offset in the tensor."""
         shards = zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True)
         in_rows = self.dim == part.ndim - 1
         return [(each, in_rows * shard.start) for each, shard in shards if shard.counts]
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write a process's part into the full weight."""
+        """Write a process's part to the full weight."""
         for own, shard in zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True):
             whole.narrow(self.dim, shard.start, shard.size).copy_(own)
 

@@ -42,7 +42,7 @@ class _Collective(torch.autograd.Function):
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The values of a replicated tensor; the backward pass sums their gradients."""
+    """The replicated tensor itself; the backward pass sums its gradients over the processes."""
     return _Collective.apply(
         values, lambda whole: whole.view_as(whole), lambda grad: _sum(grad, group, GRADIENTS)
     )
@@ -56,7 +56,7 @@ def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "
 
 
 def join_over_group(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
-    """Concatenate the last dimensions; the backward pass returns the gradient of each part."""
+    """Concatenate the last dimensions; the backward pass returns each part's gradient."""
     return _Collective.apply(
         part, lambda part: _join(part, group, "outputs"), lambda grad: _chunk(grad, group)
     )
@@ -102,7 +102,7 @@ def gather_tokens(
 
 
 def sum_to_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
-    """The sum over processes for this one's tokens; the backward pass gathers all."""
+    """The sum over processes for the local tokens; the backward pass gathers all gradients."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,
@@ -124,7 +124,7 @@ def _chunk(values: Tensor, group: Group) -> Tensor:
 
 
 def _shards_of_tokens(values: Tensor, group: Group) -> Tensor:
-    """The tokens in equal shards, one for each process: (processes, *B, n, d)."""
+    """The tokens in equal shards, one per process: (processes, *B, n, d)."""
     size = -(-values.shape[-2] // group.size)
     filled = F.pad(values, (0, 0, 0, size * group.size - values.shape[-2]))
     return filled.unflatten(-2, (group.size, size)).movedim(-3, 0)

@@ -1,4 +1,4 @@
-"""Tensors that stages of a pipeline send each other."""
+"""Tensors sent between the stages of a pipeline."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ TAGS: dict[What, int] = {what: number for number, what in enumerate(WHATS, start
 
 
 class Transfers:
-    """Sends and receives of this stage with the others of its pipeline."""
+    """Sends to and receives from the other stages of the pipeline."""
 
     def __init__(self, stages: Group) -> None:
         self._stages = stages
@@ -37,7 +37,7 @@ class Transfers:
             self._sent.popleft()
 
     def receive(self, out: Tensor, from_stage: int, what: What, micro_batch: int) -> Tensor:
-        """Receive a tensor of a stage into `out`, which is returned."""
+        """Receive a tensor from a stage into `out`, and return it."""
         rank = self._stages.ranks[from_stage]
         with self._waiting(rank, f"{what} of micro-batch {micro_batch}"):
             dist.recv(out, rank, group=self._group(what), tag=TAGS[what])
@@ -45,7 +45,7 @@ class Transfers:
         return out
 
     def settle(self, *, but: int = 0) -> None:
-        """Wait until all sent tensors except a number of the last have arrived."""
+        """Wait until all sent tensors, except a number of the latest, have arrived."""
         while len(self._sent) > but:
             work, rank, _tensor = self._sent.popleft()
             with self._waiting(rank, "the arrival of what was sent to it"):
@@ -66,7 +66,7 @@ class Transfers:
 
 
 def send_named(named: Iterable[tuple[str, Tensor]], stages: Group, *, to: int) -> None:
-    """Send a stage tensors with their names; each may change when the next is requested."""
+    """Send named tensors to a stage; each may change when the next is requested."""
     group, rank = stages.process_group, stages.ranks[to]
     for name, tensor in named:
         head = (name, tuple(tensor.shape), tensor.dtype)
@@ -78,7 +78,7 @@ def send_named(named: Iterable[tuple[str, Tensor]], stages: Group, *, to: int) -
 def receive_named(
     stages: Group, device: torch.device, *, from_stage: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Receive the tensors that another stage sends by `send_named`."""
+    """Receive the tensors that another stage sends with `send_named`."""
     group, rank = stages.process_group, stages.ranks[from_stage]
     while True:
         heads: list[tuple[str, tuple[int, ...], torch.dtype] | None] = [None]

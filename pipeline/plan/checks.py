@@ -1,7 +1,6 @@
-"""Checks of a plan before its first step begins, and the rows of its steps.
+"""Checks of a plan before its first step starts, and the rows of its steps.
 
-What is cheap to check comes first: where that is wrong, nothing heavy is imported. Weights are
-never loaded.
+Cheap checks come first, and nothing heavy is imported before they pass. Weights are never loaded.
 """
 
 import copy
@@ -46,7 +45,7 @@ MOST_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Preview:
-    """The rows of a step, as far as they are known before it begins."""
+    """The rows of a step, as far as they are known before it starts."""
 
     data: StageData | None = None
     """The data; None if the rows were not read."""
@@ -64,7 +63,7 @@ class Preview:
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
     def held_out(self, config: StepConfig) -> int:
-        """Rows that the step evaluates."""
+        """Rows for the step's evaluation."""
         return min(len(self.data.eval), config.data.max_eval_rows) if self.data else 0
 
 
@@ -72,7 +71,7 @@ def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     """Check everything, and return the rows of each step that will run.
 
     Args:
-        plan: its finished steps are left out; with `--plan off` nothing is checked.
+        plan: the plan; its finished steps are skipped, and with `--plan off` nothing is checked.
         downloads: whether models and data on the Hub may be requested.
 
     Raises:
@@ -92,7 +91,7 @@ def check_settings(plan: Plan) -> None:
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """Check the rows of each step in its model's tokens, after `check_settings`.
+    """Check the rows of each step, tokenized for its model, after `check_settings`.
 
     Raises:
         UserError: as `check_plan`.
@@ -158,7 +157,7 @@ def _processes(plan: Plan, stage: Stage) -> None:
 
 
 def _model_files(plan: Plan, stage: Stage) -> None:
-    """Check the headers of the model directories that exist."""
+    """Check the headers of the existing model directories."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the machine that this is planned for
@@ -176,14 +175,14 @@ def _model_files(plan: Plan, stage: Stage) -> None:
 
 
 def _makers(plan: Plan) -> dict[str, Stage]:
-    """The steps that will run, by their output directory."""
+    """The steps that will run, by output directory."""
     return {str(plan.configs[stage.name].output_dir): stage for stage in plan.unfinished}
 
 
 def _lengths(plan: Plan, stage: Stage) -> None:
     """Check that each model of step 3 can read a complete prompt and response.
 
-    A model that is yet to be made reads as much as the one it starts from.
+    A model that does not exist yet has the context of the one it starts from.
     """
     settings: Any = plan.configs[stage.name]
     if not hasattr(settings, "max_prompt_length"):
@@ -201,7 +200,7 @@ def _lengths(plan: Plan, stage: Stage) -> None:
 
 
 def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
-    """The rows of a step, as it will read them.
+    """Read the rows of a step as the step will read them.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
@@ -223,7 +222,7 @@ ON_HUB = "on the Hub, read when the run begins"
 
 
 def _unread(paths: Iterable[str]) -> str:
-    """Reason why the rows of these data paths are not read for a plan; empty if they are."""
+    """The reason why rows of these data paths are not read for a plan; empty if they are."""
     size = 0
     for path in paths:
         bare = without_weight(path)
@@ -241,7 +240,7 @@ def _unread(paths: Iterable[str]) -> str:
 
 
 def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat") -> float:
-    """Mean tokens of a training row, estimated from a sample."""
+    """Mean tokens per training row, estimated from a sample."""
     rows = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
     work = config.workload(1)
     if work.generates_first and work.generation is not None:
@@ -261,11 +260,11 @@ def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
 
 
 class Chats:
-    """The tokenizer and chat format of every model of a plan, also of those yet to be made.
+    """The tokenizer and chat format of every model of a plan, even if it does not exist yet.
 
-    A model that an earlier step makes has the tokenizer of the model it starts from, with the chat
-    format of that step. Each tokenizer is loaded once, and nothing but tokenizers. Names on the Hub
-    are requested if `downloads` is true; otherwise what was not downloaded is unknown.
+    A model made by an earlier step has the tokenizer of the model it starts from, with the chat
+    format of that step. Only tokenizers are loaded, each once. Hub names are requested if
+    `downloads` is true; otherwise tokenizers not yet downloaded are unknown.
     """
 
     def __init__(self, plan: Plan, *, downloads: bool) -> None:
@@ -273,11 +272,11 @@ class Chats:
         self.known: dict[str, PreTrainedTokenizerBase | None] = {}
 
     def of_step(self, stage: Stage) -> "ChatFormat | None":
-        """The format that a step trains in; None where its tokenizer is not known.
+        """The format that a step trains with; None if its tokenizer is unknown.
 
         Raises:
-            UserError: there is no tokenizer or no such format, or a model of the step numbers its
-                tokens differently or was trained in another format.
+            UserError: there is no tokenizer or no such format, or a model of the step has another
+                vocabulary or was trained with another format.
         """
         from pipeline.models.hf.chat import require_same_chat, speaks_alike
 
@@ -320,7 +319,7 @@ class Chats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """Load as `pipeline.models.hf.chat.load_chat` does, for a model that may not exist yet."""
+        """Load like `pipeline.models.hf.chat.load_chat`, for a model that may not exist yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = copy.deepcopy(self.tokenizer(model))
@@ -335,7 +334,7 @@ class Chats:
 def _has_tokenizer(path: str) -> bool:
     """True if a tokenizer can be read without the network.
 
-    A directory to plan with needs a configuration alone.
+    A directory that is only planned with needs just a configuration.
     """
     if path == EMBEDDED or not is_local(path):
         return path == EMBEDDED or cached_file(path, "tokenizer_config.json") is not None
@@ -344,9 +343,9 @@ def _has_tokenizer(path: str) -> bool:
 
 
 def _models(config: StepConfig) -> list[ModelUse]:
-    """The step's models whose tokens must be the same, the trained one first.
+    """The step's models that must share a vocabulary, the trained one first.
 
-    Not among them is one that the step only compares with: it does without where that can't be.
+    A model used only for comparison is not included: the step skips it if the vocabulary differs.
     """
     workload = config.workload(1)
     uses = [use for use in workload.models if use.settings.path and use not in workload.compared]

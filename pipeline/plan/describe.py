@@ -1,9 +1,9 @@
-"""The plan of a run in words: commands, models, data, steps, time, memory.
+"""Describes the plan of a run: commands, models, data, steps, time, memory.
 
-The time of a step is a coarse count of operations: a forward pass takes two for each weight and
-token, a backward pass four. They run at a share of the device's peak, with a minimum for each block
-of each pass. Unknown quantities, such as the length of responses, are taken from the settings. The
-result is right within a factor of two or three.
+The time of a step is a coarse count of operations: two per weight and token for a forward pass,
+four for a backward pass, at a share of the device's peak, with a minimum time for each block of
+each pass. Unknown quantities, such as the length of responses, are taken from the settings. The
+result is accurate within a factor of two or three.
 """
 
 import math
@@ -47,7 +47,7 @@ SPREAD = (0.5, 2.5)
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:
-    """Operations per second of a process, and their source; None for unknown GPUs."""
+    """Estimate the operations per second of a process, and their source; None for unknown GPUs."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
         known = data_sheet_peak(plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus()))
@@ -61,7 +61,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
 
 
 def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float | str:
-    """Seconds of a step at `flops` operations per second, or the reason why they are not known."""
+    """Seconds of a step at `flops` operations per second, or the reason they are unknown."""
     config, data, prompt_tokens = plan.configs[stage.name], preview.data, preview.row_tokens
     steps = preview.steps(config)
     if data is None:
@@ -83,7 +83,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         return times * max(least, rows * row * 2 * model.parameters / flops)
 
     def generate(prompts: int) -> float:
-        """Seconds of reading prompts and of a pass for each token of the responses."""
+        """Seconds to read prompts and to run a pass for each token of the responses."""
         model = next((each for each in models if generation and each.role == generation.role), None)
         if generation is None or model is None:
             return 0.0
@@ -112,13 +112,13 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
 
 
 def with_spread(seconds: float) -> str:
-    """`5 min (2.5 min to 12 min)`."""
+    """Formatted as `5 min (2.5 min to 12 min)`."""
     shortest, longest = (in_words(seconds * factor) for factor in SPREAD)
     return f"{in_words(seconds)} ({shortest} to {longest})"
 
 
 def in_words(seconds: float) -> str:
-    """`40 s`, `5 min`, `3.5 h`, `2.1 days`."""
+    """Formatted as `40 s`, `5 min`, `3.5 h`, `2.1 days`."""
     for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.5 * unit:
             number = seconds / unit
@@ -166,7 +166,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
 
 
 def describe_memory(plan: Plan) -> str:
-    """The table of the memory of the steps."""
+    """The memory table of the steps."""
     lines = ["Memory of each process, the largest micro-batch counted"]
     for stage in plan.stages:
         lines += ["", stage.name, *table(plan.memory(stage), plan.machine)]
@@ -174,7 +174,7 @@ def describe_memory(plan: Plan) -> str:
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:
-    """The machine's memory, a line for each step, and the choice of `--plan auto`."""
+    """The machine's memory, a line per step, and the choice of `--plan auto`."""
     yield f"memory: {describe_machine(plan.machine)}"
     for stage in plan.unfinished:
         yield f"  {stage.title} takes {line(plan.memory(stage), plan.machine)}"
@@ -183,7 +183,7 @@ def memory_lines(plan: Plan) -> Iterator[str]:
 
 
 def chosen_settings(plan: Plan) -> Iterator[str]:
-    """The choice of `--plan auto` as a file of settings."""
+    """The choice of `--plan auto` as a settings file."""
     yield "chosen by --plan auto; as a file for --config:"
     dotted = {f"{at}.{name}": v for at, each in plan.chosen.items() for name, v in each.items()}
     text = yaml.safe_dump(nested(dotted), sort_keys=False)
@@ -283,7 +283,7 @@ def _commands(plan: Plan) -> Iterator[str]:
 
 
 def _wrapped(words: Sequence[str]) -> Iterator[str]:
-    """A command in lines that a shell reads as one, an option with its words kept together."""
+    """A command wrapped with line continuations, keeping each option with its values."""
     groups: list[str] = []
     for word in words:
         quoted = word if word.startswith("CUDA_VISIBLE_DEVICES=") else shlex.quote(word)
@@ -306,7 +306,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _count(number: float) -> str:
-    """`850`, `12.3 thousand`, `4.5 million`."""
+    """Formatted as `850`, `12.3 thousand`, `4.5 million`."""
     for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

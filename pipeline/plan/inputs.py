@@ -26,12 +26,13 @@ def check_inputs(
 ) -> None:
     """Raise for the first missing model or file, in the order of the steps.
 
-    A model that an earlier step of the same request makes need not exist yet. Hub names are taken
-    on trust: whether they exist shows when they are loaded.
+    A model made by an earlier step of the same request need not exist yet. Hub names are not
+    checked until they are loaded.
 
     Raises:
-        ModelError: a model directory is missing; if a step makes it, the command that runs it.
-        ConfigError: it lies where the step itself writes.
+        ModelError: a model directory is missing; if a step makes it, the message has the step's
+            command.
+        ConfigError: the step itself writes to that directory.
         DataError: a data file is missing.
     """
     makers = {configs[stage.name].output_dir: stage for stage in stages}
@@ -55,7 +56,7 @@ def check_inputs(
 
 
 def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
-    """The models a step loads: ("actor.path", "output/step1_sft"), ..."""
+    """The models that a step loads: ("actor.path", "output/step1_sft"), ..."""
     for role, model in config.used_models().items():
         yield f"{role}.path", str(model.path)
 
@@ -70,7 +71,7 @@ def is_local(path: str) -> bool:
 
 
 def without_weight(path: str) -> str:
-    """A data path without its `:weight`, its share of the mixture."""
+    """A data path without its `:weight`, the share in the mixture."""
     return re.sub(r":\d+(\.\d+)?$", "", path)
 
 
@@ -83,7 +84,7 @@ def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> None:
-    """Raise unless the earlier step `maker` has left its model in `path`."""
+    """Raise unless the earlier step `maker` has written its model to `path`."""
     is_ours = (path / MARK).is_file()
     if (path / "config.json").is_file() and ((path / RESULT).is_file() or not is_ours):
         return
@@ -143,7 +144,7 @@ def _check_data(name: str, path: str) -> None:
 
 
 def _spelled(name: str, path: str, request: Request) -> str:
-    """The option the user gave `path` with, else the setting's name."""
+    """The option with which the user gave `path`, else the setting's name."""
     given = {
         "sft.model.path": ("--actor-model", (request.actor_model,)),
         "reward.model.path": ("--reward-model", (request.reward_model,)),

@@ -1,9 +1,9 @@
 """The output directory of a run: its owner, finished steps, and replaceable files.
 
 `OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
-`OUT/<step>/result.json` says that the step is finished. Replacing a step removes the files that
-steps make (`MADE`) and nothing else that a user has put there. `OUT/command.txt` has the command of
-the run as a shell reads it, so that `--resume` alone repeats its options; paths are as typed.
+`OUT/<step>/result.json` marks the step as finished. Replacing a step removes the files that steps
+make (`MADE`) and nothing else. `OUT/command.txt` has the run's shell command, so that `--resume`
+alone repeats its options; paths are as typed.
 """
 
 import json
@@ -66,17 +66,17 @@ def finished_steps(
     *,
     known: Sequence[Stage] | None = None,
 ) -> set[str]:
-    """Names of the steps to skip because `--resume` finds them finished. Touches nothing.
+    """Names of the steps that `--resume` skips because they are finished. Changes nothing.
 
     Args:
         request: the options of `train.py`.
         stages: the steps that may run.
         configs: their settings by name.
-        known: all steps there are, of whatever methods; by default those.
+        known: all steps of all methods; by default `stages`.
 
     Raises:
-        ConfigError: the output directory holds another run or files that are not ours, and neither
-            `--resume` nor `--overwrite` says what to do; or it can't be used even then.
+        ConfigError: the output directory has another run or foreign files, and neither `--resume`
+            nor `--overwrite` is given; or it can't be used even then.
     """
     out = request.output_dir
     if out.exists() and not out.is_dir():
@@ -102,7 +102,7 @@ def finished_steps(
 
 
 def clear_step(out: Path, name: str) -> None:
-    """Remove the files of an earlier run of this step, but no others."""
+    """Remove the files of an earlier run of this step, and no others."""
     directory = out / name
     if (directory / MARK).is_file():
         files = _files(directory)
@@ -120,9 +120,9 @@ def can_go_on(out: Path, name: str) -> bool:
 
 
 def discard_empty_step(out: Path, name: str) -> None:
-    """Remove the directory of a step that stopped before it made anything.
+    """Remove the directory of a step that stopped before it wrote any output.
 
-    So a corrected command finds the output directory free.
+    This leaves the output directory free for the corrected command.
     """
     directory = out / name
     files = _files(directory)
@@ -132,7 +132,7 @@ def discard_empty_step(out: Path, name: str) -> None:
 
 
 def _remove(directory: Path, files: Sequence[str]) -> None:
-    """Remove files, and the directories that are empty then, `directory` included."""
+    """Remove files, and directories that are then empty, including `directory`."""
     for file in files:
         (directory / file).unlink(missing_ok=True)
     below = [path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink()]
@@ -143,10 +143,10 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
 
 @contextmanager
 def only_job(out: Path) -> Iterator[None]:
-    """Lock the directory; remove it afterwards if only the command is left in it.
+    """Lock the directory; at exit remove it if it has only the command.
 
     Raises:
-        ConfigError: another job is at work in it, or it can't be made.
+        ConfigError: another job is using it, or it can't be created.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
-    """Foreign names in the output directory, except hidden files."""
+    """Foreign names in the output directory, ignoring hidden files."""
     ours = {SUMMARY, REPORT, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
@@ -204,7 +204,7 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
 
 
 def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stage) -> None:
-    """Raise if what an earlier run left of this step is in the way of the first that `learns`."""
+    """Raise if leftovers of this step's earlier run block the first step that `learns`."""
     directory = request.output_dir / stage.name
     difference = _difference(stage, directory, config, request)
     finished = (directory / RESULT).is_file()
@@ -254,7 +254,7 @@ def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
 def _difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
     """The first setting in which a recorded step differs: "sft.seed 1 where this run has 2".
 
-    Of a step that is not to run only the settings count that all steps share.
+    For a step that will not run, only the settings that all steps share are compared.
     """
     settings = read_recorded(directory)
     if not settings:
@@ -279,7 +279,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
 
 def recorded_model(path: str) -> str | None:
-    """The model that a step of a run made this one from; None for a model of other origin."""
+    """The model from which a run's step made this one; None for a model of another origin."""
     directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
     if not path:
         return None
@@ -290,7 +290,7 @@ def recorded_model(path: str) -> str | None:
 
 
 def recorded_start(path: str, within: Path | None = None) -> str:
-    """The model that the runs which led to this one, or those in a directory, began with."""
+    """The model that the runs leading to this one, or those in a directory, started from."""
     for _ in range(100):  # records may name each other
         if within is not None and not Path(path).is_relative_to(within):
             break
@@ -309,7 +309,7 @@ NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
 
 
 def record_command(out: Path, argv: Sequence[str]) -> None:
-    """Keep the options of the command that runs in the output directory `out`."""
+    """Record the options of the command that runs in the output directory `out`."""
     words: list[str] = []
     kept = True
     for word in argv:
@@ -321,17 +321,17 @@ def record_command(out: Path, argv: Sequence[str]) -> None:
 
 
 def last_steps(out: Path) -> set[int]:
-    """Numbers of the steps of the last run in the output directory `out`."""
+    """Numbers of the steps in the last run of the output directory `out`."""
     given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
     steps = given.get("step", ["1", "2", "3"])
     return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()
 
 
 def with_last_options(argv: Sequence[str]) -> list[str]:
-    """The command line; with `--resume` and no other options, those of the recorded run are added.
+    """The command line; with `--resume` and no other options, the recorded run's options are added.
 
-    Nothing else is an output directory, and `--dry-run`. A directory without a recorded command
-    adds nothing.
+    An output directory and `--dry-run` do not count as other options. A directory without a
+    recorded command adds nothing.
     """
     given = dict(split_options(argv))
     if given.get("resume") not in ([], ["true"]) or given.keys() - set(NOT_OF_THE_RUN):

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def unfinished(self) -> list[Stage]:
-        """The requested steps that `--resume` doesn't skip."""
+        """The requested steps that `--resume` does not skip."""
         return [stage for stage in self.stages if stage.name not in self.finished]
 
     @property
@@ -69,7 +69,7 @@ class Plan:
         return step_memory(config, machine=self.machine, origins=self.origins)
 
     def moved(self, where: Layout) -> "Plan":
-        """The plan with another placement of its processes, and a free port."""
+        """The plan with another placement of processes, and a free port."""
         request = self.request
         if where.port != self.where.port:
             request = replace(request, master_port=where.port)
@@ -87,7 +87,7 @@ class Plan:
         return {**environment, PLANNED: "1"} if has_looked else environment
 
     def command(self, stage: Stage) -> list[str]:
-        """Command that runs the step."""
+        """The command that runs the step."""
         return step_command(stage.module, self.config_file(stage), self.where, self.request)
 
 
@@ -98,7 +98,7 @@ def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
 
 
 def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
-    """The plan for a command line; reads the output directory and changes nothing.
+    """Make the plan for a command line; reads the output directory and changes nothing.
 
     Raises:
         UserError: an option, an input or the output directory can't be used.
@@ -145,7 +145,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
 
 
 def _has_part(stage: Stage, command_line: CommandLine) -> bool:
-    """Whether a step after those that run has a directory, or settings that the user gave."""
+    """Whether a later step has a directory, or settings given by the user."""
     given = {name.partition(".")[0] for name, options in command_line.overrides.items() if options}
     given = given.union(*(file.settings for file in command_line.files))
     is_given = not given.isdisjoint({stage.section, METHODS})
@@ -153,7 +153,7 @@ def _has_part(stage: Stage, command_line: CommandLine) -> bool:
 
 
 def _replaced(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
-    """By section, earlier steps without output that --actor-model or --reward-model replaces."""
+    """Earlier steps without output that --actor-model or --reward-model replaces, by section."""
     models = {"actor": request.actor_model, "reward": request.reward_model}
     return {
         stage.section: stage
@@ -169,7 +169,7 @@ def _replaced(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
 def _notes(
     plan: Plan, resolver: Resolver, replaced: Mapping[str, Stage], known: Sequence[Stage]
 ) -> Iterator[str]:
-    """Sentences on the models that replace steps, and on the preset."""
+    """Notes on the models that replace steps, and on the preset."""
     models = {each.section: each.models for each in known}
     for stage in plan.stages:
         for role, model in plan.configs[stage.name].used_models().items():
@@ -185,11 +185,11 @@ def _notes(
 def _choose(
     resolver: Resolver, stages: Sequence[Stage], configs: Mapping[str, StepConfig], machine: Machine
 ) -> Mapping[str, Settings]:
-    """The choice of `--plan auto`: settings by the prefix of their stage.
+    """The choice of `--plan auto`: settings by stage prefix.
 
     Raises:
-        ModelError: the size of a model is not known.
-        ConfigError: the memory of the machines is not known.
+        ModelError: the size of a model is unknown.
+        ConfigError: the memory of the machines is unknown.
     """
     from pipeline.budget.fit import choose_settings
 
@@ -211,7 +211,7 @@ def _choose(
 
 
 def _machine(where: Layout, request: Request) -> Machine:
-    """This machine, if it is part of the job; the others are assumed to be like it."""
+    """This machine, if it is part of the job; the others are assumed to be alike."""
     if where.by == "process":
         return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
     each = max(len(host.slots) for host in where.hosts)

@@ -1,4 +1,4 @@
-"""The command line of `train.py`: its own options, files of settings, options of the steps."""
+"""The command line of `train.py`: its own options, settings files, options of the steps."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -231,10 +231,10 @@ class CommandLine:
 
 
 def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
-    """The options of train.py, separated from those of the steps and of single methods.
+    """Parse train.py's options, and separate those of the steps and of single methods.
 
     Raises:
-        ConfigError: an option or a file of settings can't be used; the sentence names it.
+        ConfigError: an option or a settings file can't be used; the message names it.
     """
     own: list[Option] = []
     dotted: dict[str, list[Option]] = {stage.section: [] for stage in stages}
@@ -271,9 +271,9 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
 
 
 def full_name(option: str, path: str | None) -> str | None:
-    """`facebook/opt-1.3b` for `1.3b`, DeepSpeed-Chat's sizes; of a GGUF file its directory.
+    """`facebook/opt-1.3b` for `1.3b` (DeepSpeed-Chat's sizes); for a GGUF file its directory.
 
-    A local directory of that name wins.
+    A local directory with that name takes precedence.
 
     Raises:
         ConfigError: it looks like a size that OPT does not have.
@@ -294,7 +294,7 @@ def check_sections_run(
     """Refuse options of a `known` step that is not among the `stages` that may run.
 
     Raises:
-        ConfigError: it names the option and the methods that it belongs to.
+        ConfigError: there is one; the message names the option and its methods.
     """
     present = {stage.section for stage in stages}
     for stage in known:
@@ -325,7 +325,7 @@ def _check_sections(
 ) -> None:
     """Refuse sections without settings, and sections of unused methods.
 
-    A file may hold those of more methods than a run has.
+    A file may have sections of more methods than the run has.
     """
     for layer in files:
         of_methods = layer.settings.get(METHODS) or {}
@@ -350,7 +350,7 @@ def _check_sections(
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
-    """Raise an error for an unknown option, with suggestions from the steps' settings too."""
+    """Raise an error for an unknown option, with suggestions that include the steps' settings."""
     known = {each.name for each in fields(Request)} | {stage.section for stage in stages}
     unknown = [name for name, _ in own if name.partition(".")[0] not in known]
     known.add(METHODS)
@@ -384,5 +384,5 @@ def _as_option(sentence: str, files: Sequence[Layer]) -> str:
 
 
 def _option_name(name: str) -> str:
-    """The name as `--help` spells it: dashes, except in the settings of a step."""
+    """The name as spelled in `--help`: with dashes, except in the settings of a step."""
     return "--" + (name if "." in name else name.replace("_", "-"))

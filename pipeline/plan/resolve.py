@@ -1,13 +1,11 @@
-"""The settings of the steps: one list of layers for each, merged once; later ones win.
+"""The settings of the steps: one list of layers per step, merged once; later ones win.
 
-1. models that earlier steps hand over;
-2. `configs/embedded.yaml` for models that come from the embedded one, else the default data;
-3. the row of settings that the method names;
-4. what `--plan auto` chose;
-5. each `--config` in order: its settings of the step, then those of the step's method;
-6. the DeepSpeed file of `--zero-config`;
-7. options of train.py such as `--actor-model` and `--lr` (`OPTIONS` of the step's settings);
-8. dotted options such as `--ppo.kl_coef`, then those of one method, `--methods.grpo.kl_coef`.
+1. models from earlier steps; 2. `configs/embedded.yaml` for models that come from the embedded one,
+else the default data; 3. the row of settings that the method names; 4. what `--plan auto` chose; 5.
+each `--config` in order: its settings of the step, then those of the step's method; 6. the
+DeepSpeed file of `--zero-config`; 7. options of train.py such as `--actor-model` and `--lr`
+(`OPTIONS` of the step's settings); 8. dotted options such as `--ppo.kl_coef`, then those of one
+method, `--methods.grpo.kl_coef`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,13 +43,13 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, including steps that don't run.
 
-    Where a step of the run may learn labels all of them read rows alike.
+    If a step of the run may train on labels, all steps read rows the same way.
 
     Args:
-        command_line: what the user gave.
+        command_line: the user's command line.
         stages: the steps.
         world: processes of each step.
-        chosen: what `--plan auto` chose, by the prefix of a stage and dotted name.
+        chosen: the choice of `--plan auto`, by stage prefix and dotted name.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
@@ -85,13 +83,13 @@ def resolve_run(
 ) -> tuple[CommandLine, dict[str, StepConfig]]:
     """The settings of all steps, and the command line without unneeded steps.
 
-    A step is left out where other steps would take their models from it, and none that runs does;
-    but not where the user chose the steps.
+    A step whose model only other steps would use is dropped if none of those runs, unless the user
+    chose the steps.
 
     Args:
-        command_line: what the user gave.
+        command_line: the user's command line.
         stages: the steps that may run.
-        known: all steps there are, of whatever methods; by default those.
+        known: all steps of all methods; by default `stages`.
         world: processes of each step.
 
     Raises:
@@ -160,7 +158,7 @@ class Resolver:
         return replace(config, **models) if models else config
 
     def _with_rate(self, stage: Stage, config: StepConfig) -> StepConfig:
-        """The settings with --lr as the rate of adapters too, whose usual one is a multiple."""
+        """The settings, with --lr also applied to adapters, whose default rate is a multiple."""
         role, _, name = stage.config_class.RUN_OPTIONS["lr"][0].partition(".")
         model: TrainedModelConfig = getattr(config, role)
         given = flatten(self._options(stage).settings).get(f"{role}.{name}")
@@ -169,7 +167,7 @@ class Resolver:
         return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})
 
     def given(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
-        """Dotted names of the settings that the user gave, in options or also in files.
+        """Dotted names of the settings that the user gave in options, or also in files.
 
         Raises:
             ConfigError: as `step_configs`.
@@ -179,9 +177,9 @@ class Resolver:
         return frozenset(names | {name for name, _ in self._overrides(stage)})
 
     def start(self, stage: Stage, role: str = "") -> str:
-        """The model that the weights of a role, else of the main one, come from before all steps.
+        """The model that a role's weights, by default the main role's, come from before all steps.
 
-        Empty where there is none.
+        Empty if there is none.
         """
         role, out = role or stage.main_role, self.request.output_dir
         origin = stage.origins(stage.models, _method(stage, self.request))[role]
@@ -194,11 +192,11 @@ class Resolver:
         return recorded_start(path, within=out)
 
     def has_preset(self, stage: Stage, role: str = "") -> bool:
-        """Whether the model of a role, else of the main one, comes from the embedded model."""
+        """Whether the model of a role, by default the main one, comes from the embedded model."""
         return recorded_start(self.start(stage, role)) == EMBEDDED
 
     def _path(self, stage: Stage, role: str, default: str) -> str:
-        """The path that files and options give the model of a role."""
+        """The path of a role's model in files and options."""
         layers = [Layer({role: {"path": default}}, "train.py"), *self._files(stage)]
         layers.append(self._options(stage))
         section = f"{stage.section}."
@@ -206,7 +204,7 @@ class Resolver:
         return str((model or {}).get("path") or "")
 
     def _made(self, origin: str) -> str:
-        """The model of a step, by its section, or the one that the first step begins with."""
+        """The model that a step makes, by its section, or the one the first step starts from."""
         if origin == BEFORE:
             first, default = self.stages[0], self.request.actor_model or EMBEDDED
             return self._path(first, first.main_role, default)
@@ -215,7 +213,7 @@ class Resolver:
 
     @property
     def _present(self) -> set[str]:
-        """Origins of models that are there, or that steps of the run make."""
+        """Origins of models that exist or that steps of the run make."""
         running = {*self.request.step, *self.command_line.made}
         return {each.section for each in self.stages if each.number in running} | {BEFORE}
 
@@ -253,7 +251,7 @@ class Resolver:
         return [*files, of_file, options]
 
     def _files(self, stage: Stage) -> Iterator[Layer]:
-        """Each file's settings of a step, and above them those of the method it runs."""
+        """Each file's settings of a step, followed by those of the method it runs."""
         method = _method(stage, self.request)
         for layer in self.command_line.files:
             yield replace(layer, settings=layer.settings.get(stage.section, {}))
@@ -261,7 +259,7 @@ class Resolver:
                 yield replace(layer, settings=layer.settings.get(METHODS, {}).get(method, {}))
 
     def _overrides(self, stage: Stage) -> tuple[Option, ...]:
-        """The dotted options of a step, and after them those of the method it runs."""
+        """The dotted options of a step, followed by those of the method it runs."""
         overrides = self.command_line.overrides
         method = f"{METHODS}.{_method(stage, self.request)}" if stage.methods else ""
         return *overrides.get(stage.section, ()), *overrides.get(method, ())
@@ -304,7 +302,7 @@ class Resolver:
         return Layer(settings, "train.py")
 
     def _options(self, stage: Stage) -> Layer:
-        """The settings that train.py's own options stand for."""
+        """The settings that train.py's own options set."""
         config_class, request = stage.config_class, self.request
         runs, alone = stage.number in request.step, set(request.step) == {stage.number}
         table = {
@@ -332,7 +330,7 @@ class Resolver:
         return Layer(nested(settings), "the command line")
 
     def _raised(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
-        """Settings that must be at least as large as another one that an option sets."""
+        """Settings that must be at least as large as another setting that an option sets."""
         settings: dict[str, Any] = {}
         options = self._options(stage).settings
         for name, other in stage.config_class.AT_LEAST.items():
@@ -349,6 +347,6 @@ def _read_preset() -> Layer:
 
 
 def _method(stage: Stage, request: Request) -> str | None:
-    """The method of a step that the user named."""
+    """The user's method for a step."""
     named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)

@@ -1,4 +1,4 @@
-"""The steps of the pipeline, as the orchestrator sees them."""
+"""The steps of the pipeline, as seen by the orchestrator."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ METHODS = "methods"
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of the pipeline, as the orchestrator sees it."""
+    """A step of the pipeline, as seen by the orchestrator."""
 
     number: int
 
@@ -67,7 +67,7 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """Its name in messages: `step 3`, of several `step 3 (grpo)`."""
+        """Its name in messages: `step 3`, or `step 3 (grpo)` if there are several."""
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:
@@ -81,16 +81,16 @@ class Stage:
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, Any]]:
-        """Settings of each method by name; empty for a step without methods."""
+        """Settings of each method, by name; empty for a step without methods."""
         return self.config_class.METHODS
 
     def directory(self, method: str) -> str:
-        """The directory of a method that runs with others: `step3_grpo`."""
+        """The directory of a method that runs alongside others: `step3_grpo`."""
         return f"{self.name.partition('_')[0]}_{method}"
 
     @property
     def main_role(self) -> str:
-        """The model that the step is about."""
+        """The main model of the step."""
         return next(iter(self.models))
 
 
@@ -100,15 +100,15 @@ def without_unchosen(
     made: Collection[str],
     replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
-    """The stages without those not requested that are optional and unfinished, or `replaced`.
+    """The stages without optional ones that were not requested and are unfinished, or `replaced`.
 
-    Models that would come from one of them come from where its own does.
+    Models that would come from one of them come from its own origin.
 
     Args:
         stages: all stages.
-        numbers: those that `--step` names.
-        made: names of those whose output is there.
-        replaced: sections of those that a model of the user's replaces.
+        numbers: step numbers in `--step`.
+        made: names of stages whose output exists.
+        replaced: sections of stages that a user's model replaces.
     """
     left_out: dict[str, str] = {}
     for stage in stages:
@@ -133,12 +133,12 @@ def without_unchosen(
 def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
     """The stages of a run, one for each of several named methods.
 
-    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays, unless its
-    methods have separate directories. Of stages with methods and the same number those stay
-    that have a named one, without a name the first.
+    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with at most one method it is unchanged,
+    unless its methods have separate directories. Of stages with methods and the same number, those
+    with a named method are kept, or without a name the first.
 
     Raises:
-        ConfigError: no step has a method of such a name, or one is named twice.
+        ConfigError: no step has a method with such a name, or one is named twice.
     """
     for name in methods:
         check_method_name(name, stages, "--method")
@@ -160,13 +160,13 @@ def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage
 
 
 def directories(stages: Sequence[Stage]) -> set[str]:
-    """Names of all directories that runs of these steps can create."""
+    """Names of all directories that these steps can create."""
     names = (stage.directory(method) for stage in stages for method in stage.methods)
     return {stage.name for stage in stages} | set(names)
 
 
 def check_method_name(name: str, stages: Sequence[Stage], origin: str) -> None:
-    """Raise a `ConfigError` that begins with `origin` for an unknown method."""
+    """Raise a `ConfigError`, prefixed with `origin`, for an unknown method."""
     known = [method for stage in stages for method in stage.methods]
     if name not in known:
         raise ConfigError(f"{origin} {name}: there is no such method; {suggestion(name, known)}")

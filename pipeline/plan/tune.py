@@ -1,7 +1,7 @@
-"""Autotuning of a plan: short runs of each step with other settings; the fastest are kept.
+"""Autotuning of a plan: short runs of each step with varied settings; the fastest are kept.
 
-The micro-batch is doubled until that stops paying, then recomputation and the other ZeRO stages
-are tried, each once. Settings that the user gave stay. A trial is a real run of a step over a few
+The micro-batch is doubled until that stops paying, then recomputation and the other ZeRO stages are
+tried, each once. Settings given by the user are kept. A trial is a real run of a step over a few
 optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
@@ -44,7 +44,7 @@ WARM_UP = 2
 
 
 def tune(plan: Plan) -> Plan:
-    """The plan with the fastest settings that trials find for each unfinished step.
+    """The plan with the fastest settings found by trials, for each unfinished step.
 
     Raises:
         ConfigError: a step has wrong input.
@@ -116,7 +116,7 @@ class _Tuning:
         return larger if larger[1] > speed else self._scaled(settings, speed, factor=0.5)
 
     def _scaled(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
-        """The settings with the micro-batch multiplied by `factor` while that pays."""
+        """The settings with the micro-batch repeatedly multiplied by `factor` while that pays."""
         base = changed(self._config, settings)
         most = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
         best, size = settings, base.micro_batch_size
@@ -130,7 +130,7 @@ class _Tuning:
         return best, speed
 
     def _alternatives(self) -> Iterator[Settings]:
-        """Recomputation and the ZeRO stages that the step doesn't use."""
+        """Recomputation, and the ZeRO stages that the step doesn't use."""
         (model, *_) = trained_models(self._config).values()
         options: list[Settings] = [{"gradient_checkpointing": not model.gradient_checkpointing}]
         if self._config.workload(self.plan.machine.world).shards > 1:
@@ -142,7 +142,7 @@ class _Tuning:
 
     @property
     def _given(self) -> frozenset[str]:
-        """Dotted names of the settings that the user gave."""
+        """Dotted names of the settings given by the user."""
         return self.plan.given[self.stage.name]
 
     @property
@@ -154,7 +154,7 @@ class _Tuning:
         return self.plan.request.output_dir / AUTOTUNE
 
     def _measure(self, settings: Settings) -> float:
-        """Tokens per second in a trial; 0 where settings contradict, don't fit, or it failed.
+        """Tokens per second of a trial; 0 if it failed, or its settings conflict or don't fit.
 
         Raises:
             ConfigError: the step refuses its input.
@@ -197,7 +197,7 @@ class _Tuning:
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
-        """Run the step over a few optimizer steps: exit code, and lines of its metrics."""
+        """Run a few optimizer steps of the step; return the exit code and lines of its metrics."""
         plan, out = self.plan, self._out / MODELS / self.stage.name
         shutil.rmtree(out, ignore_errors=True)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -236,9 +236,9 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
 
 
 def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
-    """The settings with models of trials instead of models of steps that have not run yet.
+    """The settings with substitutes for models of steps that have not run yet.
 
-    The speed of a step depends on the shapes of its models alone.
+    The speed of a step depends only on the shapes of its models.
     """
     made = {str(plan.request.output_dir / stage.name): stage.name for stage in plan.stages}
     models = plan.request.output_dir / AUTOTUNE / MODELS

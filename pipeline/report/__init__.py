@@ -1,1 +1,1 @@
-"""The report of a run: one HTML file that shows whether the model got better."""
+"""The report of a run: an HTML file that shows whether the model improved."""

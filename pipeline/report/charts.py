@@ -1,4 +1,4 @@
-"""Curves as inline SVG, whose colours follow the page's style, and the charts of a step."""
+"""Curves as inline SVG, with colours from the page's style, and the charts of a step."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ NO_CURVES = {"step", "seconds", "tokens", "skipped"}
 
 @dataclass(frozen=True)
 class DrawnChart:
-    """A chart with its picture."""
+    """A chart with its SVG picture."""
 
     title: str
     note: str
@@ -71,7 +71,7 @@ class Curve:
 
 
 def step_charts(step: StepResult) -> list[DrawnChart]:
-    """Every chart of a metric, in training and on held-out data, with two points or more."""
+    """All charts of metrics with two or more points, in training and on held-out data."""
     columns = {name for line in step.metrics for name in line} - NO_CURVES
     metrics = sorted({column.removeprefix("eval_") for column in columns})
     order = {metric: index for index, metric in enumerate(METRICS)}
@@ -94,7 +94,7 @@ def step_charts(step: StepResult) -> list[DrawnChart]:
 
 @dataclass(frozen=True)
 class Scale:
-    """Map of [low, high] to [start, end]; where logarithmic, of base-10 logarithms."""
+    """Maps [low, high] to [start, end], on a logarithmic scale if requested."""
 
     low: float
     high: float
@@ -124,10 +124,10 @@ def line_chart(
     """An SVG picture of curves: raw values pale, their moving average strong.
 
     Args:
-        curves: each with a point or more.
+        curves: curves with at least one point each.
         label: alternative text of the picture.
         size: width and height.
-        logarithmic: the vertical scale is logarithmic if all values are positive.
+        logarithmic: whether the vertical scale is logarithmic if all values are positive.
         marked: horizontal position of a vertical dashed line.
     """
     width, height = size
@@ -183,9 +183,9 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """The centred moving average over a fifteenth of the curve; windows at the ends are narrower.
+    """Centred moving average over a fifteenth of the curve; windows are narrower at the ends.
 
-    A moving average of the past alone would trail behind a falling loss.
+    A trailing moving average would lag behind a falling loss.
     """
     reach = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
@@ -198,7 +198,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
-    """At most two points for each of `max_bins` bins of the curve: its extremes, in order."""
+    """At most two points, the extremes in order, for each of `max_bins` bins of the curve."""
     if len(points) <= 2 * max_bins:
         return list(points)
     kept: list[Point] = []
@@ -218,7 +218,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """A number in about six characters."""
+    """A number formatted in about six characters."""
     return f"{value / 1e3:.3g}k" if 1e4 <= abs(value) < 1e6 else f"{value:.3g}"
 
 

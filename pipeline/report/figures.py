@@ -1,4 +1,4 @@
-"""Evaluation figures of steps and models: their wording and their 95 % intervals."""
+"""Evaluation figures of steps and models: wording and 95 % intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def method_title(name: str) -> str:
 
 
 def points(change: float) -> str:
-    """A change of a share, in percentage points with its sign."""
+    """A change of a share, formatted as signed percentage points."""
     return f"{100 * change:+z.1f}".replace("-", "\u2212")
 
 
@@ -59,17 +59,17 @@ def percent(share: float) -> str:
 
 
 def score(value: float) -> str:
-    """A score with its sign."""
+    """A score, formatted with its sign."""
     return f"{value:+z.2f}".replace("-", "\u2212")
 
 
 def plain(value: float) -> str:
-    """A figure with two decimals, or none if it is large."""
+    """A figure formatted with two decimals, or none if it is large."""
     return f"{value:z,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def nats(value: float) -> str:
-    """A figure in nats."""
+    """A figure formatted in nats."""
     return f"{value:z.2f} nats"
 
 
@@ -80,7 +80,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def share_interval(successes: float, count: float) -> Interval:
-    """95 % interval of the share that `successes` of `count` trials estimate (Wilson 1927)."""
+    """95 % interval of a share, from `successes` in `count` trials (Wilson 1927)."""
     share = successes / count
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -97,9 +97,9 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def change_interval(gained: float, lost: float, count: int) -> Interval:
     """95 % interval of a share's change between two models on the same `count` prompts.
 
-    `gained` prompts are right with the new model alone, `lost` with the old one alone; both may
-    count parts of prompts, for which the interval is conservative. Half a prompt is added to each
-    of the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
+    `gained` prompts are right only with the new model, `lost` ones only with the old; both may
+    include fractions of prompts, for which the interval is conservative. Half a prompt is added to
+    each of the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
     """
     total = count + 2
     change = (gained - lost) / total
@@ -108,7 +108,7 @@ def change_interval(gained: float, lost: float, count: int) -> Interval:
 
 
 def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
-    """The verdict of an interval of a figure for which `equal` means no change."""
+    """The verdict on the interval of a figure, where `equal` means no change."""
     low, high = interval
     if low > equal:
         return "better"
@@ -116,7 +116,7 @@ def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
 
 
 def pass_rates(results: Results) -> dict[str, float]:
-    """Share of correct and polite responses by model, the earliest first; empty without a judge."""
+    """Share of correct and polite responses by model, earliest first; empty without a judge."""
     rates = {
         model: finite(rate)
         for step in results.steps.values()

@@ -42,7 +42,7 @@ class Finding:
 
 
 def findings(results: Results) -> list[Finding]:
-    """The findings of a run, the strongest first; never empty.
+    """The findings of a run, strongest first; never empty.
 
     Divergence comes first, then the verifier, rewards, win rate, and the figures of steps 2 and 1.
     """
@@ -102,7 +102,7 @@ def _by_verifier(results: Results) -> Finding | None:
 
 
 def _by_reward(results: Results) -> Finding | None:
-    """The finding by the gold reward where there is one, else by the reward trained on."""
+    """The finding by the gold reward if there is one, else by the training reward."""
     for name, what in (("gold", "gold reward"), ("reward", "reward")):
         step = results.evaluated_by(f"{name}_after")
         if step is None:
@@ -140,7 +140,7 @@ def _by_win_rate(results: Results) -> Finding | None:
 
 
 def _of_preferences(results: Results) -> Iterator[Finding]:
-    """The findings on held-out pairs of steps that learn from preferences."""
+    """Findings on held-out pairs of steps that train on preferences."""
     for step in results.steps.values():
         after, pairs = step.number("accuracy_after"), step.number("pairs")
         if not step.has("margin_after") or after is None:
@@ -175,7 +175,7 @@ def _by_accuracy(results: Results) -> Finding | None:
 
 
 def _by_perplexity(results: Results) -> Iterator[Finding]:
-    """The findings on held-out responses, and on held-out texts of step 0."""
+    """Findings on held-out responses, and on held-out texts of step 0."""
     steps = [step for step in results.steps.values() if step.has("perplexity_after")]
     for reads_texts in (False, True):
         step = next((step for step in reversed(steps) if step.reads_texts is reads_texts), None)

@@ -1,7 +1,7 @@
 """Comparison of the methods of one run at equal KL to the reference.
 
-Each method is a path of evaluations during training: a figure of sampled responses to the same
-held-out prompts over the KL to the reference on them. Between two evaluations both are
+Each method has a curve of evaluations during training: a figure of sampled responses to the same
+held-out prompts, as a function of the KL to the reference. Between two evaluations both are
 interpolated linearly, prompt by prompt.
 """
 
@@ -71,7 +71,7 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
-        """Mean over the prompts whose value is known."""
+        """Mean over the prompts with a known value."""
         return mean(known(self.values))
 
 
@@ -87,18 +87,18 @@ class Method:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it was evaluated between its start and its end."""
+        """Whether it was evaluated between its start and end."""
         return len(self.path) > 2
 
     @property
     def reach(self) -> float:
-        """The largest KL of an evaluation."""
+        """The largest KL of all evaluations."""
         return max(evaluation.kl for evaluation in self.path)
 
 
 @dataclass(frozen=True)
 class AtEqualKL:
-    """A method at the KL that all have reached."""
+    """A method at the KL that all methods have reached."""
 
     method: Method
     value: float
@@ -110,7 +110,7 @@ class AtEqualKL:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All methods of a run by one figure."""
+    """All methods of a run, compared by one figure."""
 
     figure: str
     methods: Sequence[Method]
@@ -126,7 +126,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The comparison at equal KL; empty where there is none."""
+        """The comparison at equal KL in a sentence; empty if there is none."""
         if self.kl is None or len(self.equal) < 2:
             return ""
         best, *others = self.equal
@@ -141,7 +141,7 @@ class Comparison:
 
 
 def compare_methods(results: Results) -> Comparison | None:
-    """The methods of a run; None for one method, or without a common figure."""
+    """Compare the methods of a run; None if there is one method or no common figure."""
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
     alike = [step for step in results.methods if step.began_from in (None, origin)]
@@ -170,7 +170,7 @@ def compare_methods(results: Results) -> Comparison | None:
 
 
 def evaluations(step: StepResult, figure: str) -> list[Evaluation]:
-    """The evaluations that have the figure by prompt, and a KL, in the order of training."""
+    """The evaluations with a KL and the figure by prompt, in training order."""
     found: list[Evaluation] = []
     for line in step.metrics:
         values = numbers(mapping(line.get("eval_by_prompt")).get(figure))
@@ -181,12 +181,12 @@ def evaluations(step: StepResult, figure: str) -> list[Evaluation]:
 
 
 def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
-    """Figures by prompt where the path first reaches this KL, interpolated linearly.
+    """Figures by prompt where the curve first reaches this KL, interpolated linearly.
 
-    A prompt is None where it has no value in either of the two evaluations.
+    A prompt's figure is None if it has no value in one of the two evaluations.
 
     Raises:
-        ValueError: the path never reaches it.
+        ValueError: the curve never reaches it.
     """
     if path and path[0].kl >= kl:
         return list(path[0].values)
@@ -221,7 +221,7 @@ def difference_interval(figure: str, new: Values, old: Values) -> Interval | Non
 
 
 def shown(figure: str, value: float) -> str:
-    """A value of the figure in words."""
+    """A value of the figure, formatted."""
     return percent(value) if figure == "judge" else score(value)
 
 
@@ -242,7 +242,7 @@ def _at_equal_kl(methods: Sequence[Method], kl: float, figure: str) -> list[AtEq
 
 
 def _differing(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str]:
-    """Names of the common settings with such prefixes whose values differ between the steps."""
+    """Names of common settings with such prefixes whose values differ between the steps."""
     given = [step.settings for step in steps if step.settings]
     names = set(given[0]).intersection(*given) - {*NOT_PROMPTS} if given else ()
     named = sorted(name for name in names if name.startswith(tuple(prefixes)))
@@ -250,7 +250,7 @@ def _differing(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str
 
 
 def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
-    """The reason why a method is not compared at equal KL, or not to its end; empty without one."""
+    """The reason why a method is not compared at equal KL, or only in part; empty if none."""
     if not same_origin:
         return "began from another model than the others, and is not compared"
     if not method.path:
@@ -265,19 +265,19 @@ def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
 
 
 def heads(comparison: Comparison) -> tuple[str, ...]:
-    """Column heads of the table after the first column."""
+    """Column headers of the table after the first column."""
     of_equal = ("at equal KL", "the best is") if comparison.equal else ()
     ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
     return (FIGURES[comparison.figure], *ends, *of_equal)
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """The table's row of each method: its title, then a cell under each head."""
+    """The table's rows, one per method: its title, then a cell for each header."""
     return [_row(method, comparison) for method in comparison.methods]
 
 
 def table(comparison: Comparison) -> str:
-    """The table as text, and below it the sentence and the notes."""
+    """The table as text, followed by the sentence and the notes."""
     cells = [("method", *heads(comparison)), *rows(comparison)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

@@ -1,6 +1,6 @@
-"""The report of a run, an HTML page that loads nothing.
+"""The report of a run, a self-contained HTML page.
 
-Text of models and data is escaped.
+Text from models and data is escaped.
 """
 
 import json
@@ -22,7 +22,7 @@ def write_report(out: Path) -> Path:
     """Write `out`/report.html atomically; return its path.
 
     Raises:
-        DataError: `out` holds no step's results, or a file that can't be read.
+        DataError: `out` has no results, or a file can't be read.
     """
     report = out / "report.html"
     publish(report, render(read_results(out), out).encode())
@@ -30,7 +30,7 @@ def write_report(out: Path) -> Path:
 
 
 def render(results: Results, out: Path) -> str:
-    """The report of the output directory `out`."""
+    """Render the report of the output directory `out`."""
     compared = compare_methods(results)
     answers = [name for sample in results.samples for name in sample["answers"]]
     models = list(dict.fromkeys((*pass_rates(results), *answers)))
@@ -68,7 +68,7 @@ def render(results: Results, out: Path) -> str:
 
 
 def count(number: int | float) -> str:
-    """A large whole number in short: 1.2 M."""
+    """A large whole number, abbreviated as 1.2 M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             return f"{number / (1e3 if unit == 'k' else size):.3g} {unit}"

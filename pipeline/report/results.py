@@ -1,4 +1,4 @@
-"""Results, metrics and sample responses of a run, read from its output directory."""
+"""A run's results, metrics and sample responses, read from its output directory."""
 
 import json
 import math
@@ -50,7 +50,7 @@ class GuardEvent:
 
     @property
     def words(self) -> str:
-        """The consequence."""
+        """The consequence of the event."""
         at = f"{self.unit} {self.to}" if self.to else "the start"
         if self.action == "stop":
             return f"ended with {at}"
@@ -59,7 +59,7 @@ class GuardEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step. A step that was stopped has metrics only."""
+    """Results of one step. A stopped step has only metrics."""
 
     name: str
     finished: bool
@@ -93,44 +93,44 @@ class StepResult:
 
     @property
     def stage(self) -> str:
-        """Prefix of the name, `step3`, shared by the methods of one run."""
+        """Prefix of the name, such as `step3`, shared by the methods of one run."""
         return self.name.partition("_")[0]
 
     @property
     def method(self) -> str:
-        """Training method: `ppo`; the end of the name for steps without methods."""
+        """Training method, such as `ppo`; the end of the name for steps without methods."""
         method = self.settings.get("method")
         return method if isinstance(method, str) else self.name.partition("_")[2]
 
     @property
     def state(self) -> str:
-        """finished, not finished, or diverged."""
+        """The state: finished, not finished, or diverged."""
         if self.diverged:
             return "diverged"
         return "finished" if self.finished else "not finished"
 
     @property
     def reads_texts(self) -> bool:
-        """Whether it learned from plain texts (step 0)."""
+        """Whether it trained on plain texts (step 0)."""
         return self.has("held_out_tokens")
 
     def number(self, name: str) -> float | None:
-        """The evaluation figure `name`; None where it is missing or not finite."""
+        """The evaluation figure `name`; None if it is missing or not finite."""
         return finite(self.eval.get(name))
 
     def has(self, figure: str) -> bool:
-        """Whether the step was evaluated by that figure."""
+        """Whether the step's evaluation has that figure."""
         return figure in self.eval
 
     @property
     def began_from(self) -> str | None:
-        """Training or path of the initial model; None where it is not known."""
+        """Training id or path of the initial model; None if unknown."""
         origins = (line.get("began_from") for line in self.metrics)
         return next((origin for origin in origins if isinstance(origin, str)), None)
 
     @property
     def start(self) -> str:
-        """The model that step 3 began with, in words."""
+        """A description of the model that step 3 started from."""
         path = str(self.settings.get("actor.path", self.settings.get("model.path", "")))
         name = Path(path).name if self.settings else "step1_"
         is_step = re.fullmatch(r"step\d_.*", name) is not None
@@ -138,7 +138,7 @@ class StepResult:
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
-        """(figure, value for each held-out prompt) of the exported model."""
+        """The (figure, value for each held-out prompt) of the exported model."""
         for line in reversed(self.metrics):
             by_figure = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
             for figure, values in by_figure.items():
@@ -146,14 +146,14 @@ class StepResult:
         return None
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) of every line that has a finite `name`."""
+        """The (step, value) of every line with a finite `name`."""
         pairs = ((finite(line.get("step")), finite(line.get(name))) for line in self.metrics)
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Content of an output directory."""
+    """The contents of an output directory."""
 
     steps: Mapping[str, StepResult]
     seconds: float
@@ -169,7 +169,7 @@ class Results:
         return methods if len(methods) > 1 else []
 
     def evaluated_by(self, figure: str) -> StepResult | None:
-        """The last step that has that figure."""
+        """The last step with that figure."""
         steps = reversed(list(self.steps.values()))
         return next((step for step in steps if step.has(figure)), None)
 
@@ -180,7 +180,7 @@ def known(values: Values) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; minus infinity for no values."""
+    """The mean; minus infinity if there are no values."""
     return sum(values) / len(values) if values else -math.inf
 
 
@@ -197,12 +197,12 @@ def numbers(value: object) -> list[float | None]:
 
 
 def mapping(value: object) -> Mapping[str, object]:
-    """`value` if it is a JSON object, else an empty one."""
+    """`value` if it is a JSON object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def parse_event(line: Line) -> GuardEvent | None:
-    """The guard event in a line of metrics.jsonl, if it has one."""
+    """The guard event in a line of metrics.jsonl, if any."""
     guard = mapping(line.get("guard"))
     if not guard:
         return None
@@ -217,7 +217,7 @@ def parse_event(line: Line) -> GuardEvent | None:
 
 
 def without_undone(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]:
-    """(metrics without those that a rollback undid, events of guards)."""
+    """The metrics without those that a rollback undid, and the guard events."""
     kept: list[Line] = []
     events: list[GuardEvent] = []
     for line in lines:
@@ -232,10 +232,10 @@ def without_undone(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]
 
 
 def read_results(out: Path) -> Results:
-    """Read any of the steps in `out`, finished or not.
+    """Read all steps in `out`, finished or not.
 
     Raises:
-        DataError: there is no such directory, no step in it, or a file that can't be read.
+        DataError: the directory doesn't exist, has no step, or has a file that can't be read.
     """
     if not out.is_dir():
         raise DataError(f"{out}: no such directory")
@@ -279,7 +279,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
 
 
 def _side_by_side(files: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """The first file's prompts, with the responses to equal prompts in all files."""
+    """The first file's prompts, with the responses from all files to equal prompts."""
     joined: list[Sample] = []
     for index, sample in enumerate(next(filter(None, files), ())):
         rows = [file[index] for file in files if index < len(file)]
@@ -292,7 +292,7 @@ def _side_by_side(files: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """The objects in a .jsonl file, except a line that a killed process left unfinished."""
+    """The objects in a .jsonl file, ignoring a line that a killed process left unfinished."""
     for line in path.read_text("utf-8").splitlines():
         try:
             yield mapping(json.loads(line))
@@ -301,7 +301,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def _read_object(path: Path) -> Mapping[str, object]:
-    """The JSON object in `path`; empty where there is no such file."""
+    """The JSON object in `path`; empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -311,10 +311,10 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
-    """The furthest finished step with a chat model.
+    """The latest finished step with a chat model.
 
-    Among several methods, the one whose exported model has the highest figure on
-    held-out prompts, if all have the same figure; otherwise the first.
+    Among several methods, the one whose exported model is best on held-out prompts, if all have the
+    same figure; otherwise the first.
     """
     talking = [
         step
@@ -333,9 +333,9 @@ def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
 
 
 def find_model(path: str, method: str | None = None) -> str:
-    """`path`, or the furthest model in it if it is an output directory of `train.py`.
+    """`path`, or if it is an output directory of `train.py`, the latest model in it.
 
-    Among several methods, that is the one whose model did best on held-out prompts. The choice is
+    Among several methods, the one whose model is best on held-out prompts is chosen. The choice is
     written to standard error.
 
     Args:

@@ -1,1 +1,1 @@
-"""A run: its steps in order, and the code that steps share."""
+"""A run: its steps in order, and code that the steps share."""

@@ -1,4 +1,4 @@
-"""The resumable state of a step: its content, the saves, and resuming from it."""
+"""The resumable state of a step: its contents, saving, and resuming."""
 
 import logging
 import shutil
@@ -52,12 +52,12 @@ PATIENCE_SECONDS = 5
 
 
 class Checkpoints:
-    """Saves a step's state while it runs, and resumes from the newest checkpoint that verifies.
+    """Saves a step's state during the run, and resumes from the newest checkpoint that verifies.
 
-    `engines` and `parts` are all that a step changes. A process contributes its own shards and its
-    random number generators; the rest is the same on all. With `guards` the run may be rolled
-    back: then the state is also saved before the first step, and the healthy checkpoints that the
-    run may need are kept.
+    `engines` and `parts` have the entire mutable state of a step. Each process saves its own shards
+    and random number generators; the rest is the same on all. With `guards` the run may be rolled
+    back: then the state is also saved before the first step, and the healthy checkpoints that may
+    be needed are kept.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """The result of `compute` at the start of the run, which must be JSON-serializable."""
+        """The result of `compute` at the start of the run; it must be JSON-serializable."""
         if name not in self._once:
             self._once[name] = compute()
         return self._once[name]
 
     def require_same_start(self, model: FrozenModelConfig) -> str:
-        """The training, or else the path, of the model that the run began from.
+        """Return the training id, or else the path, of the model that the run started from.
 
         Raises:
             ConfigError: the run resumes, and the model has been trained again.
@@ -131,10 +131,10 @@ class Checkpoints:
         return training or path
 
     def steps(self, *, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """The numbers of the steps to do, until there are `enough`.
+        """Yield the numbers of the steps to run, until there are `enough`.
 
         The state is saved after a step if that is due, and after the last step (which may be
-        followed by a long evaluation) unless `save_every` is null. All processes call it together.
+        followed by a long evaluation) unless `save_every` is null. A collective.
 
         Raises:
             SystemExit: Ctrl-C or a scheduler's signal stops the run; the state is saved.
@@ -173,7 +173,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def newest_healthy(self, *, up_to: int) -> Checkpoint:
-        """The newest checkpoint up to that step that was healthy, and verifies.
+        """The newest checkpoint up to that step that is healthy and verifies.
 
         Raises:
             CheckpointError: there is none.
@@ -185,11 +185,11 @@ class Checkpoints:
         return found
 
     def go_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
-        """Roll this run back to `checkpoint`, with the given state for `parts`.
+        """Roll the run back to `checkpoint`, with the given state for `parts`.
 
         The log and the elapsed time are kept. The next step is the one after the checkpoint's;
         later checkpoints are removed. A run that is killed during or after a rollback resumes as if
-        it had not been. All processes call it, within `steps`.
+        it had not been killed. A collective, called within `steps`.
         """
         run = {**self.run.state_dict(), "step": checkpoint.step}
         record = RollbackRecord(self._rollbacks + 1, checkpoint.step, {**parts, "run": run})
@@ -209,7 +209,7 @@ class Checkpoints:
         return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
 
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
-        """Save the state if that is due and not done; leave if any process received a signal."""
+        """Save the state if that is due and not done; exit if any process received a signal."""
         received = signals.received
         interrupted, ended, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
@@ -222,10 +222,10 @@ class Checkpoints:
             self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
 
     def _look_together(self, signals: StopSignals) -> None:
-        """Leave if a signal was received, at the beginning and the end of the loop.
+        """Exit if a signal was received, at the beginning and the end of the loop.
 
         Processes reach these points at slightly different times, and outside the loop the signal
-        ends a process at once; those that wait for it here have received the signal as well.
+        ends a process immediately; those waiting for it here have received the signal as well.
         """
         try:
             self._save_or_leave(signals, due=False)
@@ -249,7 +249,7 @@ class Checkpoints:
         raise SystemExit(code)
 
     def _announce(self, number: signal.Signals, *, aborts: bool) -> None:
-        """Report at once what a signal does: the current step may be long."""
+        """Report the effect of a signal immediately, since the current step may be long."""
         if aborts:
             logger.info("%s is aborted; --resume %s", self.run.name, self.run.going_on())
         else:
@@ -290,7 +290,7 @@ class Checkpoints:
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
-        """Description for rebuilding an engine's model, merged from its parts."""
+        """A description for rebuilding an engine's model, merged from its parts."""
         own = describe_model(engine.model)
         return None if own is None else merged(engine.parts.gather_objects(own))
 
@@ -318,7 +318,7 @@ class Checkpoints:
         self.run.begin()
 
     def _load(self, checkpoint: Checkpoint, record: RollbackRecord | None = None) -> None:
-        """Load the state; a record overrides parts of it and removes later checkpoints."""
+        """Load the state; a rollback record overrides parts of it and removes later checkpoints."""
         state = checkpoint.state
         parts = state["parts"] if record is None else {**state["parts"], **record.parts}
         for name, engine in self.engines.items():
@@ -348,15 +348,15 @@ class Checkpoints:
 
 
 def deciding_settings(config: StepConfig) -> dict[str, Any]:
-    """The settings that affect a run's result, by dotted name, which must not change."""
+    """The settings that affect a run's result and must not change, by dotted name."""
     return _deciding(portable(plain(config)))
 
 
 def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> None:
-    """Raise if the checkpoint is of a run with other settings or data.
+    """Raise if the checkpoint belongs to a run with other settings or data.
 
     Raises:
-        ConfigError: a setting that affects the result has changed, or the data has.
+        ConfigError: a setting that affects the result, or the data, has changed.
     """
     state, settings = checkpoint.state, deciding_settings(config)
     theirs = _deciding(state["settings"])

@@ -20,7 +20,7 @@ def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
     """Summed negative log-likelihood of K target tokens, in nats.
 
     A sum, not a mean: the caller divides by the token count of the whole optimizer step, so that
-    micro-batches and processes of unequal length weigh every token the same.
+    every token has the same weight in micro-batches and processes of unequal length.
     """
     return -logprobs.sum()
 
@@ -31,12 +31,12 @@ def learn(
     """Take one optimizer step on this process's micro-batches, and log it.
 
     Args:
-        passes: over the model.
+        passes: passes over the model.
         batches: micro-batches of this process.
         run: logs the step.
-        step: its number.
-        tokens: of the step's rows, over all processes.
-        targets: those whose prediction is learned.
+        step: number of the step.
+        tokens: tokens of the step's rows, over all processes.
+        targets: number of tokens in the loss.
     """
     engine, targets = passes.engine, max(1, targets)
     losses = passes.learn(
@@ -70,7 +70,7 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
 
 
 def export_best(training: Training[Any, Any, Any]) -> tuple[float, int]:
-    """Export the best weights, or the last if none are kept; return (perplexity, step)."""
+    """Export the best weights, or the last if no best are kept; return (perplexity, step)."""
     best = training.best
     restored = best.restore()
     training.export()

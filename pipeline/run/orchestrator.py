@@ -44,12 +44,11 @@ from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 
 def run_plan(plan: Plan) -> None:
-    """Run the steps one after the other, each in separate processes.
+    """Run the steps one after another, each in separate processes.
 
     Raises:
-        SystemExit: a step failed; 2 where it found wrong input, 75 where a scheduler stopped it,
-            80 where training diverged, else 1. Methods that run with the one that failed are
-            done before.
+        SystemExit: a step failed; with code 2 for wrong input, 75 if a scheduler stopped it, 80 if
+            training diverged, else 1. Other methods of the run are completed first.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
     from pipeline.report.page import write_report
@@ -90,14 +89,14 @@ def run_plan(plan: Plan) -> None:
 
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:
-    """Whether a step resumes from its checkpoint: not if an earlier step retrains its model."""
+    """Whether a step resumes from its checkpoint; not if an earlier step retrains its model."""
     if not plan.request.resume or any(each.number < stage.number for each in plan.unfinished):
         return False
     return can_go_on(plan.request.output_dir, stage.name)
 
 
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
-    """`train.py`: make the plan, then print it or run it."""
+    """Run `train.py`: make the plan, then print or run it."""
     given, argv = argv, with_last_options(argv)
     plan = make_plan(argv, stages)
     if len(argv) > len(given):
@@ -139,10 +138,10 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
 
 def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
-    """Run the step's processes; while memory runs out, again with half as much at once.
+    """Run the step's processes; while memory runs out, retry with half as much at once.
 
-    From its newest checkpoint on: the mathematics is the same, and nothing is left of the state
-    that ran out of memory.
+    Retries start from the newest checkpoint: the mathematics is the same, and nothing remains of
+    the state that ran out of memory.
     """
     config = plan.configs[stage.name]
     command = plan.command(stage)
@@ -170,7 +169,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
 
 
 def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
-    """Exit code of a failed step, after reporting it; 0 if the step is done.
+    """Report a failed step and return its exit code; 0 if the step is done.
 
     Raises:
         SystemExit, KeyboardInterrupt: the step was interrupted.
@@ -216,7 +215,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
 
 
 def _closing_table(plan: Plan) -> Iterator[str]:
-    """Results of the steps, and the locations of the outputs."""
+    """A table of the steps' results, and the locations of the outputs."""
     from pipeline.report.findings import findings
     from pipeline.report.methods import compare_methods, table
     from pipeline.report.results import model_directory, model_to_talk_to, read_results
@@ -247,6 +246,6 @@ def _closing_table(plan: Plan) -> Iterator[str]:
 
 
 def _numbers(values: Mapping[str, object]) -> str:
-    """The first few numbers of an evaluation; summary.json has all of them."""
+    """The first few numbers of an evaluation; summary.json has all."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     return "  ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:4])

@@ -1,4 +1,4 @@
-"""One training run of one step: its directory, files and log. The loop belongs to the step."""
+"""One training run of one step: directory, files and log. The loop belongs to the step."""
 
 import hashlib
 import json
@@ -41,12 +41,12 @@ Sink = tuple[Callable[[int, Mapping[str, int | float]], object], Callable[[], ob
 
 
 class Run:
-    """Context manager around a step's loop; the main process alone writes, others are silent.
+    """Context manager around a step's loop; only the main process writes.
 
     On entry: creates the directory and locks it, refuses to overwrite the checkpoints of an
     unfinished run, writes the resolved settings to `config.yaml`, removes the results of an earlier
     run, and starts a fresh `metrics.jsonl`; when resuming, `load_state_dict` truncates it to the
-    checkpoint instead. On exit, including by Ctrl-C, every file holds whole lines only.
+    checkpoint instead. On exit, including by Ctrl-C, every file ends with a complete line.
     """
 
     def __init__(self, config: StepConfig, *, name: str, total_steps: int, mesh: Mesh) -> None:
@@ -121,7 +121,7 @@ class Run:
         """Refuse to overwrite the checkpoints of an unfinished run.
 
         Raises:
-            ConfigError: there are some, and `resume` is off.
+            ConfigError: there are such checkpoints, and `resume` is off.
         """
         unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
         if not self.config.resume and unfinished and steps_in(self.path(CHECKPOINTS)):
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds since entry, plus those of the runs that this one continues."""
+        """Seconds since entry, plus those of the runs that this one resumes."""
         return self._seconds_before + time.perf_counter() - self._start
 
     def path(self, name: str) -> Path:
@@ -141,16 +141,16 @@ class Run:
         return self.config.output_dir / name
 
     def discard(self, name: str) -> None:
-        """Remove `<output_dir>/<name>` of an earlier run, which this one doesn't write."""
+        """Remove an earlier run's `<output_dir>/<name>`, which this run doesn't write."""
         if self.mesh.is_main:
             shutil.rmtree(self.path(name), ignore_errors=True)
 
     def log(self, step: int, /, *, tokens: int = 0, **metrics: int | float) -> None:
-        """Record that `step` optimizer steps are done, the last one over `tokens` tokens.
+        """Record that `step` optimizer steps are done, the last one with `tokens` tokens.
 
-        Call it after every step: each moves the progress bar; every `config.log_every`-th and the
-        last one become a line of metrics.jsonl, with `tokens_per_second` since the line before,
-        evaluations not counted, and `memory_gb` of the largest process. All processes call it.
+        Call it after every step: it updates the progress bar, and for every `config.log_every`-th
+        step and the last writes a line of metrics.jsonl, with `tokens_per_second` since the
+        previous line, excluding evaluations, and `memory_gb` of the largest process. A collective.
         """
         now = time.perf_counter()
         self._seconds_trained += now - self._step_end
@@ -180,9 +180,9 @@ class Run:
         *,
         details: Mapping[str, object] | None = None,
     ) -> None:
-        """Record an evaluation after `step` optimizer steps, under names that begin `eval_`.
+        """Record an evaluation after `step` optimizer steps, under names starting with `eval_`.
 
-        `details` are what else its line has, for the report alone.
+        `details` are further fields of the line, used only by the report.
         """
         # The time since the last step went into the evaluation (before step 1: and into loading).
         self._step_end = time.perf_counter()
@@ -200,10 +200,10 @@ class Run:
             self._write(step, {}, {name: details})
 
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
-        """Write result.json, whole or not at all, after everything else: the step is finished.
+        """Write result.json atomically, after everything else: the step is finished.
 
-        It holds seconds, steps, tokens, how the processes were divided (`mesh`), `eval`, `extra`,
-        and the settings that differ from the defaults.
+        It has seconds, steps, tokens, the division of the processes (`mesh`), `eval`, `extra`, and
+        the settings that differ from the defaults.
         """
         if self._metrics is None:
             return
@@ -221,13 +221,13 @@ class Run:
         replace_durably(self.path("result.json"), text.encode())
 
     def note_divergence(self, sentence: str) -> None:
-        """Record that the run diverged, with the reason, instead of a result."""
+        """Record, instead of a result, that the run diverged and why."""
         if self.is_main:
             note = {"step": self.step, "sentence": sentence}
             self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a resumed run; from the main process, which writes the files."""
+        """State for resuming, from the main process, which writes the files."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -238,7 +238,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another run's state; lines that were logged later are removed."""
+        """Continue from another run's state; lines logged later are removed."""
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = state["seconds"] - (time.perf_counter() - self._start)
         self._seconds_trained = state["seconds_trained"]
@@ -248,7 +248,7 @@ class Run:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 
     def begin(self) -> None:
-        """Discard the log of an earlier run, if there is no state to resume from."""
+        """Discard the log of an earlier run if there is no state to resume from."""
         if self._metrics is not None:
             self._metrics.truncate(0)
 
@@ -270,7 +270,7 @@ class Run:
 def changed_settings(config: StepConfig) -> dict[str, object]:
     """Dotted names and values of the settings that differ from the step's defaults.
 
-    Those of models that the step does not load are left out.
+    Settings of models that the step does not load are omitted.
     """
     defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
     unused = config.unused_roles
@@ -283,7 +283,7 @@ def changed_settings(config: StepConfig) -> dict[str, object]:
 
 
 def _finite(value: object) -> object:
-    """`value` with NaN and infinities as None, which JSON has."""
+    """`value` with NaN and infinities replaced by None, because JSON lacks them."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -294,11 +294,11 @@ def _finite(value: object) -> object:
 
 
 def training_at(path: str) -> str | None:
-    """Id of the training whose result is next to the model at `path`; None if there is none.
+    """Id of the training that produced the model at `path`; None if there is no result next to it.
 
-    It follows from steps, tokens and figures. Figures on held-out rows have all their digits: only
-    the same weights have the same ones. Time and settings don't count, so that a training that was
-    repeated bit for bit is the same.
+    It depends on steps, tokens and figures. Figures on held-out rows have full precision, so only
+    equal weights have equal figures. Time and settings don't count, so a bitwise repetition of a
+    training has the same id.
     """
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
@@ -361,7 +361,7 @@ class Trackers:
 def open_trackers(
     names: Sequence[Tracker], *, directory: Path, run_name: str, settings: Mapping[str, object]
 ) -> Trackers:
-    """The sinks called `names`, without those that can't be opened, which are logged."""
+    """Open the sinks called `names`; those that fail are logged and skipped."""
     sinks: dict[str, Sink] = {}
     for name in names:
         try:

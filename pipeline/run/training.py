@@ -50,7 +50,7 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
         argv: the command line.
 
     Raises:
-        ConfigError: a setting can't be used, or the step needs more memory than there is.
+        ConfigError: a setting can't be used, or the step needs more memory than is available.
     """
     config = parse_step(config_class, argv)
     use_expandable_segments()
@@ -82,7 +82,7 @@ R = TypeVar("R")
 
 
 class _Source(Protocol):
-    """Rows, and the order in which a step learns from them."""
+    """Rows, and the order in which a step trains on them."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
@@ -101,7 +101,7 @@ S = TypeVar("S", bound=_Source)
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a step, and the order in which it learns from them."""
+    """The rows of a step, and the order in which it trains on them."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
@@ -134,9 +134,9 @@ def load_rows(
     step: int,
     sift: Callable[[StageData, ChatFormat], StageData] | None = None,
 ) -> Rows:
-    """Read the step's rows, and the tokenizer of the model that learns from them.
+    """Read the step's rows, and the tokenizer of the model it trains.
 
-    `sift` takes out rows before they are ordered.
+    `sift` filters rows before they are ordered.
 
     Raises:
         DataError: as `pipeline.data.sharing.steps.load_step_rows`.
@@ -181,15 +181,15 @@ class Training(Generic[C, R, S]):
 
 
 def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> int:
-    """Steps between evaluations; the last step is evaluated in any case.
+    """Steps between evaluations; the last step is always evaluated.
 
-    It follows from settings and rows alone, never from a clock: which weights are the best must not
-    depend on how fast a machine is.
+    It depends only on settings and rows, never on a clock: the choice of the best weights must not
+    depend on the speed of the machine.
 
     Args:
-        every: the setting `eval_every`: a number of steps, 0 for the last step alone, None to
-            choose.
-        total_steps: of the run.
+        every: the setting `eval_every`: a number of steps, 0 for the last step only, None for the
+            default.
+        total_steps: number of steps of the run.
         cost: work of one evaluation, in training steps.
     """
     if every == 0:
@@ -221,7 +221,7 @@ def set_up(
 ) -> Training[C, R, S]:
     """Record the step's prompts, set the evaluation interval, and with `resume` load the state.
 
-    `guards`, if any, are part of that state. `passes` is given if the model is a pipeline stage.
+    The state includes `guards`, if any. `passes` is given if the model is a pipeline stage.
     """
     if rows.prompts is not None:
         record_prompts(rows.prompts, config)
@@ -240,10 +240,10 @@ def set_up(
 
 
 def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> None:
-    """Log how many of a step's training and evaluation rows are cut.
+    """Log how many of a step's training and evaluation rows are truncated.
 
     Raises:
-        DataError: nothing is left to train on, or to evaluate.
+        DataError: nothing is left to train on or to evaluate.
     """
     require_learnable(data.train, data.eval, how, config.data)
     for name, examples in (("training", data.train), ("evaluation", data.eval)):
@@ -253,13 +253,13 @@ def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> No
 def local_parts(
     lengths: Sequence[int], config: StepConfig, model: TrainedModelConfig, *, sequences: int = 1
 ) -> list[list[int]]:
-    """Return the micro-batches of a global batch that this process computes, as row numbers.
+    """Return the row numbers of this process's micro-batches in a global batch.
 
     Args:
         lengths: tokens of each row.
         config: settings of the step.
-        model: settings of the model that learns; with its deterministic reduction the micro-batches
-            are the same for any number of processes.
+        model: settings of the trained model; with its deterministic reduction the micro-batches are
+            the same for any number of processes.
         sequences: sequences of `data.max_length` in a row.
     """
     deterministic = model.zero.reduction == "deterministic"
@@ -281,16 +281,17 @@ def local_parts(
 def keeping_best(
     run: Run, best: BestWeights, export: Callable[[], object], **trained: TrainedModelConfig
 ) -> Iterator[None]:
-    """Around a step's loop: where it diverges, export the best weights before the run ends.
+    """Context around a step's loop: if training diverges, export the best weights first.
 
     Args:
-        run: of the step; it notes that it diverged.
+        run: the step's run, which records the divergence.
         best: the weights to keep.
-        export: writes the model to its place; all processes call it.
-        trained: settings of the model by their name, for the sentence, which says the rate.
+        export: writes the model to the output directory; a collective.
+        trained: settings of the models by name, for the learning rate in the message.
 
     Raises:
-        DivergedError: what went wrong and when, what is kept, what to do.
+        DivergedError: training diverged; the message says what happened, what is kept and what to
+            do.
     """
     try:
         yield

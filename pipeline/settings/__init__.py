@@ -1,1 +1,1 @@
-"""Dataclasses of settings, filled from files and the command line."""
+"""Dataclasses of settings, populated from files and the command line."""

@@ -40,7 +40,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one place, nested as in the dataclass; later layers win."""
+    """Settings from one source, nested like the dataclass; later layers win."""
 
     settings: Mapping[str, Any]
 
@@ -58,16 +58,16 @@ def build_config(
     *,
     section: str = "",
 ) -> C:
-    """An instance of the dataclass `config_class`, with types and ranges checked.
+    """Build an instance of the dataclass `config_class`, with types and ranges checked.
 
     Args:
         config_class: a frozen dataclass; its fields may be dataclasses.
-        layers: settings in order of rising precedence.
-        overrides: dotted names and their words from the command line; these win.
+        layers: settings in order of increasing precedence.
+        overrides: dotted names and their values from the command line; these win.
         section: the prefix of names in messages, such as "sft.".
 
     Raises:
-        ConfigError: an unknown setting, a wrong type, a value out of range, a contradiction.
+        ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
     """
     merged = merge(config_class, layers, overrides, section=section)
     try:
@@ -78,7 +78,7 @@ def build_config(
 
 
 def typed_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The value of a setting among merged ones, else its default; only its type is checked.
+    """The value of a setting in the merged layers, else its default; only its type is checked.
 
     Raises:
         ConfigError: it has the wrong type.
@@ -93,9 +93,9 @@ def typed_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any
 def method_layer(
     config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
 ) -> Layer:
-    """The row of `METHODS` of a dataclass that the setting `method` names; empty without a name.
+    """The row of a dataclass's `METHODS` that the setting `method` names; empty without a name.
 
-    A name that no row has gives an empty layer, and an error where the settings are built.
+    An unknown name gives an empty layer, and an error when the settings are built.
     """
     named = [layer.settings["method"] for layer in layers if "method" in layer.settings]
     named += [words[0] for name, words in overrides if name == "method" and words]
@@ -110,10 +110,10 @@ def merge(
     *,
     section: str = "",
 ) -> dict[str, Any]:
-    """The layers and the options in one nested dictionary; sections merge, other values replace.
+    """Merge layers and options into one nested dictionary; sections merge, other values replace.
 
     Raises:
-        ConfigError: an unknown setting, or one whose words are no value.
+        ConfigError: a setting is unknown or its value can't be parsed.
     """
 
     def lay(
@@ -150,7 +150,7 @@ def merge(
 
 
 def get_type(config_class: type, name: str) -> object:
-    """The type of the setting `name`; None where there is no such setting."""
+    """The type of the setting `name`; None if there is no such setting."""
     head, _, rest = name.partition(".")
     kind = list_kinds(config_class).get(head)
     if kind is None or not rest:
@@ -175,7 +175,7 @@ def _opened(value: object) -> dict[str, Any]:
 
 
 def _value_in(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The value of a setting among merged ones, or else its default."""
+    """The value of a setting in the merged layers, or else its default."""
     head, _, rest = name.partition(".")
     value = merged[head] if head in merged else get_default(config_class, head)
     inner = section_class(list_kinds(config_class)[head])
@@ -183,7 +183,7 @@ def _value_in(config_class: type, merged: Mapping[str, Any], name: str) -> Any: 
 
 
 def _normalized(kind: object, value: object, name: str, place: str) -> object:
-    """A value of a file converted to its type: one item to a list, a date to text."""
+    """A value from a file converted to its type: one item to a list, a date to text."""
     item = items_class(kind)
     if item is not None and value is not None:
         found = list_of_word(item, value)
@@ -194,7 +194,7 @@ def _normalized(kind: object, value: object, name: str, place: str) -> object:
 
 
 def _checked_items(item_class: type, value: object, name: str, place: str) -> object:
-    """`value`, a list of settings of `item_class`, with checked names."""
+    """Check the names in `value`, a list of settings of `item_class`, and return it."""
     for item in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(item, Mapping) and not is_dataclass(item):
             words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
@@ -230,7 +230,7 @@ def _value_of_words(kind: object, words: list[str], option: str) -> object:
 
 
 def _one_value(kind: object, words: list[str], option: str) -> object:
-    """The only word after an option as a value."""
+    """The value of the single word after an option."""
     if len(words) != 1:
         got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
         raise ConfigError(f"{option} takes one value, {got}")
@@ -242,7 +242,7 @@ def _one_value(kind: object, words: list[str], option: str) -> object:
 
 
 def _from_yaml(text: str) -> object:
-    """The value of JSON, or YAML as in settings files; else the text itself."""
+    """The value of JSON, or YAML as in settings files; otherwise the text itself."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -250,7 +250,7 @@ def _from_yaml(text: str) -> object:
 
 
 def _items(kind: object, words: Sequence[str]) -> list[Any]:
-    """The items of a list setting; numbers may be joined by commas: "2,4,4"."""
+    """The items of a list setting; numbers may be separated by commas: "2,4,4"."""
     first = typing.get_args(kind)[0]
     if first is str:
         return list(words)
@@ -320,7 +320,7 @@ def _in_words(kind: object) -> str:
 
 
 def _with_path(sentence: str, path: str, names: Mapping[str, object]) -> str:
-    """`sentence` with its first word, a setting's name, spelled with the full path.
+    """`sentence` with its first word, a setting's name, expanded to the full path.
 
     "optim.lr must be ..." raised inside `actor.optim` becomes "actor.optim.lr must be ...".
     """
@@ -349,7 +349,7 @@ def _with_file(
 
 
 def _has(settings: Mapping[str, Any], name: str) -> bool:
-    """Whether the setting of this dotted name, or a part of it, is among nested settings."""
+    """Whether the nested settings have this dotted name, or a part of it."""
     head, _, rest = name.partition(".")
     if head not in settings or not rest:
         return head in settings
@@ -366,7 +366,7 @@ def _unknown(config_class: type, name: str, *, section: str, place: str) -> Conf
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate names in a section."""
+    """YAML loader that rejects duplicate names in a section."""
 
     def construct_mapping(
         self,
@@ -386,11 +386,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_settings(path: Path) -> Layer:
-    """The settings in a file, nested as in the file; an empty file has none.
+    """Read the settings in a file, nested as in the file; an empty file has none.
 
     Raises:
-        ConfigError: no such file, not UTF-8, not YAML, a name twice, or not a mapping of names to
-            values; the sentence names the file and, where there is one, the line.
+        ConfigError: the file doesn't exist, is not UTF-8 or YAML, has a duplicate name, or is not a
+            mapping of names to values; the message names the file and the line, if there is one.
     """
     try:
         settings = yaml.load(path.read_bytes().decode("utf-8-sig"), _Loader)

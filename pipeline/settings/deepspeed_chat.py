@@ -1,9 +1,9 @@
 """Options of DeepSpeed-Chat's scripts and their counterparts.
 
-They are those of its steps' `main.py`, step 2 by DPO included. They are refused, in a sentence that
-says what to pass instead. `docs/deepspeed_chat.md` shows this table, in which STEP stands for
-`sft`, `reward`, `ppo` and `preference`, and MODEL for `sft.model`, `reward.model`, `ppo.actor`,
-`ppo.critic` and `preference.model`.
+The options are those of its steps' `main.py`, including step 2 by DPO. They are refused with a
+message that says what to pass instead. `docs/deepspeed_chat.md` shows this table, in which STEP
+stands for `sft`, `reward`, `ppo` and `preference`, and MODEL for `sft.model`, `reward.model`,
+`ppo.actor`, `ppo.critic` and `preference.model`.
 """
 
 _EOT = "--format or --STEP.data.format, which has an end of turns"
@@ -97,6 +97,6 @@ COUNTERPARTS = {
 
 
 def deepspeed_chat_hint(name: str) -> str | None:
-    """The end of a sentence on an option of DeepSpeed-Chat; None where it has no such option."""
+    """The end of a message on an option of DeepSpeed-Chat; None if it has no such option."""
     here = COUNTERPARTS.get(name.replace("-", "_"))
     return None if here is None else f"in place of DeepSpeed-Chat's pass {here}"

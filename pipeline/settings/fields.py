@@ -33,10 +33,9 @@ class Setting:
 def list_settings(
     config_class: type, prefix: str = "", instance: object = None
 ) -> Iterator[Setting]:
-    """All settings of a dataclass, in the order of its definition.
+    """All settings of a dataclass, in order of definition.
 
-    Defaults are read from `instance` where one is given: a section's default may differ from what
-    the section's class says.
+    Defaults are read from `instance` if given: a section's default may differ from its class's.
     """
     hints = typing.get_type_hints(config_class)
     descriptions = _descriptions(config_class)
@@ -51,19 +50,19 @@ def list_settings(
 
 
 def list_fields(config_class: type) -> list[dataclasses.Field[Any]]:
-    """The fields that can be set: a class may fix some that its base has (`init=False`)."""
+    """The fields that can be set: a class may fix some fields of its base (`init=False`)."""
     return [field for field in dataclasses.fields(config_class) if field.init]
 
 
 @functools.cache
 def list_kinds(config_class: type) -> Mapping[str, object]:
-    """The types of the fields that can be set, by name."""
+    """The types, by name, of the fields that can be set."""
     hints = typing.get_type_hints(config_class)
     return {field.name: hints[field.name] for field in list_fields(config_class)}
 
 
 def get_default(config_class: type, name: str) -> object:
-    """The default of a field; None where it has none."""
+    """The default of a field; None if it has none."""
     field = next(each for each in list_fields(config_class) if each.name == name)
     default = _default(field)
     return None if default is dataclasses.MISSING else default
@@ -72,7 +71,7 @@ def get_default(config_class: type, name: str) -> object:
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """The sections of a dataclass of settings, with their descriptions.
 
-    A section without a docstring has that of its class.
+    A section without a docstring gets its class's.
     """
     descriptions = _descriptions(config_class)
     for name, kind in list_kinds(config_class).items():
@@ -87,7 +86,7 @@ def did_you_mean(
 ) -> str:
     """The end of an error message: up to two settings with the same last word or similar names.
 
-    Without any it refers to `--help`, which lists `what`. `spelled` gives the spelling of a name.
+    If there are none, it refers to `--help`, which lists `what`. `spelled` spells a name.
     """
     names = [setting.name for setting in settings]
     last = name.rpartition(".")[2]
@@ -118,7 +117,7 @@ def items_class(kind: object) -> type | None:
 
 
 def list_of_word(item_class: type, word: object) -> list[Mapping[str, Any]] | None:
-    """The list for a word in `WORDS` of the items' class; None for other words."""
+    """The list for a word in the item class's `WORDS`; None for other words."""
     words: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "WORDS", {})
     return list(words[word]) if isinstance(word, str) and word in words else None
 
@@ -153,7 +152,7 @@ Option = tuple[str, list[str]]
 
 
 def plain(value: object) -> Any:  # noqa: ANN401
-    """Dataclasses, tuples and paths as YAML's mappings, lists and strings."""
+    """Convert dataclasses, tuples and paths to YAML's mappings, lists and strings."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in list_fields(type(value))}
     if isinstance(value, Path):
@@ -166,12 +165,12 @@ def plain(value: object) -> Any:  # noqa: ANN401
 
 
 def config_yaml(config: object) -> str:
-    """The settings as YAML that `--config` reads back to an equal dataclass."""
+    """The settings as YAML, which `--config` reads back to an equal dataclass."""
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
 def read_recorded(directory: Path) -> dict[str, Any]:
-    """The settings in a step's config.yaml; empty where they can't be read."""
+    """The settings in a step's config.yaml; empty if they can't be read."""
     try:
         settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -180,9 +179,9 @@ def read_recorded(directory: Path) -> dict[str, Any]:
 
 
 def as_options(config: object) -> list[Option]:
-    """The settings that differ from their defaults, as the command line takes them.
+    """Settings that differ from their defaults, as command-line options.
 
-    An empty command line with these options gives an equal dataclass.
+    Parsing only these options gives an equal dataclass.
     """
     hints = {each.name: each.kind for each in list_settings(type(config))}
     # Of a method the row's settings are the usual ones.
@@ -215,7 +214,7 @@ def _given(item: Mapping[str, Any], item_class: type) -> dict[str, Any]:
 
 
 def _are_words(value: object) -> bool:
-    """Whether a list of text can stand on the command line as it is, and is not taken for JSON."""
+    """Whether a list of text can be given as words on the command line, not read as JSON."""
     if not isinstance(value, list) or not value:
         return False
     return not str(value[0]).startswith(("[", "{", "-"))
@@ -245,9 +244,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's settings by dotted name, with paths next to its directory written relative to it.
+    """A step's settings by dotted name; paths next to its directory are relative to it.
 
-    So a run that was moved, or is now named by another path, is still the same run.
+    So a run that was moved or is given by another path is still the same run.
     """
     root = Path(str(settings.get("output_dir", ""))).parent
 

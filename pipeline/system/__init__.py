@@ -1,1 +1,1 @@
-"""Settings of the process and of the machine: threads, memory, rounding, random numbers."""
+"""Settings of the process and the machine: threads, memory, rounding, random numbers."""

@@ -1,4 +1,4 @@
-"""Errors that a user can fix: one sentence that names the thing and the fix."""
+"""Errors that a user can fix: one sentence that names the problem and the fix."""
 
 import difflib
 import errno
@@ -30,7 +30,7 @@ class DataError(UserError, ValueError):
 
 
 class ModelError(UserError, ValueError):
-    """A model or tokenizer directory can't be used."""
+    """A model or tokenizer can't be used."""
 
 
 class CheckpointError(UserError):
@@ -38,7 +38,7 @@ class CheckpointError(UserError):
 
 
 class OffloadError(UserError):
-    """A disk with offloaded tensors failed."""
+    """A disk for offloaded tensors failed."""
 
 
 class KernelError(UserError):
@@ -48,16 +48,16 @@ class KernelError(UserError):
 class DivergedError(RuntimeError):
     """Training diverged permanently: one sentence, exit code 80, no traceback.
 
-    All processes raise it at the same point, since what tells it are sums over all of them.
+    All processes raise it at the same point, since they detect it by sums over all processes.
     """
 
 
 class JobFailed(SystemExit):
-    """A job of several processes has failed, and has printed why."""
+    """A job of several processes failed, and the reason was printed."""
 
 
 def exit_code(error: BaseException) -> int:
-    """Exit code of a command, and of all processes of a job, after this error in one of them."""
+    """Exit code of a command, and of all processes of a job, after this error."""
     if isinstance(error, UserError):
         return EXIT_USER_ERROR
     if isinstance(error, DivergedError):
@@ -81,7 +81,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: a similar name, or all known names."""
+    """The end of a message about an unknown name: a similar name, or all known names."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:

@@ -1,7 +1,7 @@
-"""The Hugging Face Hub: files in this machine's cache, and whether it can be reached.
+"""The Hugging Face Hub: cached files on this machine, and whether the Hub can be reached.
 
-The Hub's own client tries an address that doesn't answer six times for every file, for half a
-minute each: a mistyped directory on a machine without a network would take minutes to be named.
+The Hub's client tries an unreachable address six times per file, for half a minute each, so without
+a network an error about a mistyped directory would take minutes.
 """
 
 import os
@@ -16,7 +16,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 def cached_file(name: str, file: str) -> str | None:
-    """The cached path of a file of the model `name`; None where it was not downloaded."""
+    """The cached path of a file of the model `name`; None if it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -28,9 +28,9 @@ def cached_file(name: str, file: str) -> str | None:
 
 
 def why_unreachable() -> str | None:
-    """Reason why the Hub can't be used; None if it responds, or if only its client can tell.
+    """The reason why the Hub can't be used; None if it responds, or if only its client can tell.
 
-    That is so behind a proxy, and where the user has set the client to stay offline.
+    The latter holds behind a proxy, or if the user has set the client to offline mode.
     """
     if any(os.environ.get(name) for name in PROXIES) or os.environ.get("HF_HUB_OFFLINE"):
         return None
@@ -47,12 +47,12 @@ def require_reachable(sentence: str, error: type[UserError], *, instead: str) ->
     """Raise an error if the Hub can't be used.
 
     Args:
-        sentence: what was not found on this machine.
-        error: the kind of error to raise.
-        instead: what the user may give in place of a name on the Hub.
+        sentence: sentence that says what was not found on this machine.
+        error: type of error to raise.
+        instead: what the user may pass instead of a Hub name.
 
     Raises:
-        UserError: of that kind; why the Hub can't be used, and what to do.
+        UserError: of that type; the message has the reason and the fix.
     """
     reason = why_unreachable()
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Place of the code, in a checkout or an installed package, and names of its commands."""
+"""Location of the code, in a checkout or an installed package, and names of its commands."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ MODULE = "python -m rlhf_pipeline" if IS_INSTALLED else "python -m"
 
 
 def find_preset(path: Path) -> Path:
-    """The file of settings at `path`, or else the built-in preset of that name.
+    """The settings file at `path`, or else the built-in preset with that name.
 
     So `--config configs/opt-1.3b.yaml` and `opt-1.3b.yaml` work in any directory.
     """

@@ -1,4 +1,4 @@
-"""The log, one line a message on standard error, and the progress of a step."""
+"""The log, one line per message on standard error, and the progress of a step."""
 
 import logging
 import math
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def configure_logging(*, is_main: bool) -> None:
-    """Log one line a message, `HH:MM:SS message`, to standard error.
+    """Log one line per message, `HH:MM:SS message`, to standard error.
 
-    Rank 0 shows our messages and the warnings of libraries; other ranks show errors only.
+    Rank 0 shows our messages and warnings of libraries; other ranks show only errors.
     """
     import transformers
 
@@ -79,7 +79,7 @@ class Progress:
         self._bar = bar
 
     def update(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> None:
-        """`step` of `total_steps` are done, after `seconds` of training."""
+        """Record that `step` of `total_steps` are done, after `seconds` of training."""
         status = self.status(step, metrics, seconds=seconds)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
@@ -87,7 +87,7 @@ class Progress:
             logger.info("%s step %d/%d  %s", self.name, step, self.total_steps, status)
 
     def stop(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it visible."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -113,14 +113,14 @@ def reported(items: Sequence[T], name: str, *, every: float = 30.0) -> Iterator[
 
 
 def duration(seconds: int | float) -> str:
-    """Seconds as `m:ss`, or `h:mm:ss` from an hour on."""
+    """Seconds formatted as `m:ss`, or `h:mm:ss` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Clock:
-    """Seconds of the phases of a step."""
+    """Times the phases of a step."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -128,7 +128,7 @@ class Clock:
         """Seconds by phase."""
 
     def end(self, phase: str) -> None:
-        """End a phase, which began at the end of the previous one."""
+        """End a phase, which started at the end of the previous one."""
         now = time.perf_counter()
         self.seconds[phase] = now - self._last
         self._last = now

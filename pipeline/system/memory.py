@@ -1,4 +1,4 @@
-"""Available main memory, within the limits of containers."""
+"""Available main memory, within container limits."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,24 +13,24 @@ LIMITS = (
 
 
 def available_bytes(groups: Sequence[Path] | None = None) -> int:
-    """Main memory that can be allocated: that of the system, within the limits of containers.
+    """Main memory that can be allocated: the system's, within container limits.
 
     Args:
-        groups: directories of the control groups that may limit this process; by default its group
-            and those around it.
+        groups: directories of the control groups that may limit this process; by default its own
+            group and its parents.
     """
     found = [_room_in(group) for group in (own_groups() if groups is None else groups)]
     return min([psutil.virtual_memory().available, *(room for room in found if room is not None)])
 
 
 def count_memory_kills() -> int:
-    """Processes that the kernel has killed as the system, or a container, had no memory left."""
+    """Number of processes killed by the kernel because the system or a container lacked memory."""
     counters = (line.partition(" ") for line in _read(Path("/proc/vmstat")).splitlines())
     return next((int(value) for name, _, value in counters if name == "oom_kill"), 0)
 
 
 def own_groups() -> list[Path]:
-    """The control groups of this process, the innermost first, in versions 1 and 2."""
+    """The control groups of this process, innermost first, of versions 1 and 2."""
     groups: list[Path] = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, kinds, path = line.split(":", 2)
@@ -42,7 +42,7 @@ def own_groups() -> list[Path]:
 
 
 def _room_in(group: Path) -> int | None:
-    """Bytes left below a control group's limit; None without a limit."""
+    """Bytes left below a control group's limit; None if it has no limit."""
     for most, used in LIMITS:
         limit, usage = _read(group / most), _read(group / used)
         if limit.isdigit() and usage.isdigit():

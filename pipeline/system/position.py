@@ -1,4 +1,4 @@
-"""Position of this process: collectives that it has reached, and time spent waiting in them."""
+"""Position of this process: the collectives it has reached, and its time waiting in them."""
 
 import time
 import zlib
@@ -18,7 +18,7 @@ class DesyncError(RuntimeError):
 
 
 class Collective(NamedTuple):
-    """A collective that a process entered, as compared with the other processes."""
+    """A collective that a process entered, for comparison with other processes."""
 
     number: int
     kind: str
@@ -31,11 +31,10 @@ class Collective(NamedTuple):
 
 
 class Position:
-    """Counts the collectives of this process, and the seconds that it waited for the others.
+    """Counts this process's collectives, and the seconds it waited for other processes.
 
-    `enter_collective` stands before every collective of a training step and is written to cost as
-    much as an assignment or two; a thread of `pipeline.watchdog.process` reads the rest when it
-    likes.
+    `enter_collective` precedes every collective of a training step and costs no more than an
+    assignment or two; a thread of `pipeline.watchdog.process` reads the state at any time.
     """
 
     def __init__(self) -> None:
@@ -66,9 +65,9 @@ class Position:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = (), at: str = "") -> Iterator[None]:
-        """Count the time inside as waiting for these processes.
+        """Context whose time counts as waiting for these processes.
 
-        `at` says for what, where it is not a collective that this process has entered.
+        `at` describes the wait if it is not for a collective that this process has entered.
         """
         start = time.perf_counter()
         self.waits_for, self.waits_at = tuple(ranks), at  # no copy of what is a tuple
@@ -79,11 +78,11 @@ class Position:
             self._waited += time.perf_counter() - start
 
     def add_stall(self, begin: Any, end: Any) -> None:  # noqa: ANN401  # CUDA events
-        """Count the time between two events of a GPU's computing stream, once they have passed."""
+        """Count the time between two events of a GPU's compute stream, once they have passed."""
         self._stalls.append((begin, end))
 
     def waited(self) -> float:
-        """Seconds of waiting so far."""
+        """Total seconds of waiting."""
         while self._stalls and self._stalls[0][1].query():
             begin, end = self._stalls.popleft()
             self._waited += begin.elapsed_time(end) / 1000

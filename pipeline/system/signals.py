@@ -1,4 +1,4 @@
-"""Interruption by Ctrl-C or by a scheduler: finish the current step, save, exit."""
+"""Interruption by Ctrl-C or a scheduler: finish the current step, save, exit."""
 
 import os
 import signal
@@ -29,17 +29,17 @@ END = b"\0"
 
 
 class StopSignals:
-    """Context in which a signal to stop is noted in `received`, and a second Ctrl-C aborts.
+    """Context in which stop signals are recorded in `received`, and a second Ctrl-C aborts.
 
-    After a scheduler's signal more of them change nothing: SLURM sends SIGUSR1, and SIGTERM at the
-    end of its time, while the state is being saved. After a Ctrl-C any further signal aborts the
-    process, but for that of a closed terminal. Signals that this process's caller has it ignore, as
+    After a scheduler's signal, further ones have no effect: SLURM sends SIGUSR1, and SIGTERM at the
+    time limit, while the state is being saved. After a Ctrl-C any further signal aborts the
+    process, except that of a closed terminal. Signals that the caller has set to be ignored, as
     nohup does, stay ignored.
 
     Args:
-        tell: called with the first signal, and again, with `aborts=True`, just before the process
-            ends. From another thread and at once, also while the main thread waits within a
-            collective, where Python would not run a handler.
+        tell: called on the first signal, and again, with `aborts=True`, just before the process
+            ends. It is called immediately, from another thread, even while the main thread waits in
+            a collective, where Python would not run a handler.
     """
 
     def __init__(self, announce: Callable[..., None]) -> None:
@@ -77,11 +77,11 @@ class StopSignals:
         os.close(self._writing)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Handler in the main thread, which only notes the signal for the current step."""
+        """Handler in the main thread, which only records the signal for the current step."""
         self.received = self.received or signal.Signals(number)
 
     def _listen(self) -> None:
-        """Loop of another thread, which reads what the system writes for each signal."""
+        """Loop of another thread, which reads the signal numbers that the system writes."""
         while (number := os.read(self._reading, 1)) != END:
             if number[0] in self._before:
                 self._hear(signal.Signals(number[0]))
@@ -101,9 +101,9 @@ class StopSignals:
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Context of a wait in which Python runs no handler: Ctrl-C ends the process, as one in C.
+    """Context for a wait in which Python runs no handlers: Ctrl-C ends the process, as in C.
 
-    Else it would continue to wait for processes that the same Ctrl-C has ended.
+    Otherwise it would keep waiting for processes that the same Ctrl-C has ended.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -117,10 +117,10 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 class ExitOnSignal:
-    """Context in which a scheduler's signal ends the process in order, by EXIT_REQUEUE.
+    """Context in which a scheduler's signal exits with EXIT_REQUEUE.
 
-    Before the first step and after the last there is nothing to save. Ctrl-C does the same by
-    itself, as a KeyboardInterrupt. A signal that already has a handler keeps it.
+    Before the first step and after the last there is nothing to save. Ctrl-C raises a
+    KeyboardInterrupt as usual. A signal that already has a handler keeps it.
     """
 
     def __init__(self) -> None:

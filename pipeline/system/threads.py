@@ -1,4 +1,4 @@
-"""OpenMP's threads: how many compute, and how they wait for each other."""
+"""OpenMP's threads: how many there are, and how they wait for each other."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ BUSY_PERCENT = 25.0
 
 
 def set_compute_threads(number: int | None) -> None:
-    """Set the number of threads; None is RLHF_THREADS, or else PyTorch's default.
+    """Set the number of threads; None uses RLHF_THREADS, or else PyTorch's default.
 
     Raises:
         ConfigError: the number is not above 0.
@@ -36,11 +36,11 @@ def set_compute_threads(number: int | None) -> None:
 
 
 def shorten_spinning(environment: MutableMapping[str, str]) -> None:
-    """Shorten the time for which threads of GNU OpenMP spin while they wait for each other.
+    """Shorten the time that GNU OpenMP's threads spin while waiting for each other.
 
-    Its default, several milliseconds, makes passes of small models many times as slow where other
-    programs use the cores. A short spin still finds the threads awake for the next operator; where
-    other programs are busy now, threads sleep at once. The user's own settings stay.
+    The default, several milliseconds, makes passes of small models many times slower if other
+    programs use the cores. With a short spin the threads are still awake for the next operator; if
+    other programs are busy now, threads sleep immediately. The user's own settings are kept.
     """
     if not SPINNING.intersection(environment):
         busy = psutil.cpu_percent(interval=0.2)
@@ -48,6 +48,6 @@ def shorten_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def share_of_cores(processes: int) -> int:
-    """Cores for each of a number of processes on this machine, at least 1."""
+    """Number of cores for each of a number of processes on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)

@@ -16,13 +16,13 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Make freed GPU memory usable for requests of any size; call it before the first allocation.
+    """Let freed GPU memory serve requests of any size; call it before the first allocation.
 
     A step of RL alternates between training and generation, whose tensors have different sizes:
     segments of a fixed size would be fragmented.
 
     Returns:
-        False where the user has configured the allocator, which is left as it is.
+        False if the user has configured the allocator, which is then unchanged.
     """
     if any(name in environment for name in ALLOCATOR_SETTINGS):
         return False
@@ -34,12 +34,12 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
 
 @contextmanager
 def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
-    """Context with the rounding on GPUs that the settings define; CPUs are not affected.
+    """Context that applies the settings' GPU rounding; CPUs are not affected.
 
-    With `tf32` products of fp32 matrices have 10 bits of mantissa (Ampere and later). With
-    `deterministic` operators use kernels with a fixed order of additions, and cuBLAS the workspace
-    that this needs. Others warn; `pipeline.models.forward.attention` covers attention, whose
-    backward passes use such a kernel only if others are disallowed.
+    With `tf32`, products of fp32 matrices have 10 mantissa bits (Ampere and later). With
+    `deterministic`, operators use kernels with a fixed order of additions, and cuBLAS the workspace
+    that this needs. Other operators warn; `pipeline.models.forward.attention` handles attention,
+    whose backward pass uses such a kernel only if others are disallowed.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -65,7 +65,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """States of PyTorch's generators on CPU and GPU, Python's and NumPy's: 1-D tensors by name."""
+    """States of the generators of PyTorch (CPU and GPU), Python and NumPy: 1-D tensors by name."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -81,7 +81,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Restore the generators to the result of `random_state`."""
+    """Restore the generators from the result of `random_state`."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,1 +1,1 @@
-"""Monitoring of a job: positions of its processes, failures, losses, and slow ones."""
+"""Monitoring of a job: positions of its processes, failures, lost and slow processes."""

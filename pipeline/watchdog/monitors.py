@@ -44,7 +44,7 @@ class Stragglers:
         self._start, self._waited = time.perf_counter(), HERE.waited()
 
     def end_step(self, step: int) -> None:
-        """End a step. At the end of a window all processes compare, and the first one logs."""
+        """End a step. At the end of a window all processes compare times; the first one logs."""
         elapsed = time.perf_counter() - self._start
         self._seconds.append(max(0.0, elapsed - (HERE.waited() - self._waited)))
         if len(self._seconds) == WINDOW:
@@ -77,9 +77,9 @@ class Stragglers:
 
 
 def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
-    """Slowdown relative to the others' median, of each rank that is slow in nearly every step.
+    """Slowdown of each rank that is slow in nearly every step, relative to the others' median.
 
-    `seconds[r, s]`: how long rank r, of two or more, computed in step s.
+    `seconds[r, s]` is the compute time of rank r, of two or more, in step s.
     """
     slow: dict[int, float] = {}
     for rank in range(len(seconds)):
@@ -91,7 +91,7 @@ def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
 
 
 def peak_memory(world: Group) -> float:
-    """Memory in GB of the largest process; on a GPU, its peak. All processes call it."""
+    """Memory in GB of the largest process; on a GPU, its peak. A collective."""
     own = (
         torch.cuda.max_memory_allocated()
         if torch.cuda.is_available()

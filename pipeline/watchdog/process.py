@@ -1,10 +1,10 @@
 """Watches the processes of a job: reports which one failed, was lost, or hangs.
 
-A thread of each process reports its position about once a second in the store of the rendezvous,
-which torchrun's agent holds, so that it outlives the processes; another thread reads the reports of
-the others. A process that fails shows its error and reports it, and the others stop with one line
-that names it. A process that hangs is named, and all show their stacks. No process outlives the
-job: the thread ends a process that doesn't exit.
+A thread of each process writes its position about once a second to the rendezvous store, which
+torchrun's agent hosts, so that it outlives the processes; another thread reads the positions of the
+others. A process that fails prints and reports its error, and the others stop with one line that
+names it. If a process hangs, it is named, and all print their stacks. No process outlives the job:
+the thread ends a process that doesn't exit.
 """
 
 import faulthandler
@@ -78,7 +78,7 @@ PATIENCE = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job ends."""
+    """The reason why a job ends."""
 
     rank: int
     """The process that caused it."""
@@ -114,7 +114,7 @@ class Heartbeat(NamedTuple):
 
 
 class Notices:
-    """The notices of one job in the default store, by a separate connection."""
+    """The notices of one job in the default store, over a separate connection."""
 
     def __init__(self, job: str, world: Group) -> None:
         store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,7 +140,7 @@ class Notices:
         self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(sighting)))
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """The positions of these processes that the store has."""
+        """The positions of these processes in the store."""
         seen: dict[int, Heartbeat] = {}
         for rank in ranks:
             if (value := self._get(f"at/{rank}")) is not None:
@@ -164,7 +164,7 @@ class Notices:
 
 
 def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """The process that is furthest behind, if one that is ahead has waited for `timeout` seconds.
+    """The process that is furthest behind, if another one has waited for `timeout` seconds.
 
     Args:
         seen: positions of processes that enter the same collectives, by rank.
@@ -184,11 +184,11 @@ def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
 
 
 def find_hanging_stage(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """The process at the end of the chain of those that wait for each other in a pipeline.
+    """The last process in the chain of pipeline processes waiting for each other.
 
     Args:
         seen: positions of all processes, by rank.
-        timeout: seconds for which the first of the chain must have waited.
+        timeout: seconds that the first process of the chain must have waited.
     """
     stuck = {rank: each for rank, each in seen.items() if each.waits_for}
     first = max(stuck, key=lambda rank: stuck[rank].seconds, default=None)
@@ -221,10 +221,11 @@ def whereabouts(seen: Heartbeat) -> str:
 
 @contextmanager
 def watching(timeout_seconds: float) -> Iterator[None]:
-    """Watch the processes of the job, which all enter together.
+    """Watch the processes of the job, all of which must enter together.
 
     Raises:
-        JobFailed: an error that has been shown, or was the consequence of another process's.
+        JobFailed: an error occurred that has been printed, or is the consequence of another
+            process's.
     """
     watchdog = Watchdog(timeout_seconds)
     watchdog.start()
@@ -267,7 +268,7 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         # A collective that failed fails again where the engine cleans up; the first error counts.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
         on_main = threading.current_thread() is threading.main_thread()
@@ -277,7 +278,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the watchdog; the others no longer expect heartbeats of this process."""
+        """Stop the watchdog; the others no longer expect heartbeats from this process."""
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=LEAVING_SECONDS)
@@ -289,7 +290,7 @@ class Watchdog:
     # Reports of this process
 
     def fail(self, error: Exception) -> int:
-        """Show the error, or its cause in another process; return the exit code."""
+        """Print the error, or its cause in another process; return the exit code."""
         if _is_of_collectives(error):
             failure = _within(HEARING_SECONDS, self._cause) or self._find_left()
             if failure is None:
@@ -328,7 +329,7 @@ class Watchdog:
             _write(lines)
 
     def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle SIGTERM, which torchrun sends after a failure, and a scheduler at any time."""
+        """Handle SIGTERM, sent by torchrun after a failure, or by a scheduler at any time."""
         failure = self._cause()
         if failure is not None:
             self._speak(failure)
@@ -357,7 +358,7 @@ class Watchdog:
     # Reports of the others
 
     def _cause(self) -> Failure | None:
-        """The failure of the job: a reported one, or a lost process of this machine."""
+        """The failure of the job: a reported one, or a lost process on this machine."""
         failure = self.notices.failure()
         if failure is not None:
             return failure
@@ -374,7 +375,7 @@ class Watchdog:
         return None
 
     def _find_left(self) -> Failure | None:
-        """A process that ended normally while this one waited for it."""
+        """A process that exited normally while this one waited for it."""
         for rank, seen in self.notices.heartbeats(range(self.notices.world_size)).items():
             if seen.left:
                 what = f"rank {rank} left while rank {self.rank} waited for it at {HERE.last}"
@@ -431,7 +432,7 @@ class Watchdog:
                 return
 
     def _obey(self, failure: Failure) -> None:
-        """Print the reason, give the process time to end, then end it."""
+        """Print the reason, give the process time to exit, then end it."""
         if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # which all may be about to meet
             self._over.wait(TICK_SECONDS)
         self._speak(failure)
@@ -440,7 +441,7 @@ class Watchdog:
             os._exit(failure.code)
 
     def _arm(self) -> None:
-        """Arrange that the process prints its stacks and ends even if this thread stops."""
+        """Make sure that the process prints its stacks and ends even if this thread stops."""
         now = time.monotonic()
         if now - self._armed_at >= self.timeout / 8:
             self._armed_at = now
@@ -448,7 +449,7 @@ class Watchdog:
 
 
 def _within(seconds: float, look: Callable[[], Failure | None]) -> Failure | None:
-    """The first result of `look` within a number of seconds."""
+    """Call `look` until it returns a result, for at most a number of seconds."""
     deadline = time.monotonic() + seconds
     while (found := look()) is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -470,7 +471,7 @@ def _is_of_collectives(error: Exception) -> bool:
 
 
 def _summary(error: Exception) -> str:
-    """Kind and first line of an error."""
+    """Type and first line of an error."""
     first = " ".join(str(error).splitlines()[:1])
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -493,6 +494,6 @@ def _stacks() -> str:
 
 
 def _write(text: str) -> None:
-    """Write lines to standard error, in one piece."""
+    """Write lines to standard error in one call."""
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()

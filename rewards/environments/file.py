@@ -1,7 +1,7 @@
 """A user's environment, read from its file without running it.
 
-So a missing class or method is reported before any model is loaded. The text that was read is what
-runs: an edit of the file during a run changes nothing.
+So a missing class or method is reported before any model is loaded. The text that was read is also
+what runs: editing the file during a run has no effect.
 """
 
 import ast
@@ -39,10 +39,10 @@ class EnvironmentFile(UserFile):
 
 
 def read_environment(path: str) -> EnvironmentFile:
-    """The class that `path` names, FILE.py:CLASS or one of `BUILT_IN`.
+    """The class that `path` names, as FILE.py:CLASS or one of `BUILT_IN`.
 
     Raises:
-        ConfigError: no such file or class, no Python, or a class that lacks a method.
+        ConfigError: the file or class doesn't exist, is not Python, or lacks a method.
     """
     where = "ppo.environment"
     if ":" not in path:
@@ -86,14 +86,14 @@ def _columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
 
 
 def is_tool(name: str) -> bool:
-    """Return whether a method of that name is a tool, in a class of tools."""
+    """Return whether a method with that name is a tool, in a tool class."""
     return not name.startswith("_") and name not in (*VERBS, *REWARDS)
 
 
 def _family(
     node: ast.ClassDef, classes: dict[str, ast.ClassDef]
 ) -> tuple[list[ast.ClassDef], bool]:
-    """A class with its base classes in the same file, and whether it has no others."""
+    """A class with its base classes in the same file, and whether these are all its bases."""
     family, is_complete = [node], True
     for member in family:  # grows during the loop
         for base in member.bases:

@@ -1,9 +1,9 @@
-"""A number to guess, with hints: `--environment guessing`.
+"""A number-guessing game with hints: `--environment guessing`.
 
 `python -m rewards.environments.games --out DIR` writes rows for it. A row has a prompt, a game as
-demonstration, and the columns `low` and `high`, between which the number is; in training the seed
-chooses the number. In a demonstration half of the guesses agree with the hints before them, and the
-others are any number of the range.
+demonstration, and the columns `low` and `high`, the range of the number; in training the seed
+chooses the number. In a demonstration half of the guesses are consistent with earlier hints; the
+others are random.
 """
 
 import re
@@ -55,7 +55,7 @@ class GuessingGame:
         return [Message("user", hint(guess, self.number))]
 
     def reward(self) -> dict[str, float]:
-        """Rewards of finding the number, less the cost of guesses, and of sensible guesses."""
+        """Rewards for finding the number and for consistent guesses, minus a cost per guess."""
         found = max(0.0, 1.0 - COST * self.wrong) if self.found else 0.0
         guesses = self.wrong + self.found
         share = self.sensible / guesses if guesses else 0.0
@@ -102,7 +102,7 @@ class GamesConfig:
 
 
 def games(config: GamesConfig) -> dict[str, list[dict[str, Any]]]:
-    """Rows to train on and rows of other ranges held out, by the name of their file."""
+    """Training rows, and held-out rows with other ranges, by file name."""
     random = Random(f"games of {SPAN} numbers, seed {config.seed}")
     lows = random.sample(LOWS, len(LOWS))
     held_out, others = lows[:HELD_OUT], lows[HELD_OUT:]
@@ -111,7 +111,7 @@ def games(config: GamesConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def _game(low: int, random: Random) -> dict[str, Any]:
-    """A row; a game without a win after `MAX_TURNS` guesses ends with the number."""
+    """A row; a game that is not won within `MAX_TURNS` guesses ends with the number."""
     high = low + SPAN - 1
     number = random.randint(low, high)
     least, most = low, high

@@ -1,7 +1,7 @@
-"""Worker processes that play environments: one object of the user's class for each episode.
+"""Worker processes that run environments: one object of the user's class per episode.
 
-Moves of an episode always go to the same worker. A worker that has lost an episode with its
-predecessor plays it again up to the current move.
+Moves of an episode always go to the same worker. A worker that replaces a dead one replays its
+episodes up to the current move.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Played:
 
 @dataclass(frozen=True)
 class _Move:
-    """The next method to call, and the data to replay the episode up to it."""
+    """The next method to call, and the data for replaying the episode up to it."""
 
     episode: int
     verb: Literal["reset", "step", "reward"]
@@ -57,11 +57,11 @@ class _Move:
 class Environments:
     """Worker processes that hold an environment for each episode.
 
-    An episode has one move under way at a time, whose result is `receive`d.
+    An episode has one pending move at a time, whose result is `receive`d.
 
     Args:
         file: the user's class.
-        workers: processes that play.
+        workers: number of worker processes.
         timeout_seconds: time that one call of a method may take.
 
     Raises:
@@ -81,7 +81,7 @@ class Environments:
         self._workers = Workers([Lane(name, partial(_Episodes, file))] * workers)
 
     def begin(self, row: Mapping[str, Any], *, seed: int) -> int:
-        """Reset an environment for a new episode; returns the episode's number."""
+        """Reset an environment for a new episode; return the episode's number."""
         self._count += 1
         min(self._episodes, key=len).add(self._count)
         self._submit(_Move(self._count, "reset", row, seed))
@@ -106,10 +106,10 @@ class Environments:
         self._calls[number] = move.episode
 
     def receive(self, *, wait: bool) -> list[Played]:
-        """Results of moves since the last call; with `wait` at least one.
+        """Results of moves since the last call; at least one with `wait`.
 
         Raises:
-            RewardError: the supervisor of the workers has ended.
+            RewardError: the workers' supervisor has exited.
         """
         results: list[Played] = []
         for reply in self._workers.receive(wait=wait):
@@ -130,7 +130,7 @@ class Environments:
 
 
 class WrongReturnError(UserError):
-    """A method returned a value of a wrong type."""
+    """A method returned a value of the wrong type."""
 
 
 class _Episodes:
@@ -148,7 +148,7 @@ class _Episodes:
     def __call__(
         self, move: _Move, tick: Callable[[], None]
     ) -> tuple[Message, ...] | Verdict | None:
-        """Play a move; an unknown episode is played up to it first, with time for every call."""
+        """Play a move; an unknown episode is first replayed up to it, with full time per call."""
         try:
             if move.verb == "reset":
                 return parse_messages("reset", self._begin(move))
@@ -178,10 +178,10 @@ ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "a
 
 
 def parse_messages(verb: str, returned: object) -> tuple[Message, ...]:
-    """The value of reset or step as messages.
+    """Parse the return value of reset or step as messages.
 
     Raises:
-        WrongReturnError: it is not a list of messages, or one that can't precede a response.
+        WrongReturnError: it is not a list of messages, or can't precede a response.
     """
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
         raise WrongReturnError(f"{verb} returned {described(returned)}, not a list of messages")
@@ -212,7 +212,7 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
 
 
 def verdict_of(returned: object) -> Verdict:
-    """The value of reward: a number, None, or numbers by name, whose sum counts."""
+    """Parse the return value of reward: a number, None, or named numbers, which are summed."""
     if not isinstance(returned, Mapping):
         return Verdict(parse_outcome(returned))
     outcomes = {str(name): parse_outcome(value) for name, value in returned.items()}

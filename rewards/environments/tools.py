@@ -1,13 +1,13 @@
 """A class whose public methods are tools, as an environment.
 
 A call is a JSON object in the response, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}
-</tool_call>`, in any number; results come in the next turn of the user, in the same order, each in
-`<tool_response>...</tool_response>`. A response without a call ends the episode. A call that can't
-be made is answered with what is wrong with it, and so is one whose tool raises ValueError; any
-other exception of a tool fails the episode.
+</tool_call>`, in any number; results come in the next user turn, in the same order, each in
+`<tool_response>...</tool_response>`. A response without a call ends the episode. An invalid call,
+or one whose tool raises ValueError, is answered with the error message; any other exception fails
+the episode.
 
-The class has the form that TRL's trainers take: `reset(**row)` whose text, if it returns any, is
-added to the last user turn; methods with types and docstrings; `get_reward()` or `reward`.
+The class has the interface of TRL's trainers: `reset(**row)`, whose returned text, if any, is added
+to the last user turn; methods with types and docstrings; `get_reward()` or `reward`.
 """
 
 import inspect
@@ -34,7 +34,7 @@ leaves it out."""
 
 
 class ToolEnvironment:
-    """The object of a user's class, played in turns."""
+    """An object of a user's tool class, run in turns."""
 
     def __init__(self, user: object) -> None:
         self._user: Any = user
@@ -73,7 +73,7 @@ class ToolEnvironment:
         return [Message("user", "\n".join(lines))]
 
     def reward(self) -> float | Mapping[str, float] | None:
-        """The value of `get_reward()` or `reward`, method or attribute; None without either."""
+        """The value of the method or attribute `get_reward` or `reward`; None without either."""
         for name in REWARDS:
             if hasattr(self._user, name):
                 found: Any = getattr(self._user, name)
@@ -82,7 +82,7 @@ class ToolEnvironment:
         return None
 
     def _called(self, text: str) -> str:
-        """The result of a call, or the reason why it can't be made."""
+        """The result of a call, or the reason it is invalid."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets
@@ -128,7 +128,7 @@ def described(tool: Callable[..., object]) -> str:
 def wrong_arguments(
     tool: Callable[..., object], arguments: object, hints: Mapping[str, Any]
 ) -> str | None:
-    """Reason why a tool can't be called with these arguments; None if it can."""
+    """The reason why a tool can't be called with these arguments; None if it can."""
     if not isinstance(arguments, dict):
         return f'"arguments" must be an object, got {json.dumps(arguments)}'
     signature = inspect.signature(tool)
@@ -144,7 +144,7 @@ def wrong_arguments(
 
 
 def fits(value: object, annotation: Any) -> bool:  # noqa: ANN401
-    """Whether a JSON value has an annotated type; a type that JSON lacks takes any value."""
+    """Whether a JSON value matches a type annotation; types that JSON lacks match any value."""
     try:
         TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
@@ -155,7 +155,7 @@ def fits(value: object, annotation: Any) -> bool:  # noqa: ANN401
 
 
 def as_text(result: object) -> str:
-    """The value of a tool as text: strings are unchanged, other values are JSON."""
+    """A tool's return value as text: strings are unchanged, other values are JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -165,10 +165,10 @@ def as_text(result: object) -> str:
 
 
 class Calculator:
-    """Sums, differences, products and quotients of numbers: `--environment calculator`.
+    """Addition, subtraction, multiplication and division: `--environment calculator`.
 
     `python -m pipeline.demo.arithmetic --calculator true` writes rows whose demonstrations call it.
-    The reward is of the last response, by any source: `--reward math`.
+    The reward is that of the last response, by any source, such as `--reward math`.
     """
 
     INSTRUCTIONS = ""  # the demonstrations show how it is called

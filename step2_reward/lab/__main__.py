@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure the model, write lab.json and predictions.jsonl, and print the findings.
 
     Raises:
-        UserError: a wrong setting, no classifier at the path, or no rows to measure it by.
+        UserError: a setting is wrong, the path has no classifier, or there are no labelled rows.
     """
     config = read_command(
         LabConfig,

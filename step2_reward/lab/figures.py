@@ -1,7 +1,7 @@
 """Figures of a reward model: rank agreement, classes, calibration, length bias, best of n, steps.
 
-Pure functions. Dimension names: N rows or items, C classes. A pair is two classes with the logits
-(difference, 0), of which the first is right.
+Pure functions. Dimension names: N rows or items, C classes. A pair is two classes with logits
+(difference, 0), the first of which is right.
 """
 
 import math
@@ -19,14 +19,14 @@ from pipeline.report.figures import share_interval
 
 
 def average_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """The rank of each value, from 1 upwards; equal values share the mean of their ranks."""
+    """The rank of each value, from 1 upwards; equal values get the mean of their ranks."""
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     return (last - (counts - 1) / 2)[inverse].to(torch.float64)
 
 
 def spearman(one: Float[Tensor, " N"], other: Float[Tensor, " N"]) -> float:
-    """Spearman's rank correlation; 0 where either is constant."""
+    """Spearman's rank correlation; 0 if either variable is constant."""
     first, second = (average_ranks(each) for each in (one, other))
     first, second = first - first.mean(), second - second.mean()
     spread = math.sqrt((first.square().sum() * second.square().sum()).item())
@@ -36,7 +36,7 @@ def spearman(one: Float[Tensor, " N"], other: Float[Tensor, " N"]) -> float:
 def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> float:
     """The share of pairs with different targets whose scores are in the same order.
 
-    Equal scores count half; without such a pair it is 1/2.
+    Equal scores count half; 1/2 if there is no such pair.
     """
     right, total = 0.0, 0
     for place in range(len(targets)):  # a row at a time: memory stays linear
@@ -48,9 +48,9 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
 
 
 def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | None:
-    """Area under the ROC curve: the chance that a positive scores above a negative, ties half.
+    """Area under the ROC curve: P(a positive scores above a negative), ties counting half.
 
-    By ranks (Mann and Whitney 1947); None without items of both kinds.
+    Computed from ranks (Mann and Whitney 1947); None without items of both kinds.
     """
     count = int(positive.sum())
     others = len(positive) - count
@@ -67,7 +67,8 @@ def class_report(
 
     Returns:
         accuracy; macro_recall and macro_f1, means over the classes that have rows; confusion, rows
-        by true class, then by predicted class; and by class, against all others, its name, rows,
+            by true class, then by predicted class; and for each class, against all others, its
+            name, rows,
         precision (0 without a prediction), recall, f1 and auc (None without rows of both kinds).
     """
     count = len(names)
@@ -103,15 +104,15 @@ COLDEST, HOTTEST = 1e-2, 1e2
 
 
 def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:
-    """The calibration of probabilities after temperature scaling (Guo et al. 2017, section 4.2).
+    """Calibration of probabilities after temperature scaling (Guo et al. 2017, section 4.2).
 
-    Each half of the rows is scaled by the temperature of the other half, so that no row is judged
-    by a temperature that it helped to fit.
+    Each half of the rows is scaled by the temperature of the other half, so that no row is
+    evaluated with a temperature that was fitted to it.
 
     Returns:
         ece, the expected calibration error; ece_raw, the same at temperature 1; temperature, the
-        divisor of logits that is fitted to all rows; and bins with their mean confidence, their
-        accuracy and their rows.
+            divisor of logits fitted to all rows; and bins with mean confidence, accuracy and number
+            of rows.
     """
     logits = logits.double()
     even = torch.arange(len(logits)) % 2 == 0
@@ -129,7 +130,7 @@ def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[
 
 
 def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> float:
-    """The temperature with the smallest negative log-likelihood, which is convex in 1 / T."""
+    """The temperature that minimizes the negative log-likelihood, which is convex in 1 / T."""
 
     def nll(inverse: float) -> float:
         return F.cross_entropy(logits * inverse, classes).item()
@@ -138,7 +139,7 @@ def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) ->
 
 
 def minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """Minimum of a unimodal function between two positive ends, by golden-section search."""
+    """Minimum of a unimodal function between two positive bounds, by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     start, end = math.log(low), math.log(high)
     for _ in range(60):
@@ -153,9 +154,9 @@ def minimum(function: Callable[[float], float], low: float, high: float) -> floa
 def make_bins(
     logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"], count: int = BINS
 ) -> list[dict[str, float]]:
-    """Rows by the probability of the likeliest class, the lowest first, in bins of equal size.
+    """Rows in bins of equal size, by the probability of the most likely class, in ascending order.
 
-    A row with several likeliest classes counts as right by the share of them that is.
+    If several classes are equally likely, a row counts as right by the share of them that is right.
     """
     probabilities = logits.softmax(dim=1)
     confidence = probabilities.max(dim=1).values
@@ -182,16 +183,17 @@ def expected_error(bins: Sequence[Mapping[str, float]]) -> float:
 def length_bias(
     prompts: Sequence[tuple[Sequence[float], Sequence[int], Sequence[float]]],
 ) -> dict[str, Any]:
-    """Relation of score and length within prompts of two or more responses.
+    """Relation of score and length within prompts that have two or more responses.
 
     Args:
-        prompts: scores, lengths in tokens and worth of the responses to each prompt. Of worth, the
-            data's own judgment, higher is better, and equal numbers are ties.
+        prompts: scores, lengths in tokens and worth of the responses to each prompt. Worth is the
+            data's own judgment: higher is better, and equal numbers are ties.
 
     Returns:
         spearman, the mean rank correlation of score and length; of_data, the same of worth and
-        length; better_longer and better_shorter, shares of pairs in order whose better response is
-        longer or shorter (None without such pairs); always_longer and always_shorter, accuracy of
+        length; better_longer and better_shorter, shares of correctly ordered pairs among those
+            whose better response is longer or shorter (None without such pairs); always_longer and
+            always_shorter, accuracy of
         always choosing the longer or the shorter response, ties half.
     """
     longer, shorter, even = list[float](), list[float](), 0
@@ -215,7 +217,7 @@ def length_bias(
 
 
 def in_order(difference: float) -> float:
-    """1 for a positive difference of scores, 1/2 for 0, else 0."""
+    """1 for a positive score difference, 1/2 for 0, else 0."""
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 
@@ -236,16 +238,16 @@ def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]
 
 
 def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[float, float]:
-    """Expected (proxy, gold) of the response that is best by the proxy among n of the samples.
+    """Expected (proxy, gold) scores of the best of n samples by the proxy.
 
-    The unbiased estimator over all subsets (Nakano et al. 2021, 2112.09332, appendix I): with the
-    samples in ascending order, the i-th is the best of C(i - 1, n - 1) of the C(N, n) subsets.
-    Samples of equal proxy are drawn at random.
+    The unbiased estimator over all subsets (Nakano et al. 2021, 2112.09332, appendix I): in
+    ascending order, the i-th sample is the best of C(i - 1, n - 1) of the C(N, n) subsets. Ties in
+    the proxy are broken at random.
 
     Args:
-        proxy: of each of N samples of one prompt.
-        gold: of each, the truth.
-        n: at most N.
+        proxy: proxy scores of N samples for one prompt.
+        gold: their gold scores.
+        n: subset size, at most N.
     """
     total = math.comb(len(proxy), n)
     order = sorted(range(len(proxy)), key=lambda place: proxy[place])
@@ -263,7 +265,7 @@ def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[floa
 def best_of_curve(
     proxies: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]
 ) -> list[dict[str, int | float]]:
-    """Means over prompts of the best of n = 1, 2, 4, ..., N, of N samples for each prompt.
+    """Means over prompts of the best of n = 1, 2, 4, ..., N samples for each prompt.
 
     Returns:
         n; kl, the bound log n - (n - 1) / n on KL(best-of-n || model) in nats (Stiennon et al.
@@ -295,12 +297,12 @@ class PredictedSteps:
 
     @property
     def first_found(self) -> int | None:
-        """Index of the first step that the model predicts to be wrong."""
+        """Index of the first step that the model predicts to be wrong; None if there is none."""
         return next((place for place, each in enumerate(self.logits) if each <= 0), None)
 
 
 def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
-    """Figures of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
+    """The figures of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
 
     Returns:
         with_error, responses with a wrong step; found, those of them whose first predicted error is
@@ -322,7 +324,7 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
 
 
 def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
-    """Accuracy over all, wrong and right steps, and first errors."""
+    """Accuracy over all, wrong and right steps, and the figures of first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]

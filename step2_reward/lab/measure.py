@@ -1,4 +1,4 @@
-"""Measurement of a reward model on labelled rows, as one JSON object.
+"""Measures a reward model on labelled rows; the result is one JSON object.
 
 Dimension names: N rows, C outputs of the model, M labelled steps.
 """
@@ -87,15 +87,15 @@ def measure(
     *,
     probed: Scorer | None = None,
 ) -> Measured:
-    """Measure a model on rows of one kind of label.
+    """Measure a model on rows with one kind of label.
 
     Args:
-        held_out: the encoded rows, with the outputs of the model.
-        labels: what the model learned.
+        held_out: the encoded rows, with the model's outputs.
+        labels: the labels that the model was trained on.
         examples: the rows.
         chat: the model's chat format.
         config: settings of step 2.
-        probed: the model, to score changed responses too.
+        probed: the model, for scoring changed responses.
     """
     encoded = held_out.rows
     figures: Figures = {"labels": labels.kind, "rows": len(examples)}
@@ -129,14 +129,14 @@ def measure(
 
 
 def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor, " N"]:
-    """Scores from the outputs of the model: the only one, or the expected value of the class."""
+    """Scores from the model's outputs: the only output, or the expected value of the class."""
     if labels.kind != "classes":
         return logits.squeeze(1)
     return logits.softmax(dim=1) @ torch.tensor(labels.values)
 
 
 def step_figures(held_out: HeldOut) -> Figures:
-    """Figures of responses in steps."""
+    """Figures of responses with step labels."""
     predicted = predicted_steps(held_out)
     logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
     wrong = torch.tensor([int(target < 0.5) for row in predicted for target in row.targets])
@@ -154,7 +154,7 @@ def step_figures(held_out: HeldOut) -> Figures:
 def response_lengths(
     example: Example, row: Row, labels: Labels, chat: ChatFormat, config: RewardConfig
 ) -> list[int]:
-    """Tokens of each response before dialogues were cut."""
+    """Tokens of each response before truncation."""
     lengths = [len(sequence) for sequence in row.sequences]
     if max(lengths) >= config.data.max_length:
         (full,) = encode_rows([example], labels, chat, max_length=UNCUT)
@@ -169,7 +169,7 @@ def order_figures(
     scores: Sequence[Sequence[float]],
     lengths: Sequence[Sequence[int]],
 ) -> Figures:
-    """Figures of responses that are ranked."""
+    """Figures of ranked responses."""
     differences: list[float] = []
     hits: list[float] = []
     worth = [[-rank for rank in row.ranks] for row in held_out.rows]
@@ -221,7 +221,7 @@ def class_figures(
     *,
     key: str = "accuracy",
 ) -> Figures:
-    """The report on classes, with the accuracy as a share with its interval under `key`."""
+    """The class report, with the accuracy as a share with its interval under `key`."""
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
     del report["accuracy"]
@@ -247,11 +247,11 @@ def probe_figures(
     *,
     std: float,
 ) -> Figures:
-    """Scores of good responses after a change, by the change.
+    """Scores of good responses after a change, by kind of change.
 
     Returns:
         change, the mean difference of the score in standard deviations `std`; lower, the share of
-        responses that score lower; responses, their number.
+            responses that score lower; responses, the number of responses.
     """
     probed = [change_response(x, chat, max_length=config.data.max_length) for x in examples]
     rows = [Row((sequence,)) for changed in probed for sequence in changed]
@@ -270,9 +270,9 @@ def probe_figures(
 
 
 def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> list[Encoded]:
-    """The good response of a row, followed by its changes in the order of `PROBES`.
+    """The good response of a row, followed by its changed versions in the order of `PROBES`.
 
-    Empty without a response, and if one of them is longer than `max_length`.
+    Empty if there is no response or one of the versions is longer than `max_length`.
     """
     if len(example.chosen) != 1 or not example.prompt:
         return []
@@ -293,7 +293,7 @@ def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> l
 
 
 def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
-    """The rows whose response is good: chosen, of the best class, or of an upper label."""
+    """The rows whose response is good: chosen, of the best class, or with a high label."""
     if labels.kind not in SINGLE:
         return examples
     targets = [get_target(example, labels) for example in examples]
@@ -368,7 +368,7 @@ def measure_model(config: LabConfig) -> Measured:
 
     Raises:
         ModelError: there is none, or it is not a classifier.
-        DataError: there are no rows, or none with the labels that the model has learned.
+        DataError: there are no rows, or none with the labels that the model was trained on.
     """
     check_ready(config.path, scores=True)
     examples = read_examples(config)
@@ -447,7 +447,7 @@ def read_labels(settings: object, examples: Sequence[Example], config: RewardCon
 def over_optimization(
     scorer: Scorer, labels: Labels, chat: ChatFormat, config: LabConfig, settings: RewardConfig
 ) -> list[dict[str, float]]:
-    """Score and verdict of the task's verifier for the actor's best of n responses."""
+    """Score and verifier verdict of the actor's best-of-n responses on the embedded task."""
     if not labels.gives_scores:
         raise ModelError(f"path {config.path}: its classes have no values, so there is no score")
     assert config.actor is not None

@@ -1,4 +1,4 @@
-"""The laboratory's findings in sentences, and its files."""
+"""The laboratory's findings as sentences, and its files."""
 
 import json
 from collections.abc import Mapping
@@ -161,7 +161,7 @@ PREDICTIONS = "predictions.jsonl"
 
 
 def write_measured(measured: Measured, directory: Path) -> None:
-    """Write lab.json and predictions.jsonl, each whole or not at all."""
+    """Write lab.json and predictions.jsonl, each atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     figures, rows = measured
     text = json.dumps({"sentences": sentences(figures), **figures}, indent=2, ensure_ascii=False)
