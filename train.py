@@ -81,7 +81,7 @@ COMMON = (
     *("deployment_type", "num_processes"),
     *("lr", "batch_size", "epochs", "lora", "quantize", "max_length", "seed", "save_every"),
 )
-"""The options that the short help explains; it names the others."""
+"""The options that the short help explains; it lists the others by name."""
 
 EXAMPLES = (
     TRAIN,

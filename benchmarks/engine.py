@@ -49,10 +49,10 @@ from benchmarks.engine_systems import (
 from benchmarks.memory import live_bytes, measure_peak_bytes, peak_rss, reset_peak_rss
 
 WARM_UP = 3
-"""Steps before the clock starts."""
+"""Steps before timing starts."""
 
 Rounds = dict[str, list[dict[str, float]]]
-"""By system: the figures of every round."""
+"""The figures of every round, by system."""
 
 MIB = 2**20
 

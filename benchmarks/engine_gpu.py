@@ -24,10 +24,10 @@ SYSTEMS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "stage 2, gradients on the host": (2, {"gradients": "cpu"}),
     "stage 2, optimizer on the host": (2, {"optimizer": "cpu"}),
 }
-"""ZeRO stage and what is offloaded; next to `plain`, the loop without the engine."""
+"""ZeRO stage and offload; in addition to `plain`, the loop without the engine."""
 
 WARM_UP = 3
-"""Steps before the clock starts."""
+"""Steps before timing starts."""
 
 
 def build_model(args: argparse.Namespace) -> Any:  # noqa: ANN401

@@ -58,13 +58,13 @@ class Course:
     shortest: int = 8
     batches: Sequence[int] = BATCHES
     spread: int = 64
-    """Prompts of the case with responses of all lengths."""
+    """Prompts of the case with responses of varied lengths."""
 
 
 TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-"""Processor time, with one thread, is what a machine that others use can still tell."""
+"""The clock: processor time, with one thread, is meaningful even on a shared machine."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -32,7 +32,7 @@ HEADS = {
     "Llama-3-8B": (32, 8, 128),
     "Llama-3-70B, an eighth": (8, 1, 128),
 }
-"""Query heads, heads of keys, head size."""
+"""Query heads, key heads, head size."""
 
 STEP = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, multiplier=0.5)
 

@@ -27,7 +27,7 @@ from typing import Any
 TASKS = ("sft", "reward", "dpo")
 
 WARM_UP = 2
-"""Steps before the clock starts."""
+"""Steps before timing starts."""
 
 
 def build_model(directory: Path, data_path: str) -> None:

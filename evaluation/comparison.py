@@ -13,7 +13,7 @@ from numpy import ndarray
 from pipeline.report.figures import Interval, change_interval
 
 NEWTON_STEPS = 50
-"""Steps of a fit by Newton's method, each at most 2 long; it converges long before the last."""
+"""Newton steps of a fit, each of length at most 2; it converges long before the last."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Match:
 
     ours: int
     theirs: int
-    """Numbers of the models."""
+    """Indices of the models."""
 
     points: Float[ndarray, " P"]
     """1 if ours is better, 0.5 for a tie, else 0; NaN if unknown."""
 
     longer: Float[ndarray, " P"]
-    """Characters by which our response is longer."""
+    """Length of our response minus that of theirs, in characters."""
 
     @property
     def known(self) -> Float[ndarray, " K"]:

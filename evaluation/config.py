@@ -20,7 +20,7 @@ class TaskSettings:
     """Rows of tasks, as {"gsm8k": "FILE_OR_NAME"}."""
 
     eval_task_rows: int = 256
-    """Questions of each task, at most."""
+    """Maximum questions per task."""
 
     eval_task_tokens: int | None = None
     """Maximum tokens of a response; null takes the default of each task."""
@@ -67,20 +67,19 @@ class EvaluationConfig:
     """Tasks to evaluate: gsm8k, ifeval, embedded, arithmetic."""
 
     data: tuple[str, ...] = ()
-    """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split, that split."""
+    """Rows of a task, as gsm8k=FILE_OR_NAME; if the set has a test split, that split is used."""
 
     k: tuple[int, ...] = (1,)
     """The k of pass@k, the probability that one of k responses is correct; 1 is the accuracy."""
 
     samples: int | None = None
-    """Responses to each question; null takes the largest k."""
+    """Responses to each question; null uses the largest k."""
 
     temperature: float | None = None
-    """Temperature of sampling; null takes 0, the likeliest token, for one response and 1 for
-    several."""
+    """Sampling temperature; null uses 0 (greedy) for one response and 1 for several."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int | None = None
     """Maximum tokens of a response; null takes the default of each task."""
@@ -92,7 +91,7 @@ class EvaluationConfig:
     """Text below each question of gsm8k; empty leaves questions as in training."""
 
     limit: int | None = None
-    """Questions of each task, from the first; null is all."""
+    """Questions of each task, from the first; null uses all."""
 
     threads: int | None = None
     """Processor threads; null takes RLHF_THREADS, else one for each core."""
@@ -101,11 +100,11 @@ class EvaluationConfig:
     """The same seed draws the same responses."""
 
     batch_size: int = 32
-    """Responses in a batch; changes no figure."""
+    """Responses in a batch; does not affect the figures."""
 
     output: Path = Path("evaluation.json")
-    """JSON file for all figures and their settings; the responses with their grades are next to it
-    as .jsonl. Existing ones are replaced."""
+    """JSON file for all figures and their settings; the responses with their grades are written
+    next to it as .jsonl. Existing files are replaced."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a model directory")

@@ -17,7 +17,7 @@ class Question:
     """A prompt of a task, and the data to grade its responses."""
 
     messages: tuple[Message, ...]
-    """Ends in a user turn."""
+    """The dialogue, which ends in a user turn."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns of its row that the task reads, such as the correct answer."""
@@ -28,16 +28,16 @@ class Reading:
     """The rows of a task to read."""
 
     path: str | None = None
-    """A data path; None takes the task's own rows, where it has some."""
+    """A data path; None uses the task's own rows, if it has some."""
 
     limit: int | None = None
-    """Questions, from the first; None is all."""
+    """Number of questions, from the first; None uses all."""
 
     shots: int = 0
     """Demonstrations before each question, as earlier turns of the dialogue."""
 
     instruction: str = ""
-    """Put below each question."""
+    """Text below each question."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Task:
     """Maximum tokens of a response, unless the settings have another number."""
 
     needs_path: bool = False
-    """The task needs a path to its rows."""
+    """Whether the task needs a path to its rows."""
 
     takes_shots: bool = False
     """Whether its rows have solutions that can be shown as demonstrations."""

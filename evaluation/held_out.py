@@ -285,7 +285,7 @@ NUM_SAMPLES = 12
 """Held-out prompts whose responses the report shows."""
 
 TRIES = 5
-"""Responses to each prompt that was written by hand."""
+"""Responses to each hand-written prompt."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Talk:
     """The actor's responses to the hand-written prompts, sampled as in chat.py."""
 
     held_out: HeldOutPrompts
-    """The prompts written by hand, each of them `TRIES` times."""
+    """The hand-written prompts, each `TRIES` times."""
 
     responses: list[ScoredResponse]
 

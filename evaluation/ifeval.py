@@ -21,7 +21,7 @@ from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError, suggestion
 
 Arguments = Mapping[str, Any]
-"""The `kwargs` of an instruction in a row; those that are null are left out."""
+"""The `kwargs` of an instruction in a row, without nulls."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Instruction:
     """Whether a non-empty text follows the instruction."""
 
     needs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    """Its arguments and their types."""
+    """The instruction's arguments and their types."""
 
     one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Allowed values of the arguments that have a fixed set of them."""
@@ -172,7 +172,7 @@ LANGUAGE = {
 
 _CLOSING = "\"')]}\u2018\u2019\u201c\u201d\xab\xbb"
 _END = re.compile(rf"[.!?](?:(?=[{re.escape(_CLOSING)};*:@({{[!?])|\s+(?=(\S+)))")
-"""A mark that may end a sentence: before other punctuation, or a space and the next word."""
+"""A mark that may end a sentence: before other punctuation, or before a space and the next word."""
 
 ABBREVIATIONS = re.compile(
     "m(rs?|s|essrs)|dr|prof|gen|maj|col|lt|sen|rep|st|jr|sr|inc|ltd|corp|cos?|bros|vs|ok|jan|feb|aug|"
@@ -185,7 +185,7 @@ STARTERS = re.compile(
     "instead|is|its?|many|my|of|on|one|or|our|she|since|so|some|that|the(ir|n|re|se|y)?|this|though|"
     r"to|under|we|what|when|while|who|with|yet)\b"
 )
-"""Words that have a capital at the beginning of a sentence alone."""
+"""Words that are capitalized only at the beginning of a sentence."""
 
 
 def num_sentences(text: str) -> int:

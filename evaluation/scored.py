@@ -13,10 +13,10 @@ class ScoredResponse:
     text: str
     """The response; for an episode, all its turns."""
     score: float | None
-    """As `ResponseRewards.score` has it: a reward model's score, else the reward; None where it is
-    not known."""
+    """The score as defined by `ResponseRewards.score`: a reward model's score, else the reward;
+    None if unknown."""
     length: int
-    """Tokens, the end-of-turn token included."""
+    """Length in tokens, including the end-of-turn token."""
     stopped: bool
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Reward of each source, by the name of its metric."""
@@ -31,7 +31,7 @@ class HeldOutResponses:
     greedy: list[ScoredResponse]
     sampled: list[ScoredResponse]
     kl: float
-    """Nats per sampled response to the reference."""
+    """KL to the reference in nats per sampled response."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "HeldOutResponses":

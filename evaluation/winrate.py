@@ -36,18 +36,18 @@ class WinrateConfig(SamplingConfig):
     """Two or more model directories or Hub ids."""
 
     judge: str = ""
-    """The judge: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or
-    a kind as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
+    """The judge: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or a
+    kind such as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
     model: NAME}', a language model that scores each response."""
 
     temperature: float = 0.0
-    """Temperature of sampling; 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
 
     max_new_tokens: int = 512
-    """Longest response, in tokens."""
+    """Maximum tokens of a response."""
 
     timeout_seconds: float = 60.0
-    """Seconds that one call of a program, or one request, may take."""
+    """Maximum seconds of one call of a program, or of one request."""
 
     output: Path = Path("winrate.json")
     """JSON file for all figures; an existing one is replaced."""

@@ -32,7 +32,7 @@ class ChatConfig(SamplingOptions):
     """Processor threads; null takes RLHF_THREADS, else one for each core."""
 
     seed: int | None = None
-    """Makes the responses repeatable; null draws one."""
+    """Sampling seed, which makes responses repeatable; null draws one."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: give a model, such as OUT/step3_ppo/actor")

@@ -29,10 +29,10 @@ class GenerateConfig(SamplingOptions):
     """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     prompts: Path = Path()
-    """File of prompts, a JSON object a line."""
+    """File of prompts, one JSON object per line."""
 
     out: Path = Path()
-    """File for the responses, a JSON object a line."""
+    """File for the responses, one JSON object per line."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -41,16 +41,16 @@ class GenerateConfig(SamplingOptions):
     """Responses to each prompt."""
 
     raw: bool = False
-    """Prompts are text to continue: no chat template."""
+    """Treat prompts as text to continue, without a chat template."""
 
     stop: tuple[str, ...] = ()
     """Texts before which responses end."""
 
     batch_size: int = 32
-    """Responses computed at once; changes none of them."""
+    """Responses computed at once; does not affect them."""
 
     cache_gib: float | None = None
-    """Memory for keys and values; null takes what a GPU has free, or half of the machine's."""
+    """Memory for keys and values; null uses a GPU's free memory, or half of the machine's."""
 
     threads: int | None = None
     """Processor threads; null takes RLHF_THREADS, else one for each core."""

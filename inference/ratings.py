@@ -149,8 +149,8 @@ class Agreement:
     self_agreement: float | None
     """Share of repeated pairs on which a rater made the same choice."""
     kappa: float | None
-    """Agreement of different raters of the same pair beyond chance: Scott's pi (1955) over all two
-    of them, which Fleiss (1971) calls kappa."""
+    """Agreement of different raters of the same pair beyond chance: Scott's pi (1955) over all
+    pairs of raters, which Fleiss (1971) calls kappa."""
 
 
 def agreement(ratings: Sequence[Rating]) -> Agreement:

@@ -42,7 +42,7 @@ class Origin:
     """The trained parameter that a weight of the replica is made from."""
 
     key: object
-    """Equal for the names of a tied weight, different for all other weights."""
+    """Equal for all names of a tied weight, different for other weights."""
 
     whole: torch.Size
     """Shape of the full weight, of which this process may train a shard."""
@@ -58,7 +58,7 @@ class Origin:
     adapter: LoraLayer | None = None
 
     part: Part | None = None
-    """The shard that the source is, if this process trains a shard of each layer."""
+    """The shard that the source is, if layers are sharded in training."""
 
     @property
     def in_place(self) -> Tensor:
@@ -186,7 +186,7 @@ class ReplicaWeight:
     """The shard of the full weight on this process; None for all of it."""
 
     is_copied: bool
-    """Whether it has separate memory, rather than the source's."""
+    """Whether it has its own memory rather than the source's."""
 
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Modules that use the weight, and the names of their parameters."""

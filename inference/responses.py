@@ -34,7 +34,7 @@ class Prompt:
     """The value of `prompt` or `messages` in the file."""
 
     messages: tuple[Message, ...]
-    """A text alone is one user message."""
+    """The messages; a text is one user message."""
 
     text: str | None
     """The text; None if the line has messages."""

@@ -16,7 +16,7 @@ from pipeline.models.hf.load import load_reward
 from pipeline.parallel.device import local_device
 
 BATCH = 16
-"""Responses that are scored in one pass."""
+"""Responses scored in one pass."""
 
 
 def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:

@@ -13,22 +13,22 @@ class SamplingOptions:
     """Maximum tokens of a response."""
 
     min_new_tokens: int = 0
-    """Minimum tokens of a response: stop tokens are not sampled before."""
+    """Minimum tokens of a response: stop tokens are not sampled before that."""
 
     temperature: float = 0.7
-    """Divides the logits before sampling; 0 takes the likeliest token (greedy)."""
+    """Divides the logits before sampling; 0 is greedy."""
 
     top_k: int | None = None
-    """Sample from this number of the likeliest tokens; null is all."""
+    """Sample from this number of most likely tokens; null uses all."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together have this probability (nucleus sampling)."""
+    """Sample from the most likely tokens that together have this probability (nucleus sampling)."""
 
     min_p: float = 0.0
-    """Sample from tokens at least this share as likely as the likeliest one."""
+    """Sample from tokens that are at least this share as likely as the most likely one."""
 
     repetition_penalty: float = 1.0
-    """Divides logits above 0 of tokens that were there before and multiplies those below; 1 is
+    """Divides positive logits of tokens that occurred before, and multiplies negative ones; 1 is
     off."""
 
     def __post_init__(self) -> None:

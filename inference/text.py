@@ -83,7 +83,7 @@ class TokenBytes:
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_pieces = "ByteFallback" in kinds
         self.is_exact = self._is_byte_level or self._has_byte_pieces
-        """Whether the bytes of tokens join to those of their text."""
+        """Whether the bytes of tokens join to the bytes of their text."""
         self._known: dict[int, bytes] = {}
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 

@@ -37,7 +37,7 @@ class _Reads:
     """The settings and the column that a kind of source reads."""
 
     settings: tuple[str, ...] = ()
-    """Its settings; others are refused. The word KIND:VALUE gives the first."""
+    """Its settings; others are refused. In KIND:VALUE, the value is for the first one."""
 
     needed: tuple[str, ...] = ()
     """Settings without a default."""
@@ -79,56 +79,57 @@ class RewardConfig:
     """Its name in metrics and messages."""
 
     kind: Kind
-    """model: step 3's reward model; environment: what its environment gives; function: a Python
-    function of yours; math, exact, regex, length: programs that read the response;
-    verifier: the one of the embedded task, 1 for a response that is correct and polite, else 0;
-    code: tests that run the program in the response; remote: a service; judge: a language model
-    behind an OpenAI-compatible endpoint."""
+    """model: step 3's reward model; environment: the environment's reward; function: your own
+    Python function; math, exact, regex, length: programs that read the response; verifier: the
+    embedded task's, 1 for a response that is correct and polite, else 0; code: tests that run the
+    program in the response; remote: a service; judge: a language model behind an OpenAI-compatible
+    endpoint."""
 
     weight: float = 1.0
     """Weight in the sum; a source of weight 0 is only measured."""
 
     path: str | None = None
-    """model: its directory, null takes step 2's; function: file.py:name; remote and judge:
-    an address."""
+    """model: its directory, by default step 2's; function: file.py:name; remote, judge: an
+    address."""
 
     pattern: str = ""  # a text or None would be None at "####", a comment to YAML
-    """regex: what the response must contain, `.` matches line ends too; exact: what finds the
-    answer in the response, in its first group, at its last match."""
+    """regex: what the response must contain, where `.` also matches newlines; exact: finds the
+    answer in the response, as the first group of the last match."""
 
     column: str | None = None
-    """Column of the rows that it compares with: the answer, label or tests."""
+    """Column of the rows to compare with: the answer, label or tests."""
 
     form: Form = "auto"
     """function: form of its parameters; auto detects it from their names."""
 
     max_tokens: int | None = None
-    """length: tokens of the longest response without a penalty."""
+    """length: maximum tokens of a response without a penalty."""
 
     buffer_tokens: int = 0
     """length: tokens beyond that over which the reward falls from 0 to -1."""
 
     seconds: float = 5.0
-    """code: time of the program with all tests of a row."""
+    """code: time limit of the program with all tests of a row."""
 
     memory_mb: int = 512
     """code: address space of the program."""
 
     sandbox: Literal["namespaces", "process"] = "namespaces"
-    """code: namespaces keeps the program from files, network and other processes by the kernel's
-    means; process does without, where the kernel refuses them: for programs that you trust."""
+    """code: namespaces isolates the program from files, network and other processes by kernel
+    features; process does not, if the kernel doesn't support it: only for programs that you
+    trust."""
 
     model: str | None = None
     """judge: the model's name at the endpoint."""
 
     template: str | None = None
-    """judge: a text file with {prompt}, {response} and columns in braces; null takes ours."""
+    """judge: a text file with {prompt}, {response} and columns in braces; null uses ours."""
 
     scale: tuple[float, float] = SCALE
-    """judge: its lowest and highest score, which become 0 and 1."""
+    """judge: its lowest and highest score, which are mapped to 0 and 1."""
 
     concurrency: int = 8
-    """judge: requests at once."""
+    """judge: concurrent requests."""
 
     attempts: int = 4
     """remote, judge: maximum attempts of a request, with growing pauses between them."""

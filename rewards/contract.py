@@ -17,26 +17,26 @@ class Episode:
     """A response to score, with its prompt and row."""
 
     prompt: tuple[Message, ...]
-    """The dialogue that was answered; empty for plain text."""
+    """The dialogue that the response answers; empty for plain text."""
 
     response: str
-    """In an environment, the last response."""
+    """The response; in an environment, the last one."""
 
     turns: tuple[Message, ...] = ()
-    """In an environment, the turns between `prompt` and `response`: the earlier responses, and what
-    followed them."""
+    """In an environment, the turns between `prompt` and `response`: earlier responses,
+    observations."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns of the row: answer, label, tests, ..."""
 
     stopped: bool = True
-    """The response ended with the end token, not at its limit of tokens."""
+    """Whether the response ended with the end token, not at the token limit."""
 
     num_tokens: int = 0
-    """Tokens of the response; in an environment those of all responses."""
+    """Tokens of the response; in an environment, of all responses."""
 
     slot: int = 0
-    """Index in the rollout, by which results are ordered."""
+    """Index in the rollout, by which results are sorted."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outcome:
     """The reward; None if the source does not apply, or failed."""
 
     failure: str | None = None
-    """A sentence if the source failed."""
+    """A message if the source failed."""
 
     @classmethod
     def failed(cls, sentence: str) -> "Outcome":
@@ -63,7 +63,7 @@ class Scored:
     """Rewards; None if the source does not apply, or failed."""
 
     failed: list[str | None]
-    """A sentence where it failed."""
+    """A message for each response on which it failed."""
 
     @property
     def num_failed(self) -> int:

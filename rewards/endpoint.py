@@ -20,7 +20,7 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt."""
 
 LONGEST_PAUSE = 30.0
-"""Maximum seconds of a server's Retry-After that are respected."""
+"""Maximum seconds of a server's Retry-After that are honoured."""
 
 LARGEST_REPLY = 16 << 20
 """Maximum bytes of a server's reply."""
@@ -46,7 +46,7 @@ class Endpoint:
 
     url: str
     timeout_seconds: float
-    """Seconds that one request may take."""
+    """Maximum seconds of one request."""
 
     attempts: int
     key_variable: str | None

@@ -34,10 +34,10 @@ _GIVEN = {
 """Parameters by form, without TRL's columns."""
 
 _ANSWERS = {"openrlhf": {"labels": "label"}, "verl": {"ground_truth": "ground_truth"}}
-"""By form, the parameter that the setting `column` is for, and its usual column."""
+"""By form, the parameter that gets the setting `column`, and its default column."""
 
 _GENERATED = {"episodes", "prompts", "completions", "queries", "solution_str"}
-"""Parameters that no column gives."""
+"""Parameters that do not come from columns."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -47,7 +47,7 @@ _TRAINERS_OWN = {
     *("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments"),
     *("log_extra", "log_metric"),
 }
-"""Arguments of TRL's trainer that no function receives here."""
+"""Arguments of TRL's trainer that are not passed to functions here."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class FunctionFile(UserFile):
     """A function, read from its file."""
 
     form: Form
-    """Never auto."""
+    """The form, never auto."""
 
     parameters: tuple[str, ...]
     optional: frozenset[str]
-    """Those with a default."""
+    """Parameters with a default."""
 
     needed: tuple[str, ...]
-    """Those without one that its code reads and a column of the rows gives."""
+    """Parameters without a default that its code reads and that come from columns of the rows."""
 
     takes_any: bool
     """Whether it has **parameters."""

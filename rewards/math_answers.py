@@ -32,7 +32,7 @@ _IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DE
 """A number in a text; a dot that ends a sentence is not followed by digits."""
 
 _UNIT = re.compile(r"\s*(?:%|°|\s[mgshlLKCFJNWVA]|[A-Za-z][A-Za-z.]+(?:[ /][A-Za-z.]+)*)?[²³]?")
-"""Units that may follow a number; a single letter next to it would be a variable: 2x."""
+"""Units that may follow a number; a single letter right after it would be a variable: 2x."""
 
 _LATEX_WORDS = (
     (re.compile(r"\\(?:left|right|displaystyle|[,;:! ])"), ""),

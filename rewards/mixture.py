@@ -11,7 +11,7 @@ from rewards.sources import Source, read_sources, scorer_of
 from rewards.workers import Handler, Lane, RewardError, Tick, Workers
 
 GOLD = "gold"
-"""Name of the source that is measured and never trained on."""
+"""Name of the source that is only measured, never trained on."""
 
 
 class Rewards:

@@ -27,13 +27,13 @@ class ScoringConfig:
     """Rows, and the worker processes that score their responses."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names where they differ from the usual: prompt=question."""
+    """Column names if they differ from the usual ones: prompt=question."""
 
     limit: int | None = None
-    """Rows to read, from the first; null is all."""
+    """Rows to read, from the first; null reads all."""
 
     timeout_seconds: float = 10.0
-    """Seconds that one call of a source, or one request, may take; a longer one has failed."""
+    """Maximum seconds of one call of a source, or one request; a longer one fails."""
 
     workers: int = 2
     """Processes in which programs compute rewards."""
@@ -57,22 +57,22 @@ class SamplingConfig(ScoringConfig):
     """Rows with the prompts: a file, directory or Hub name, or `embedded`."""
 
     temperature: float = 1.0
-    """Temperature of sampling; 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int = 256
     """Maximum tokens of a response."""
 
     batch_size: int = 32
-    """Responses in a batch; changes none of them."""
+    """Responses in a batch; does not affect them."""
 
     seed: int = 0
     """The same seed draws the same responses."""
 
     max_failures: float = 0.1
-    """Share of the responses on which a source may fail; more end the command."""
+    """Share of the responses on which a source may fail; more failures end the command."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

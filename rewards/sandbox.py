@@ -32,13 +32,13 @@ from rewards.workers import kill_tree
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 PROCESSES = 16
-"""Processes and threads of a program at once."""
+"""Maximum processes and threads of a program."""
 
 DISK_MB = 64
-"""Size of a program's directory, and of any file, its output included."""
+"""Size limit of a program's directory, and of any file, including its output."""
 
 OUTPUT_BYTES = 1 << 20
-"""Bytes of output that are kept; a program that writes more is wrong."""
+"""Maximum bytes of output; a program that writes more is wrong."""
 
 _PLACES = ("/mnt", "/srv", "/media", "/tmp")
 _READABLE = (
@@ -66,8 +66,8 @@ class Ended:
     """How a program ended."""
 
     code: int | None
-    """Its exit code, 128 and the signal where one killed it; None where the deadline ended
-    it, or it wrote too much."""
+    """Its exit code, or 128 plus the signal that killed it; None if it exceeded the deadline or
+    wrote too much."""
 
     output: bytes
     """Its standard output, at most `OUTPUT_BYTES`."""
@@ -188,7 +188,7 @@ def run():
     os.write(1, token.encode())
 run()
 """
-"""Runs a solution and its tests; one that exits before them never writes the token."""
+"""Runs a solution and its tests; a program that exits before the tests never writes the token."""
 
 
 def code_scorer(config: RewardConfig) -> Scorer:

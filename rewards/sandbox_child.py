@@ -7,8 +7,7 @@ STATUS is one for an error message if the sandbox can't be built, and is closed 
 There are four processes: this one outside, which waits; a member of the new namespaces, which
 waits; their first process, after whose exit the kernel kills all others there; and the program.
 
-It runs for every program, and importing modules such as json and signal would double its startup
-time.
+It runs for every program, and importing json or signal would double its startup time.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ SIGKILL = 9
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445, 446
-"""Numbers of system calls, which all architectures share."""
+"""System call numbers, which are the same on all architectures."""
 
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
@@ -34,7 +33,7 @@ READ, READ_WRITE = 0b1101, 0b111
 """Landlock rights: execute, read files and directories; execute, write and read files."""
 
 ACCESS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Kinds of access to files that a version of Landlock knows; from 5 on there are 16."""
+"""Number of access rights that each version of Landlock has; from 5 on there are 16."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 

@@ -35,11 +35,11 @@ class SelectConfig(SamplingConfig):
     """Model that responds: a directory, such as OUT/step1_sft, or Hub id."""
 
     reward: tuple[str, ...] = ()
-    """Sources of rewards: file.py:function (--reward-function), a kind (math, verifier, ...), or
-    all settings, '{kind: model, path: OUT/step2_reward}' for a reward model."""
+    """Reward sources: file.py:function (--reward-function), a kind (math, verifier, ...), or all
+    settings, '{kind: model, path: OUT/step2_reward}' for a reward model."""
 
     best_of: int = 16
-    """Responses to each prompt. One that is cut off at max_new_tokens is never chosen."""
+    """Responses to each prompt. One truncated at max_new_tokens is never chosen."""
 
     write: Literal["demonstrations", "pairs"] = "demonstrations"
     """demonstrations: the best response to each prompt, for step 1; pairs: the best and the worst,
@@ -133,7 +133,7 @@ class Candidate:
     """The reward; None if no source applies, or if one failed."""
 
     stopped: bool = True
-    """The response ended with the end token. One that was cut off is never chosen:
+    """Whether the response ended with the end token. A truncated one is never chosen, because
     training would teach its end."""
 
     @property
@@ -145,8 +145,7 @@ class Candidate:
 def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:
     """The responses with the highest and the lowest reward, the first among equals.
 
-    The best is None if none is eligible, and the worst is None if it equals the best in reward or
-    text.
+    The best is None if none is eligible, the worst if it equals the best in reward or text.
     """
     known = [
         (each.reward, each) for each in candidates if each.reward is not None and each.text.strip()

@@ -30,7 +30,7 @@ class Source:
     """A judge's template."""
 
     timeout_seconds: float = 10.0
-    """Seconds that a call of a program, or a request, may take."""
+    """Maximum seconds of a call of a program, or of a request."""
 
     @property
     def name(self) -> str:

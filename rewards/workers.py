@@ -31,10 +31,10 @@ from pipeline.system.installation import ROOT
 from pipeline.system.signals import INTERRUPTS, STOP_SIGNALS
 
 LOAD_SECONDS = 120.0
-"""Seconds in which a worker must load its code, whose imports may be large."""
+"""Seconds within which a worker must load its code, whose imports may be large."""
 
 CLOSE_SECONDS = 10.0
-"""Seconds in which the supervisor must end its descendants when it is closed."""
+"""Seconds within which the supervisor must end its descendants when it is closed."""
 
 
 class RewardError(UserError):
@@ -242,7 +242,7 @@ def _serve(trainer: Connection) -> None:
 
 
 _SPAWN = threading.Lock()
-"""Held while a worker starts or adopted processes are reaped, and at the end."""
+"""Held while a worker starts, while adopted processes are reaped, and at the end."""
 
 _WORKERS: set[int] = set()
 """Pids of the workers, which their threads wait for."""
@@ -356,7 +356,7 @@ def work() -> None:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-"""From linux/prctl.h: the second makes a process the parent of its orphaned descendants."""
+"""From linux/prctl.h; the second makes a process the parent of its orphaned descendants."""
 
 
 def _prctl(option: int, value: int) -> None:

@@ -26,7 +26,7 @@ from pipeline.system.torch_process import random_state, set_random_state
 from pipeline.watchdog.process import watching
 
 process_group = partial(parallel.process_group, watching)
-"""Context in which the processes of torchrun train together; one process needs none."""
+"""Context in which torchrun's processes train together; a single process needs none."""
 
 
 class Engine(engine.Engine):
@@ -67,7 +67,7 @@ class Engine(engine.Engine):
             f"Engine(...) needs total_steps for the schedule {config.optim.schedule}",
         )
         self.device = local_device()
-        """Where the model computes: the GPU of this process, or the CPU."""
+        """Device of the model: this process's GPU, or the CPU."""
         for module in model.modules():
             for key, buffer in module.named_buffers(recurse=False):
                 module._buffers[key] = buffer.to(self.device)  # noqa: SLF001  # keeps the parameters

@@ -49,9 +49,9 @@ class PretrainConfig(StepConfig):
     )
 
     warm_start: Path | None = None
-    """Directory of an earlier run of this step, whose newest checkpoint gives the weights and the
-    optimizer's state, onto other data, lengths or batches; null begins with the weights of
-    `model.path` alone."""
+    """Directory of an earlier run of this step, whose newest checkpoint provides the weights and
+    the optimizer's state for training with other data, lengths or batches; null starts with only
+    the weights of `model.path`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOOKED_AT = 2**20
-"""Documents of a file among which those for evaluation are searched."""
+"""Number of documents per file among which evaluation documents are searched."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reading:
     data: TextDataConfig
     vocabulary: Vocabulary
     bos: int | None
-    """Token that the tokenizer puts before a text; None if it does not."""
+    """Token that the tokenizer puts before a text; None if it adds none."""
 
     @classmethod
     def for_model(

@@ -44,13 +44,13 @@ class CompareConfig:
     """Model after training."""
 
     prompts: Path | None = None
-    """File of prompts, as inference.generate reads it; null takes six built-in ones."""
+    """File of prompts, in the format of inference.generate; null uses six built-in ones."""
 
     max_new_tokens: int = 100
     """Maximum tokens of a response."""
 
     temperature: float = 0.0
-    """Temperature of sampling; 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
 
     seed: int = 0
     """Seed of sampling: the same seed draws the same responses."""

@@ -40,10 +40,10 @@ class RewardConfig(LabelSettings, StepConfig):
     model: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=OptimConfig(lr=1e-5))
     )
-    """The model that training starts from; a null path starts from step 1's weights."""
+    """The initial model; by default step 1's output."""
 
     actor: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """Step 1's model: its responses to the prompts set the zero and the unit of the score."""
+    """Step 1's model: the score is normalized over its responses to the prompts."""
 
     margin: bool = False
     """Subtract the data's margin inside the loss (Touvron et al. 2023, eq. 2)."""
@@ -52,11 +52,11 @@ class RewardConfig(LabelSettings, StepConfig):
     """Weight of (score_chosen + score_rejected)^2, which keeps scores near 0."""
 
     normalization_prompts: int = 64
-    """Prompts for step 1's model, whose responses give the score's mean and deviation."""
+    """Prompts for step 1's model, whose responses determine the score's mean and deviation."""
 
     max_new_tokens: int = 256
-    """Longest response when measuring the score's mean and standard deviation, in tokens; as in
-    step 3, since responses that have not ended by then don't count."""
+    """Maximum tokens of a response for measuring the score's mean and standard deviation; the same
+    as in step 3, since unfinished responses don't count."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
     """Criterion of the best weights, on held-out rows: accuracy (pairs in the right order, or
@@ -144,11 +144,11 @@ class LabConfig:
     """The reward model: OUT/step2_reward, or any sequence classifier."""
 
     data_path: str = EMBEDDED
-    """Labelled rows: a file, directory or Hub name, of which the test split is taken where there is
+    """Labelled rows: a file, directory or Hub name, of which the test split is used if there is
     one; `embedded` is the built-in task's held-out pairs."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names where they differ from the usual: prompt=question label=category."""
+    """Column names if they differ from the usual ones: prompt=question label=category."""
 
     rows: int = 1000
     """Maximum number of rows to measure."""
@@ -160,14 +160,14 @@ class LabConfig:
     """Directory of lab.json and predictions.jsonl; null is `lab` in the model's directory."""
 
     actor: str | None = None
-    """A model that answers the built-in task's prompts, such as OUT/step1_sft: draws the curve of
+    """A model that answers the built-in task's prompts, such as OUT/step1_sft: plots
     over-optimization against the task's verifier."""
 
     best_of: int = 16
     """Responses that the actor samples to each prompt."""
 
     prompts: int = 64
-    """Prompts of the built-in task that the actor answers."""
+    """Prompts of the built-in task for the actor."""
 
     seed: int = 1234
     """Seed of the actor's sampling."""

@@ -43,29 +43,29 @@ class LabelSettings:
 
     labels: Literal["auto", LabelKind] = "auto"
     """Kind of labels of the rows (docs/reward_models.md): pairs, pairs that may be ties, classes,
-    ordered classes, numbers, or steps; auto goes by the rows' columns."""
+    ordered classes, numbers, or steps; auto detects it from the rows' columns."""
 
     loss: Literal["auto", Loss] = "auto"
-    """How labels are learned; auto takes the usual loss of each kind. Others are focal (pairs,
+    """The loss for the labels; auto uses the default loss of each kind. Others are focal (pairs,
     classes) and bce (numbers from 0 to 1)."""
 
     focal_gamma: float = 2.0
-    """Of the focal loss: a row counts (1 - p)^gamma, p the probability of its label; 0 is the usual
-    loss."""
+    """Exponent of the focal loss: a row is weighted by (1 - p)^gamma, p being the probability of
+    its label; 0 is the usual loss."""
 
     class_list: tuple[str, ...] = ()
-    """Names of the classes in the model's order, of ordered ones the worst first; empty takes those
-    that the rows have, in ascending order."""
+    """Names of the classes in the model's order, for ordered ones worst first; empty uses those in
+    the rows, in ascending order."""
 
     class_values: tuple[float, ...] = ()
-    """Value of each class: RL's score is the expected value. Empty takes labels that are
-    numbers, or false and true as 0 and 1; named classes have no value then, and give no score."""
+    """Value of each class: RL's score is the expected value. Empty uses labels that are numbers, or
+    false and true as 0 and 1; named classes then have no value and give no score."""
 
     class_weights: tuple[float, ...] = ()
-    """Weight of each class in the loss; empty weighs rows alike."""
+    """Weight of each class in the loss; empty weights all rows equally."""
 
     step_separator: str = "\n"
-    """Separator of the steps of a response, in training and in RL."""
+    """Separator between the steps of a response, in training and in RL."""
 
     step_score: Literal["min", "product", "last"] = "min"
     """RL's score of a response in steps: the log-odds of the worst step or of the last one, or the

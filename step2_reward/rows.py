@@ -23,7 +23,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.labels import CLASSES, SINGLE, Labels
 
 UNCUT = 2**31
-"""A limit in tokens that exceeds every dialogue."""
+"""A token limit that exceeds the length of any dialogue."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Row:
     sequences: tuple[Encoded, ...]
 
     targets: tuple[float, ...] = ()
-    """One number: the index of the class, the label shifted and scaled, 1 for a tie, or the margin
-    of a pair. Of steps how right each labelled one is, from 0 to 1."""
+    """The targets: a class index, the standardized label, 1 for a tie, or the margin of a pair. For
+    steps, the correctness of each labelled one, from 0 to 1."""
 
     ranks: tuple[float, ...] = ()
     """The rank of each sequence, 1 for the best; empty for a single response."""
 
     ends: tuple[int, ...] | None = None
-    """Positions in the sequence at which labelled steps end; None of other kinds of label."""
+    """Positions in the sequence at which labelled steps end; None for other kinds of label."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +53,8 @@ class Batch:
     """B rows; the first sequences of all rows come first, then the second ones."""
 
     tokens: TokenBatch
-    """Tokens; a process without rows (B = 0) has those of a spare row, to run the same passes."""
+    """Tokens; a process without rows (B = 0) has those of a spare row, in order to run the same
+    passes."""
 
     places: Int[Tensor, "B K"]
     """Index in the batch of each sequence of a row."""
@@ -61,7 +62,7 @@ class Batch:
     targets: Float[Tensor, " T"]
 
     positions: Int[Tensor, " O"]
-    """Tokens whose outputs count: the last of each sequence, or the ends of labelled steps."""
+    """Tokens whose outputs are used: the last of each sequence, or the ends of labelled steps."""
 
     weight: float
     """Weight of a labelled step; over all rows the weights add up to the number of rows."""

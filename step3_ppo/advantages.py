@@ -64,7 +64,7 @@ class Rewarded:
     """A critic's value of the state before each token; None without a critic."""
 
     group_size: int
-    """Responses to each prompt."""
+    """Responses per prompt."""
 
     gamma: float
     """Discount per token."""
@@ -73,10 +73,10 @@ class Rewarded:
     """Lambda of GAE: 1 is Monte Carlo, 0 the one-step TD error."""
 
     counted: Bool[Tensor, " B"]
-    """False if a response has no reward: it is in no baseline, and its advantage is 0."""
+    """False if a response has no reward: it is not in any baseline, and its advantage is 0."""
 
     group_baseline: bool = False
-    """Whether `reinforce_pp` compares scores with the mean of their group first."""
+    """Whether `reinforce_pp` first subtracts the group's mean from scores."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Estimate:
     """Targets of the critic's values; None without a critic."""
 
     silent: Bool[Tensor, " B"] | None = None
-    """Responses whose advantages stay 0 when whitening shifts all others; None for none."""
+    """Responses whose advantages remain 0 when whitening shifts all others; None if there are
+    none."""
 
 
 def gae_estimate(rewarded: Rewarded) -> Estimate:

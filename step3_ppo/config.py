@@ -48,7 +48,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     section: ClassVar[str] = "ppo"
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
-    """The settings that each choice of `method` stands for."""
+    """The settings of each `method`."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **StepConfig.OPTIONS,
@@ -71,34 +71,34 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     }
 
     AT_LEAST: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
-    """A minibatch is a part of one rollout."""
+    """A minibatch is part of one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
 
     method: Literal[
         "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
     ] = "ppo"
-    """Other defaults for the settings below; explicit settings win (docs/ppo.md)."""
+    """Other defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["actor"]))
     )
-    """The policy; a null path starts from step 1's output, or without one from --actor-model."""
+    """The policy; by default starts from step 1's output, or without one from --actor-model."""
 
     critic: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["critic"]))
     )
-    """The value model; a null path starts from step 2's output, or without a reward model from
-    the actor's model."""
+    """The value model; by default starts from step 2's output, or without a reward model from the
+    actor's model."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reference of the KL penalty; a null path is the initial actor."""
+    """The reference of the KL penalty; by default the initial actor."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reward model, if one is used; null takes step 2's output."""
+    """The reward model, if one is used; by default step 2's output."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model before step 1, for the report; a null path leaves it out."""
+    """The model before step 1, for the report; a null path omits it."""
 
     batch_size: int = 64
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
@@ -107,76 +107,78 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Responses before each round of updates, over all processes."""
 
     group_size: int = 1
-    """Responses to each prompt (num_generations, rollout.n)."""
+    """Responses per prompt (num_generations, rollout.n)."""
 
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
-    """gae uses a critic; grpo, dr_grpo, rloo and best compare the responses to a prompt: with their
-    mean, divided by their deviation or not, with the mean of the others, or keep the best alone;
-    reinforce_pp whitens the reward-to-go over all tokens. Papers: docs/ppo.md."""
+    """gae uses a critic; the others compare the responses to a prompt: grpo and dr_grpo with their
+    mean, with or without division by their deviation, rloo with the mean of the others, and best
+    keeps only the best; reinforce_pp whitens the reward-to-go over all tokens. Papers:
+    docs/ppo.md."""
 
     baseline: Literal["none", "group"] = "none"
     """Baseline of reinforce_pp: group subtracts the mean score of a prompt's responses."""
 
     loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
     """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
-    and keeps every gradient; none is the plain policy gradient, for one update a rollout."""
+    and keeps every gradient; none is the plain policy gradient, for one update per rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Weighting of that loss: tokens equally, responses equally, or 1 / max_new_tokens each."""
 
     dynamic_sampling: int = 0
-    """Rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
+    """Maximum rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
 
     overlong_buffer: float = 0.0
-    """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
-    below 1 a share of them."""
+    """Tokens before max_new_tokens over which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
+    below 1 a share of max_new_tokens."""
 
     overlong: Literal["score", "mask"] = "score"
-    """Unfinished responses: score keeps them; mask leaves them out of baseline and loss."""
+    """Unfinished responses: score keeps them; mask excludes them from baseline and loss."""
 
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights of off-policy tokens: truncate at correction_cap, mask beyond it (TIS,
     IcePop), or auto: truncate if rollout_gap exceeds correction_threshold."""
 
     correction_threshold: float = 1e-3
-    """Mean absolute difference of log-probabilities, in nats."""
+    """Threshold for the mean absolute difference of log-probabilities, in nats."""
 
     correction_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio: a token's, or the geometric mean over a response."""
+    """Level of the ratio: per token, or the geometric mean over a response."""
 
     correction_cap: float = 2.0
     """The largest weight; mask also drops ratios below 1 / correction_cap."""
 
     generation_batch_size: int = 64
-    """Concurrent responses of a process; changes no result."""
+    """Concurrent responses of a process; does not affect the result."""
 
     inference_tp_size: int = 1
-    """Processes that generate together by tensor parallelism; must divide their number and the
-    number of attention heads."""
+    """Tensor-parallel size of generation; must divide the number of processes and of attention
+    heads."""
 
     replica: Literal["release", "resident"] = "release"
-    """Weights gathered, merged or sharded for generation: release returns their memory to
-    training, resident keeps it."""
+    """Memory of weights gathered, merged or sharded for generation: release returns it to training,
+    resident keeps it."""
 
     offload_in_generation: bool = False
-    """Move what actor and critic keep for training to main memory while responses are generated,
-    on GPUs, to make room for more at once."""
+    """Move the training states of actor and critic to main memory while responses are generated, on
+    GPUs, to make room for more at once."""
 
     max_prompt_length: int = 256
-    """Maximum tokens of a prompt; rows with longer prompts are left out, and counted."""
+    """Maximum tokens of a prompt; rows with longer prompts are dropped and counted."""
 
     max_new_tokens: int = 256
     """Maximum tokens of a response, including its end-of-turn token."""
 
     temperature: float = 1.0
-    """Temperature of sampling and of all log-probabilities."""
+    """Sampling temperature, also of all log-probabilities."""
 
     ppo_epochs: int = 1
     """Passes over each rollout."""
 
     reuse_forward: bool = True
-    """Where a rollout is one micro-batch, backpropagate the first update through the pass that gave
-    the old log-probabilities: a fifth less work after generation, for its activations' memory."""
+    """If a rollout is one micro-batch, backpropagate the first update through the pass that
+    computed the old log-probabilities: a fifth less work after generation, at the cost of its
+    activations' memory."""
 
     kl_coef: float = 0.05
     """Weight of the KL penalty to the reference."""
@@ -186,10 +188,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
     """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
-    as k2's is on-policy; that of k3 (low_var_kl) is of KL(pi_ref || pi)."""
+    like k2's on-policy; k3 (low_var_kl) has the gradient of KL(pi_ref || pi)."""
 
     kl_target: float | None = None
-    """Nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019, 2.2); null keeps
+    """Target of an adaptive kl_coef in nats per response (Ziegler et al. 2019, 2.2); null keeps
     kl_coef fixed."""
 
     kl_horizon: int = 10_000
@@ -202,17 +204,17 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Bias-variance trade-off of GAE: 1 is Monte Carlo, 0 one-step TD."""
 
     whiten_advantages: bool = True
-    """Shift and scale the advantages of gae and reinforce_pp to mean 0, variance 1 over the rollout
-    of all processes."""
+    """Normalize the advantages of gae and reinforce_pp to mean 0 and variance 1 over the rollout of
+    all processes."""
 
     whiten_rewards: bool = False
     """Scale token rewards to variance 1, keeping their mean."""
 
     clip: float = 0.2
-    """Lower side of the trust region: the ratio is clipped at 1 - clip."""
+    """Lower bound of the trust region: the ratio is clipped at 1 - clip."""
 
     clip_high: float | None = None
-    """Upper side, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
+    """Upper bound, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
 
     dual_clip: float | None = None
     """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null is off."""
@@ -224,8 +226,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Weight of the entropy bonus."""
 
     target_kl: float | None = 0.05
-    """Stop the epochs over a rollout when new and old policy are over 1.5 times this apart, in nats
-    per token; null never stops."""
+    """End the epochs over a rollout when the KL between new and old policy exceeds 1.5 times this,
+    in nats per token; null never does."""
 
     normalize_score: bool = True
     """Subtract the mean of the reward model's scores of the first rollout and divide by their
@@ -238,13 +240,13 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Maximum score of an unfinished response, after normalization; null is off."""
 
     critic_warmup_steps: int = 0
-    """First iterations in which only the critic learns."""
+    """Number of first iterations in which only the critic is trained."""
 
     ptx_coef: float = 0.0
     """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
 
     ptx_data: tuple[str, ...] = ()
-    """Plain text or dialogues for the PPO-ptx loss, as `data.path`; empty uses step 1's rows."""
+    """Plain text or dialogues for the PPO-ptx loss, as in `data.path`; empty uses step 1's rows."""
 
     ema_decay: float | None = None
     """Decay of the exponential moving average of the actor (enable_ema uses 0.992); null is off."""

@@ -24,10 +24,10 @@ from rewards.environments.pool import Environments, Played, Verdict
 from step3_ppo.config import PPOConfig
 
 OnResponse = Callable[[int, Response], None]
-"""Called with the number of a prompt and its response."""
+"""Called with a prompt's index and its response."""
 
 End = Literal["environment", "turns", "tokens", "failed"]
-"""End of an episode: the environment, the most turns or tokens, or a failure."""
+"""How an episode ended: by the environment, the maximum turns or tokens, or a failure."""
 
 
 THINKING_STEPS = 8
@@ -74,13 +74,13 @@ class Limits:
     """Limits of an episode."""
 
     max_turns: int
-    """Responses of the actor."""
+    """Maximum responses of the actor."""
 
     max_opening: int
-    """Tokens of the opening, with the generation prompt."""
+    """Maximum tokens of the opening, with the generation prompt."""
 
     max_tokens: int
-    """Tokens after the opening, observations included."""
+    """Maximum tokens after the opening, including observations."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> "Limits":
@@ -175,9 +175,9 @@ class _Table:
         self._limits = limits
         self._generating: dict[Ticket, _Playing] = {}
         self._thinking: deque[tuple[int, _Playing]] = deque()
-        """Episodes that wait for their environment, and the step at which they are resumed."""
+        """Episodes waiting for their environment, and the step at which they are resumed."""
         self._finishing: dict[int, _Playing] = {}
-        """Episodes that wait for their reward, by the number of their environment."""
+        """Episodes waiting for their reward, by the number of their environment."""
         self._replies: dict[int, Played] = {}
         self._steps = 0
 

@@ -234,9 +234,9 @@ class Evaluator:
             config, Chat(models.tokenizer, models.chat), models.hybrid_engine.generating
         )
         self.start = 0.0
-        """The objective of the starting model."""
+        """The starting model's objective."""
         self.least_gold = -math.inf
-        """Minimum gold of the best actor, whatever its objective."""
+        """Minimum gold reward of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
         """Evaluate the starting model, the first candidate, on all held-out prompts.

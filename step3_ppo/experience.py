@@ -63,13 +63,13 @@ class Experience:
     """Whether the response ended with a stop token."""
 
     mask: Bool[Tensor, "B T"]
-    """True on response tokens, the end-of-turn token included."""
+    """True on response tokens, including the end-of-turn token."""
 
     sampled_logprobs: Float[Tensor, "B T"]
-    """log pi as generation computed it."""
+    """log pi as computed in generation."""
 
     logprobs: Float[Tensor, "B T"]
-    """log pi as training computes it, before any update: the old policy of the ratio."""
+    """log pi as computed in training, before any update: the old policy of the ratio."""
 
     ref_logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
@@ -80,7 +80,7 @@ class Experience:
     """The reward model's raw score of the whole sequence; None without a reward model."""
 
     forward: Forward | None = None
-    """The pass that the first update may backpropagate through, once."""
+    """The pass through which the first update may backpropagate, once."""
 
     @cached_property
     def mask_on_host(self) -> Bool[Tensor, "B T"]:
@@ -94,7 +94,7 @@ class Minibatch:
 
     tokens: TokenBatch
     mask: Bool[Tensor, "B T"]
-    """The positions of the K tokens, in order, in their responses."""
+    """The positions of the K tokens in their responses, in order."""
 
     old_logprobs: Float[Tensor, " K"]
     ref_logprobs: Float[Tensor, " K"]
@@ -103,7 +103,7 @@ class Minibatch:
     """Number of tokens in each token's response."""
 
     counted: Float[Tensor, " K"]
-    """0 for tokens that are left out of every loss, else 1."""
+    """0 for tokens that are excluded from every loss, else 1."""
 
     correction: Float[Tensor, " K"] | None
     """Importance weights of `step3_ppo.losses`; None without a correction."""
@@ -130,13 +130,13 @@ class Rollout:
     """Targets of the critic; None without a critic."""
 
     counted: Bool[Tensor, " B"]
-    """False for responses that are left out of baselines and losses."""
+    """False for responses that are excluded from baselines and losses."""
 
     correction: Float[Tensor, "B T"] | None = None
     """Importance weights if generation's policy differs from training's; else None."""
 
     group_size: int = 1
-    """Responses to each prompt, which are adjacent."""
+    """Responses per prompt, which are adjacent."""
 
     kl_coef: float = 0.0
     """Weight of the KL penalty in the loss; 0 if it is in the reward."""
@@ -406,10 +406,10 @@ def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, fl
 
 
 GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
-"""Largest mean and maximum gap in nats that rounding explains; True if all weights are fp32."""
+"""Maximum mean and maximum gap in nats that rounding explains; True if all weights are fp32."""
 
 RATIO_LIMITS = {True: 1e-3, False: 0.5}
-"""Largest distance from 1 of a token's ratio in the first update; keys as above."""
+"""Maximum distance from 1 of a token's ratio in the first update; keys as above."""
 
 
 class OffPolicyError(RuntimeError):

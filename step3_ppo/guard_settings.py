@@ -53,20 +53,20 @@ class GuardConfig(Guard):
     signal: Signal
 
     limit: float
-    """kl: nats per response; kl_per_token, rollout_gap: nats per token; ratio_max: times; entropy,
-    response_length: of that of the first rollout, below 1 a lower bound; stop_rate: loss since the
-    first rollout; repetition, dead_groups, reward_failures: share; skipped: optimizer steps of an
-    update; explained_variance: lower bound; divergence: standard errors by which what is trained on
-    rises while ppo.gold falls."""
+    """kl: nats per response; kl_per_token, rollout_gap: nats per token; ratio_max: the ratio;
+    entropy, response_length: relative to the first rollout, below 1 a lower bound; stop_rate:
+    decrease since the first rollout; repetition, dead_groups, reward_failures: share; skipped:
+    optimizer steps of an update; explained_variance: lower bound; divergence: standard errors by
+    which the training reward rises while ppo.gold falls."""
 
     window: int = 3
-    """Iterations in a row that must be beyond the limit; of divergence those over which both move,
-    or fewer, but 3, where there are no more yet. A run that goes back leaves them all behind."""
+    """Consecutive iterations that must be beyond the limit; for divergence those over which both
+    change, or as many as there are, at least 3. A rollback clears it."""
 
     action: Action = "warn"
-    """warn logs a sentence; stop ends the run with the last healthy actor; rollback goes back to
-    the last healthy checkpoint and continues with half the learning rate and twice kl_coef, at most
-    twice; none does not look."""
+    """warn logs a message; stop ends the run with the last healthy actor; rollback returns to the
+    last healthy checkpoint and continues with half the learning rate and twice kl_coef, at most
+    twice; none disables the guard."""
 
 
 WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
@@ -77,9 +77,9 @@ class GuardSettings:
     """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = WARNING
-    """A list of signal, limit, window and action, laid over the usual guards, which warn; strict
-    rolls back, none is off (docs/guards.md). What stops or rolls back needs save_every in
-    iterations."""
+    """A list of signal, limit, window and action, which overrides the default guards, which warn;
+    strict rolls back, none is off (docs/guards.md). Guards that stop or roll back need save_every
+    in iterations."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:

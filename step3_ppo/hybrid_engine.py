@@ -47,7 +47,7 @@ class HybridEngine:
             stages=engine.stages,
         )
         self.weights_hash = 0
-        """Hash of the weights that generated last (`inference/replica.py`)."""
+        """Hash of the weights last used in generation (`inference/replica.py`)."""
         self.seconds = 0.0
         """Seconds of the last switch from training to generation."""
         self._updates = -1

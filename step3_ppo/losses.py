@@ -121,10 +121,10 @@ class TrustRegion:
     """Bounds on the ratio of new to old policy."""
 
     clip: float
-    """Lower side: 1 - clip."""
+    """Lower bound: 1 - clip."""
 
     clip_high: float
-    """Upper side: 1 + clip_high."""
+    """Upper bound: 1 + clip_high."""
 
     dual_clip: float | None = None
     """Bound on the loss of negative advantages, in units of the advantage."""
@@ -238,13 +238,14 @@ class PolicyLoss:
     """A ratio of new to old policy, and its loss."""
 
     losses: Callable[..., Float[Tensor, " K"]]
-    """The loss of each token, of (ratio, logprobs, advantages, region)."""
+    """The loss of each token, as a function of (ratio, logprobs, advantages, region)."""
 
     is_clipped: Callable[..., Bool[Tensor, " K"]]
-    """The tokens that the metric `clip_fraction` counts; of (ratio, advantages, region)."""
+    """The tokens counted by the metric `clip_fraction`, as a function of (ratio, advantages,
+    region)."""
 
     ratio: Callable[..., Float[Tensor, " K"]] = token_ratio
-    """The probability ratio of each token, of (logprobs, old logprobs, mask)."""
+    """The probability ratio of each token, as a function of (logprobs, old logprobs, mask)."""
 
 
 LOSSES: Mapping[str, PolicyLoss] = {
@@ -306,7 +307,7 @@ class KLController:
     horizon: int
 
     factor: float = 1.0
-    """Additional factor, which rollbacks of guards increase."""
+    """Additional factor, which a guard's rollback increases."""
 
     @property
     def coef(self) -> float:
@@ -355,7 +356,7 @@ KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
     "k3": unbiased_value,
     "k3_is": importance_weighted,
 }
-"""KL losses of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
+"""KL losses as functions of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
 
 
 Correction = Literal["truncate", "mask"]

@@ -14,7 +14,7 @@ class Needs:
     """A value model, which is trained in addition to the policy."""
 
     group: bool = False
-    """Several responses to each prompt, which are compared with each other."""
+    """Several responses per prompt, which are compared with each other."""
 
     whitening: bool = False
     """Whitening of advantages over the rollout, unless `whiten_advantages` is off."""
@@ -31,7 +31,7 @@ ESTIMATOR_NEEDS = {
     "reinforce_pp": Needs(whitening=True, discount=True),
     "best": Needs(group=True),
 }
-"""What each `advantage` needs; the functions are in `step3_ppo.advantages`."""
+"""Requirements of each `advantage`; the functions are in `step3_ppo.advantages`."""
 
 
 def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401

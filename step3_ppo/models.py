@@ -62,9 +62,9 @@ class RewardText:
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, max_tokens: int
     ) -> None:
         self.tokenizer = tokenizer
-        """The actor's."""
+        """The actor's tokenizer."""
         self.chat = chat
-        """The reward model's."""
+        """The reward model's chat format."""
         self.max_tokens = max_tokens
         """Maximum tokens of the reward model; longer dialogues lose their beginning."""
         self._dialogues: dict[tuple[int, ...], Messages] = {}
@@ -160,7 +160,7 @@ class Reference:
         self.engine = engine
         """The actor's engine, if the reference is the actor without its adapter."""
         self.passes = passes
-        """Its passes."""
+        """The reference's passes."""
 
     def logprobs(
         self, batches: Sequence[TokenBatch], *, temperature: float
@@ -220,7 +220,7 @@ class Models:
     sources: RewardSources
     """The programs that give rewards; empty with a reward model only."""
     hybrid_engine: HybridEngine
-    """The actor, to generate with."""
+    """The actor, for generation."""
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     policy_passes: Passes
@@ -338,7 +338,7 @@ def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> 
 
 
 FIRST_EPOCHS = 4
-"""Passes of the critic over the first rollout before the actor learns from it."""
+"""Passes of the critic over the first rollout before the actor is trained on it."""
 
 
 def _updates(config: PPOConfig) -> int:

@@ -21,7 +21,7 @@ ENVIRONMENT = "environment"
 """Kind, and default name, of the environment's reward as a source."""
 
 RESERVED = ("score", "failures")
-"""Names that are reserved for other metrics `reward_*`."""
+"""Names reserved for other `reward_*` metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +29,30 @@ class RewardSettings:
     """Reward sources, in addition to or instead of a reward model."""
 
     rewards: tuple[RewardConfig, ...] = ()
-    """Sources whose weighted sum is maximized (reward_funcs), as a list in a file of settings, or
-    JSON; --reward-function FILE.py:NAME and --reward KIND are short for it. Empty takes the reward
-    model alone, which may also be a source."""
+    """Sources whose weighted sum is maximized (reward_funcs), as a list in a settings file, or
+    JSON; --reward-function FILE.py:NAME and --reward KIND are short forms. Empty uses only the
+    reward model, which may also be a source."""
 
     gold: RewardConfig | None = None
-    """A source that is measured and never trained on; null measures none."""
+    """A source that is only measured, never trained on; null measures none."""
 
     reward_timeout: float = 10.0
-    """Seconds that a call of a source or environment may take before it is ended and has failed."""
+    """Maximum seconds of a call of a source or environment; a longer one is ended and fails."""
 
     reward_workers: int = 2
-    """Worker processes for the sources of each process of the step; as many for environments."""
+    """Worker processes for the sources of each process of the step, and the same number for
+    environments."""
 
     environment: str | None = None
-    """Class that speaks between the actor's turns and rewards episodes, as FILE.py:CLASS, or ours:
-    guessing, calculator (docs/environments.md)."""
+    """Class that responds between the actor's turns and rewards episodes, as FILE.py:CLASS, or
+    built-in: guessing, calculator (docs/environments.md)."""
 
     max_turns: int = 8
     """Maximum turns of the actor in an episode."""
 
     max_reward_failures: float = 0.1
-    """Share of an iteration's responses whose rewards may fail; they teach nothing. Beyond it the
-    run stops."""
+    """Share of an iteration's responses whose rewards may fail; these are not trained on. Beyond it
+    the run stops."""
 
     @property
     def uses_reward_model(self) -> bool:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 CHUNK = 8
-"""Minimum responses that are submitted together."""
+"""Minimum responses submitted together."""
 
 
 ENVIRONMENT_FILE = "ppo.environment"

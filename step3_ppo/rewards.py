@@ -130,11 +130,11 @@ class ResponseRewards:
     """The maximized reward; 0 if unknown."""
 
     score: Float[Tensor, " B"]
-    """The reported score: of a reward model alone its score in its own unit (`counted_scores`),
-    else the reward; NaN where it is not known."""
+    """The reported score: with only a reward model its score in its own unit (`counted_scores`),
+    else the reward; NaN if unknown."""
 
     sources: Mapping[str, Scored] = field(default_factory=dict)
-    """The values of each source, and `gold`; empty with a reward model alone."""
+    """The values of each source, and `gold`; empty with only a reward model."""
 
     seconds: float = 0.0
     """Seconds of waiting for the sources after everything else was done."""

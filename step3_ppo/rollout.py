@@ -45,7 +45,7 @@ class PromptBatch:
     """Prompts; equal prompts of a group are adjacent."""
 
     keys: list[int]
-    """Key of the random numbers of each response, unique within the run."""
+    """Sampling key of each response, unique within the run."""
 
     @property
     def inputs(self) -> list[list[int]]:
@@ -70,13 +70,14 @@ class Prompts:
     """Fingerprint of the rows of the training prompts."""
 
     group_size: int
-    """Responses to each prompt."""
+    """Responses per prompt."""
 
     record: PromptRecord
     """Prompts that this step and the earlier ones train on and hold out."""
 
     attempt: int = 0
-    """Number of rollbacks; part of the keys, so that other responses are sampled after one."""
+    """Number of rollbacks; part of the keys, so that different responses are sampled after a
+    rollback."""
 
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
         """The stream's next prompts, one for each of these groups of a rollout, by default all.
@@ -182,13 +183,13 @@ class Sampled:
     """This process's part of a rollout; the responses to a prompt are adjacent."""
 
     inputs: list[list[int]]
-    """Prompts in token ids."""
+    """Token ids of the prompts."""
 
     responses: list[Response]
 
     metrics: dict[str, float]
-    """`refills`, the number of replacements, with dynamic sampling; of an environment's episodes
-    the metrics of `step3_ppo.metrics.episode_statistics`."""
+    """`refills`, the number of replacements, with dynamic sampling; with an environment also the
+    metrics of `step3_ppo.metrics.episode_statistics`."""
 
     given: dict[str, Scored] | None = None
     """Rewards of the sources, if dynamic sampling needed them."""

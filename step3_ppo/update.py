@@ -130,7 +130,7 @@ class Update:
     metrics: dict[str, float]
     tokens: int
     stopped: bool
-    """True if the new policy was too far from the old one, and nothing was updated."""
+    """True if the new policy was too far from the old one, so that no update was made."""
 
 
 class Updates:

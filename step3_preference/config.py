@@ -54,7 +54,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
 OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
-"""Signals of the actor's responses; the other one is of held-out rows."""
+"""Signals from the actor's responses; the other one is from held-out rows."""
 
 USUAL: tuple[tuple[Signal, float, int], ...] = (
     ("kl_per_token", 0.5, 1),
@@ -85,16 +85,17 @@ class GuardConfig(Guard):
 
     limit: float
     """kl: nats per sampled response; kl_per_token: nats per token; chosen_nll: nats per token by
-    which held-out chosen responses have become less likely since the start; response_length: of
-    that of the start, below 1 a lower bound; stop_rate: loss since the start; repetition: share."""
+    which held-out chosen responses have become less likely since the start; response_length:
+    relative to the start, below 1 a lower bound; stop_rate: decrease since the start; repetition:
+    share."""
 
     window: int = 2
-    """Evaluations in a row that must be beyond the limit."""
+    """Consecutive evaluations that must be beyond the limit."""
 
     action: Action = "warn"
-    """warn logs a sentence; stop ends the run with the last healthy actor; rollback goes back to
-    the last healthy checkpoint and continues with half the learning rate, at most twice; none does
-    not look."""
+    """warn logs a message; stop ends the run with the last healthy actor; rollback returns to the
+    last healthy checkpoint and continues with half the learning rate, at most twice; none disables
+    the guard."""
 
 
 WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
@@ -111,9 +112,9 @@ class GuardSettings:
     """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = WARNING
-    """A list of signal, limit, window and action, laid over the usual guards, which warn; strict
-    rolls back, none is off (docs/guards.md). They look at evaluations. What stops or rolls back
-    needs save_every in steps."""
+    """A list of signal, limit, window and action, which overrides the default guards, which warn;
+    strict rolls back, none is off (docs/guards.md). Guards are checked at evaluations. Those that
+    stop or roll back need save_every in steps."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
@@ -128,7 +129,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     section: ClassVar[str] = "preference"
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
-    """The settings that each choice of `method` stands for."""
+    """The settings of each `method`."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **StepConfig.OPTIONS,
@@ -141,38 +142,40 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     method: Literal[
         "dpo", "cdpo", "rdpo", "ldpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"
     ] = "dpo"
-    """Other defaults for the settings below; explicit settings win (docs/preference.md)."""
+    """Other defaults for the settings below; explicit settings take precedence
+    (docs/preference.md)."""
 
     model: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(
             optim=OptimConfig(lr=1e-6, schedule="linear", warmup_ratio=0.1, weight_decay=0.0)
         )
     )
-    """The actor; a null path starts from step 1's output. Its initial weights are the reference."""
+    """The actor; by default starts from step 1's output. Its initial weights are the reference."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """A reward model that judges responses to held-out prompts, and is not trained on: step 2's,
-    where the run has one; null judges by the embedded task's program alone, where that can."""
+    """A reward model that judges responses to held-out prompts, and is not trained on: by default
+    step 2's, if the run has one; otherwise only the embedded task's verifier judges, if it
+    applies."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model before step 1, for the report; a null path leaves it out."""
+    """The model before step 1, for the report; a null path omits it."""
 
     shares: tuple[Literal[1, 2, 3], ...] = (2, 3)
-    """Parts of `data.split` that are learned from: train.py adds those of steps that don't run."""
+    """Parts of `data.split` to train on: train.py adds those of steps that don't run."""
 
     loss: Literal["dpo", "ipo", "hinge", "orpo", "kto"] = "dpo"
-    """dpo is the logistic loss of a pair's margin, ipo its square to a fixed margin, hinge what it
-    lacks of one, orpo the log odds ratio; kto weighs responses one by one."""
+    """dpo is the logistic loss of a pair's margin, ipo its squared distance from a fixed margin,
+    hinge the shortfall from one, orpo the log odds ratio; kto weights single responses."""
 
     beta: float = 0.1
-    """Weight of the margin: the larger, the nearer to the reference. Of orpo the weight of the odds
-    ratio. Log-probabilities per token (logp mean) need 10 to 50 times as much."""
+    """Weight of the margin: larger values stay closer to the reference. For orpo the weight of the
+    odds ratio. Log-probabilities per token (logp mean) need 10 to 50 times larger values."""
 
     gamma: float = 0.0
     """Margin that a pair must exceed in loss dpo, after beta (SimPO)."""
 
     label_smoothing: float = 0.0
-    """Share of the pairs whose order is taken to be wrong, in loss dpo (cDPO)."""
+    """Assumed share of pairs whose order is wrong, in loss dpo (cDPO)."""
 
     robust: bool = False
     """Correct the loss for this share instead of averaging over it (robust DPO)."""
@@ -183,45 +186,45 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     nll_coef: float = 0.0
     """Weight of the negative log-likelihood of chosen responses, mean per token (rpo_alpha,
-    sft_loss_weight): against both log-probabilities falling, and lost ends of turns."""
+    sft_loss_weight): counteracts falling log-probabilities on both sides, and missing ends of
+    turns."""
 
     reference_free: bool = False
     """Omit the reference: compare log-probabilities instead of log-ratios."""
 
     weight_chosen: float | Literal["auto"] = 1.0
-    """Of loss kto: weight of good responses (desirable_weight); auto balances the numbers of
-    training rows."""
+    """Loss kto: weight of good responses (desirable_weight); auto balances the numbers of training
+    rows."""
 
     weight_rejected: float | Literal["auto"] = 1.0
-    """Of loss kto: weight of bad responses (undesirable_weight); auto balances the numbers of
-    training rows."""
+    """Loss kto: weight of bad responses (undesirable_weight); auto balances the numbers of training
+    rows."""
 
     precompute: Literal["auto", "on", "off"] = "auto"
     """Compute the reference's log-probabilities once, before training; off runs the model without
-    its adapter in each step, which auto does where there are adapters."""
+    its adapter in each step, which is auto's choice if there are adapters."""
 
     too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
-    """Rows longer than data.max_length: both responses keep the same prompt, which loses its
-    beginning; drop leaves such rows out. Responses that are too long alone are left out."""
+    """Rows longer than data.max_length: both responses keep the same prompt, truncated at its
+    beginning; drop skips such rows. Rows whose responses alone are too long are skipped."""
 
     patience: int | None = None
     """Stop after this many evaluations without a better loss; null never stops early."""
 
     max_prompt_length: int = 256
-    """Maximum tokens of a held-out prompt; longer ones are left out, and counted.
-    """
+    """Maximum tokens of a held-out prompt; longer ones are dropped and counted."""
 
     max_new_tokens: int = 256
     """Maximum tokens of a response to a held-out prompt, including its end-of-turn token."""
 
     temperature: float = 1.0
-    """Temperature at which responses to held-out prompts are sampled."""
+    """Sampling temperature for responses to held-out prompts."""
 
     eval_prompts: int = 128
-    """Held-out prompts that are answered in evaluations during training; 0 answers none."""
+    """Held-out prompts to answer in evaluations during training; 0 answers none."""
 
     generation_batch_size: int = 64
-    """Concurrent responses of a process; changes no result."""
+    """Concurrent responses of a process; does not affect the result."""
 
     @property
     def step_name(self) -> str:

@@ -40,8 +40,8 @@ class Figures:
     """Additive sums over rows and sequences, for computing means."""
 
     sums: Float[Tensor, "8"]
-    """Loss, right order, rewards, log-probabilities of a token and numbers of both sides; in fp64,
-    where the model is."""
+    """Loss, right order, rewards, log-probabilities per token and counts of both sides, in fp64, on
+    the model's device."""
 
     @classmethod
     def none(cls) -> "Figures":

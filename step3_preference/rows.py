@@ -21,7 +21,7 @@ from pipeline.run.training import local_parts
 from step3_preference.config import PreferenceConfig
 
 RowOutcome = Literal["whole", "cut", "too long", "equal", "untrained"]
-"""Outcome of a row; rows with the last three are left out."""
+"""Outcome of a row; rows with the last three are skipped."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class RowBatch:
     """Rows as concatenated sequences, the chosen ones first."""
 
     tokens: TokenBatch
-    """Tokens; a process without rows has those of a spare row, to run the same passes."""
+    """Tokens; a process without rows has those of a spare row, in order to run the same passes."""
 
     counts: tuple[int, ...]
-    """Response tokens of each sequence; empty where there are no rows."""
+    """Response tokens of each sequence; empty if there are no rows."""
 
     chosen: tuple[int, ...]
     """The row of each chosen sequence, by its index in the global batch."""

@@ -44,7 +44,7 @@ class Ahead:
         self._sampler = tickets[0].sampler
         longest = max(len(each.request.prompt) + len(each.response.ids) for each in tickets)
         self._room = rows.longest - longest
-        """Passes until a sequence is longer than the graph's."""
+        """Passes until a sequence exceeds the graph's length."""
         state = [
             (_left(each), each.key, each.request.drawn + len(each.response.ids)) for each in tickets
         ]

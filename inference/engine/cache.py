@@ -34,7 +34,8 @@ FEW = 2
 """Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
 
 HUGE_PAGE = 2 * 2**20
-"""Bytes. With ordinary pages a core looks up the address of every 4 KiB that it reads."""
+"""Bytes of a huge page. With ordinary pages a core looks up the address of every 4 KiB that it
+reads."""
 
 
 def slot_width(capacity: int) -> int:

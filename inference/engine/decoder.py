@@ -38,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 
 MANY = 64
-"""Up to this number of rows, passes have powers of two; beyond it multiples of `STEP`."""
+"""Up to this number of rows, passes have powers of two of rows; beyond it multiples of `STEP`."""
 
 STEP = 32
 
 WIDER = 4
-"""Verified passes with up to this many times the rows serve fewer rows: padding costs less than
+"""Verified passes with up to this factor more rows are used for fewer rows: padding costs less than
 three more passes of the modules' Python code."""
 
 SHORT = 256
-"""Up to this length sequences share a graph; longer ones have graphs by powers of two, because a
-graph divides its work among the processors of a GPU by its longest sequence."""
+"""Up to this length sequences share a graph; longer ones have a graph per power of two, because a
+graph divides its work over a GPU by its longest sequence."""
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 """Given a computation and the memory of its inputs, returns a function that repeats it and returns
 the result, always in the same memory."""
 
 Agree = Callable[[bool], bool]
-"""Whether all processes of the tensor-parallel group pass True; all of them call it."""
+"""Returns whether all processes of the tensor-parallel group pass True. A collective."""
 
 
 class LiveKeys(NextToken):

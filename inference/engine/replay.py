@@ -22,10 +22,10 @@ from pipeline.kernels.linear import Linear, linear, prepare
 from pipeline.models.forward.attention import Layout
 
 Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
-"""A forward pass of the modules over tokens, positions, and places in the cache."""
+"""A forward pass of the modules over tokens, positions, and cache indices."""
 
 Column = tuple[int, int, int]
-"""A token, its position, and its place in the cache."""
+"""A token, its position, and its cache index."""
 
 
 class ReplayError(Exception):
@@ -37,16 +37,16 @@ class PassCounts:
     """Number of passes of a batch, by how they were computed."""
 
     prefill: int = 0
-    """Passes over prompts."""
+    """Number of passes over prompts."""
 
     by_modules: int = 0
-    """Decoding passes by the model's modules."""
+    """Number of decoding passes by the model's modules."""
 
     replayed: int = 0
-    """Decoding passes from a trace or a graph."""
+    """Number of decoding passes from a trace or a graph."""
 
     refused: int = 0
-    """Recordings that failed, or did not repeat the modules' logits."""
+    """Number of recordings that failed, or did not reproduce the modules' logits."""
 
     @property
     def share_replayed(self) -> float:
@@ -143,10 +143,10 @@ TRANSFERS = {"_to_copy", "copy_", "to"}
 """Operators that may copy between the host and a device, and wait for it."""
 
 COPIES = {"_to_copy", "clone", "contiguous", "to"}
-"""Operators whose result is their argument, perhaps in another format."""
+"""Operators whose result is their argument, possibly in another format."""
 
 WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
-"""Operators besides the elementwise ones that can write into `out`."""
+"""Operators, in addition to the elementwise ones, that can write to `out`."""
 
 TO_PYTHON = {"tolist", "numpy", "__array__"}
 """Methods that return numbers to Python without the dispatcher, which sees `item`."""
@@ -159,15 +159,15 @@ class Call:
     """One operator, with the tensors that it read and made."""
 
     operator: Any
-    """PyTorch's operator; None for attention, which is computed outside of the trace."""
+    """PyTorch's operator; None for attention, which is computed outside the trace."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     made: tuple[Tensor, ...]
-    """Its results, in the memory that they keep."""
+    """Its results, in memory that is reused."""
 
     repeat: Replay | None = None
-    """Repeats a call outside of the trace."""
+    """Repeats a call outside the trace."""
 
     @property
     def name(self) -> str:
@@ -351,7 +351,7 @@ def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
 NORM = (("pow", 0, 2), ("mean", 1, (-1,), True), ("add", 2, float), ("rsqrt", 3), ("mul", 0, 4))
 NORMS = ((*NORM, ("mul", 6, 5)), (*NORM, ("mul", 5, 6)))
 ROTATIONS = ((("mul", 0, 1), ("neg", 3), ("cat", (4, 5), -1), ("mul", 6, 7), ("add", 2, 8)),)
-"""Names and arguments; tensors are numbered in the order in which they are read or made."""
+"""Names and arguments; tensors are numbered in the order in which they are read or created."""
 
 
 def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:

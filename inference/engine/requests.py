@@ -14,7 +14,7 @@ OnToken = Callable[[int, int], None]
 """Called with a prompt's index and each token of its response."""
 
 StopWhen = Callable[[int, list[int]], bool]
-"""Whether a response ends here: called with its prompt's index and its tokens so far."""
+"""Whether a response ends here; called with its prompt's index and its tokens so far."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: a stop token, the maximum length, a cancellation, or an error."""
@@ -28,11 +28,11 @@ class Response:
     """Sampled tokens, the stop token included."""
 
     logprobs: list[float] = field(default_factory=list)
-    """log pi of each token under the whole policy at the sampling temperature (at temperature 1 for
-    greedy decoding), before anything is truncated, penalized or forbidden; in nats."""
+    """log pi of each token under the full policy at the sampling temperature (at temperature 1 for
+    greedy decoding), before any truncation, penalty or forbidden token; in nats."""
 
     stopped: bool = False
-    """Whether a stop token ended it, rather than its length or the caller."""
+    """Whether a stop token ended it, rather than the length limit or the caller."""
 
     @property
     def text_ids(self) -> list[int]:
@@ -73,14 +73,14 @@ class Request:
     """Maximum tokens of the response, including the stop token."""
 
     drawn: int = 0
-    """Tokens sampled by this key in earlier turns of the dialogue: this turn draws the random
-    numbers after theirs."""
+    """Tokens sampled with this key in earlier turns of the dialogue: this turn continues after
+    their random numbers."""
 
     num_top: int | None = None
-    """Adds `Reported` to each token, with this many of the likeliest tokens."""
+    """Adds `Reported` to each token, with this number of most likely tokens."""
 
     scope: Hashable = None
-    """Only requests of the same scope share keys and values."""
+    """Only requests with the same scope share keys and values."""
 
 
 def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
@@ -101,11 +101,11 @@ class Ticket:
         self.response = Response()
         self.ended = False
         self.newest = request.prompt[-1]
-        """The token of the next decoding pass."""
+        """The input token of the next decoding pass."""
         self.sampler, self.key = without_seed(request.sampler, request.key)
-        """An equivalent sampler and key, shared with requests of other seeds."""
+        """An equivalent sampler and key, shared with requests that have other seeds."""
         self.num_reused = 0
-        """Prompt tokens whose keys and values were stored when it got a slot."""
+        """Prompt tokens whose keys and values were already stored when it got a slot."""
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:

@@ -18,7 +18,7 @@ from pipeline.kernels import sampling
 from pipeline.kernels.sampling import Draw
 
 BLOCK = 128
-"""Tokens of a block, about the square root of a vocabulary; only one block is searched."""
+"""Tokens per block, about the square root of a vocabulary; only one block is searched."""
 
 SMALL = 4096
 """Vocabulary size up to which one cumulative sum is faster than two steps."""
@@ -325,7 +325,7 @@ class Reported(NamedTuple):
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens with their log-probabilities, the likeliest first."""
+    """The most likely tokens with their log-probabilities, in descending order."""
 
 
 def reported(

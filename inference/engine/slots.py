@@ -22,7 +22,7 @@ from pipeline.models.forward.attention import Layout, Ragged
 from pipeline.models.forward.forward import base_model, cache_name
 
 REUSE_MIN = 16
-"""Minimum length of a copied prefix: reading a shorter one again costs less."""
+"""Minimum length of a copied prefix: recomputing a shorter one is cheaper."""
 
 GROUP_TOKENS = 1024
 """Prompt tokens that must wait before a closed batch interrupts decoding."""
@@ -268,8 +268,8 @@ def common_prefix(one: Int[np.ndarray, " P"], other: Int[np.ndarray, " Q"]) -> i
 
 
 PREFILL = {"cpu": 2048, "cuda": 8192}
-"""Prompt tokens of one pass; more would cost memory and not be faster. `pipeline/budget/memory.py`
-has the same numbers."""
+"""Prompt tokens of one pass; more would need more memory and not be faster.
+`pipeline/budget/memory.py` has the same numbers."""
 
 
 class SlotModel:

@@ -122,7 +122,7 @@ class Reply:
     """OpenAI's name of the object."""
     chunk_kind: str
     begins: bool = False
-    """Whether a response is a new text, whose first word may lose its leading space."""
+    """Whether a response starts a new text, whose first word may lose its leading space."""
 
     def __init__(self, state: State, fields: SamplingFields, client: str) -> None:
         self.state = state
@@ -460,7 +460,7 @@ class TextPosition:
 
     served: ServedModel
     begins: bool
-    """Whether a new text has not returned any token with text yet."""
+    """Whether a new text has not yet returned a token with text."""
 
     offset: int = 0
     """Characters before the next token; an incomplete character doesn't count."""

@@ -26,43 +26,43 @@ class ServeConfig:
     """A run's output directory: serves base, step 1 and step 3, if present."""
 
     reward: str | None = None
-    """Reward model, as OUT/step2_reward, for /v1/score; --run finds its own."""
+    """Reward model, such as OUT/step2_reward, for /v1/score; --run finds its own."""
 
     watch: Path | None = None
-    """A run's output directory to show as it learns; --run shows its own. Needs no model."""
+    """A run's output directory to show while it trains; --run shows its own. Needs no model."""
 
     ratings: Path | None = None
-    """File that ratings are appended to; null takes OUT/ratings.jsonl with --run, else none."""
+    """File to which ratings are appended; null uses OUT/ratings.jsonl with --run, else none."""
 
     host: str = "127.0.0.1"
     """Address to listen on; addresses other than loopback need a key."""
 
     port: int = 8000
-    """Port to listen on; 0 takes any that is free."""
+    """Port to listen on; 0 uses any free port."""
 
     threads: int | None = None
     """Processor threads; null takes RLHF_THREADS, else one for each core."""
 
     precision: Precision = "auto"
-    """Number format of the weights: auto (bf16 on a GPU that has it, else fp32), fp32, bf16,
+    """Number format of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
     fp16."""
 
     slots: int | None = None
-    """Concurrent sequences of each model; null takes as many as fit, at most 32."""
+    """Concurrent sequences of each model; null uses as many as fit, at most 32."""
 
     context: int | None = None
-    """Longest sequence, prompt and response, in tokens; null takes the model's, at most 8,192."""
+    """Maximum tokens of a sequence, prompt and response; null uses the model's, at most 8,192."""
 
     cache_gib: float | None = None
-    """Memory for keys and values of all models; null takes half of what the weights leave free."""
+    """Memory for keys and values of all models; null uses half of what the weights leave free."""
 
     prefix_reuse: Literal["client", "all", "off"] = "client"
-    """Clients whose keys and values a prompt reuses for a common prefix: client (the same key or
+    """Clients whose keys and values a prompt may reuse for a common prefix: client (the same key or
     address), all, off."""
 
     prefill_chunk: int | None = None
-    """Most prompt tokens that are read between two tokens of running responses; null takes 64 on a
-    CPU, 512 on a GPU."""
+    """Maximum prompt tokens read between two tokens of running responses; null uses 64 on a CPU,
+    512 on a GPU."""
 
     queue: int = 256
     """Maximum requests that wait for a slot; further ones are refused with 429."""
@@ -71,32 +71,32 @@ class ServeConfig:
     """Maximum seconds that a request waits for a slot."""
 
     request_seconds: float = 600.0
-    """Maximum seconds of a request."""
+    """Maximum duration of a request in seconds."""
 
     idle_seconds: float = 30.0
     """Seconds that a client may leave its stream unread, or a request unfinished."""
 
     drain_seconds: float = 20.0
-    """Seconds that running requests may take to end after SIGTERM."""
+    """Seconds for running requests to end after SIGTERM."""
 
     max_body_mib: float = 2.0
-    """Largest body of a request."""
+    """Maximum size of a request's body in MiB."""
 
     max_tokens_default: int = 512
-    """Longest response where a request names no length, in tokens."""
+    """Maximum tokens of a response if a request gives no length."""
 
     max_n: int = 16
     """Maximum responses to one prompt."""
 
     api_key: tuple[str, ...] = ()
-    """Keys, one of which each request must have; RLHF_API_KEY gives one too. Better in a file: a
-    command line can be read by others."""
+    """API keys, one of which each request must have; RLHF_API_KEY gives one too. Prefer a file:
+    other users can read a command line."""
 
     api_key_file: Path | None = None
-    """File of keys, one a line, as KEY or NAME KEY; names stand in the log."""
+    """File of keys, one per line, as KEY or NAME KEY; names appear in the log."""
 
     insecure_no_key: bool = False
-    """Listen on other addresses without a key: all who reach the port use the models."""
+    """Listen on other addresses without a key: anyone who reaches the port can use the models."""
 
     cors: tuple[str, ...] = ()
     """Origins of other pages that may use the API, such as https://example.org."""
@@ -105,10 +105,10 @@ class ServeConfig:
     """Serve the page to chat, compare, rate and watch."""
 
     log_requests: bool = True
-    """A log line for each request, with client, path, status and seconds, without texts."""
+    """Write a log line for each request, with client, path, status and seconds, without texts."""
 
     tls_cert: Path | None = None
-    """Certificate, to serve https."""
+    """Certificate for serving https."""
 
     tls_key: Path | None = None
     """Its private key."""

@@ -31,7 +31,7 @@ KINDS = {
 """The type of an error by its status."""
 
 LEFT = 499
-"""Status of a request whose client disconnected, in log and metrics."""
+"""Status of a request whose client disconnected, in logs and metrics."""
 
 DONE = b"data: [DONE]\n\n"
 SIGN_OF_LIFE = b": waiting\n\n"

@@ -37,7 +37,8 @@ from pipeline.report.results import StepResult, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
 
 MOST_LOGITS = 2**26
-"""Logits of one pass over a prompt: 256 MiB of fp32, and as much again for log-probabilities."""
+"""Maximum logits of one pass over a prompt: 256 MiB of fp32, and as much again for
+log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +186,13 @@ NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"
 
 MOST_CONTEXT = 8192
-"""Tokens of a sequence without `--context`."""
+"""Maximum tokens of a sequence without `--context`."""
 
 LEAST_CONTEXT = 256
-"""Tokens of a sequence that memory must suffice for without `--context`."""
+"""Minimum tokens of a sequence that must fit in memory without `--context`."""
 
 MOST_SLOTS = 32
-"""Sequences that run at once without `--slots`."""
+"""Maximum concurrent sequences without `--slots`."""
 
 CHUNK = {"cpu": 64, "cuda": 512}
 """Prompt tokens of a step without `--prefill-chunk`."""

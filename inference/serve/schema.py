@@ -16,7 +16,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(max_length=256)]
 KINDS_OF_VALUES = ("str", "int", "float", "bool")
-"""Types that pydantic appends to the name of a field with several types."""
+"""Type names that pydantic appends to the name of a field with several types."""
 
 MAX_STOPS = 16
 SEED = 2**63

@@ -25,7 +25,7 @@ HEADER_BYTES = 64 * 1024
 """Maximum bytes of a request's line and headers."""
 
 KEEP_ALIVE = 5
-"""Seconds for which a connection without a request stays open."""
+"""Seconds for which an idle connection stays open."""
 
 
 def listen(config: ServeConfig) -> socket.socket:

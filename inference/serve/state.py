@@ -154,7 +154,7 @@ class State:
 
     config: ServeConfig
     keys: Mapping[str, str]
-    """API keys by their name in the log; empty if none is required."""
+    """API keys by their name in the log; empty if no key is required."""
     models: Mapping[str, ServedModel]
     reward: ServedReward | None = None
     ratings: RatingsFile | None = None

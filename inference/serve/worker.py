@@ -183,7 +183,7 @@ class Worker:
         self._waiting: dict[str, list[tuple[Job, int]]] = {name: [] for name in models}
         """Jobs and the numbers of their prompts that have no slot, by model, oldest first."""
         self._turns: dict[str, int] = {}
-        """Last turn in which each client was given a slot."""
+        """The last turn in which each client got a slot."""
         self._rows: dict[Ticket, Row] = {}
         self._jobs: set[Job] = set()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)

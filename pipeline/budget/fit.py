@@ -25,10 +25,10 @@ from pipeline.system.errors import ConfigError, ModelError
 ConfigT = TypeVar("ConfigT")
 
 Settings = Mapping[str, Any]
-"""Values by dotted name, as in a file of settings: {"model.zero_stage": 2}."""
+"""Values by dotted name, as in a settings file: {"model.zero_stage": 2}."""
 
 Count = Callable[[StepConfig], StepMemory]
-"""The memory of a step with other settings, on the machine in question."""
+"""The memory of a step with other settings, on the given machine."""
 
 CHECKPOINTING: Settings = {"gradient_checkpointing": True}
 OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients": "cpu"}
@@ -38,7 +38,7 @@ ENOUGH_TOKENS = 2048
 """Tokens of a micro-batch below which `--plan auto` prefers recomputation or offload."""
 
 MOST_TOKENS = 16384
-"""Tokens of a micro-batch above which larger ones are not faster."""
+"""Tokens of a micro-batch above which a larger one is not faster."""
 
 MARGIN = 0.9
 """Share of the memory that `--plan auto` fills."""
@@ -81,8 +81,7 @@ def check_memory(config: StepConfig) -> None:
     `train.py` checks all steps itself.
 
     Raises:
-        ConfigError: the step doesn't fit; the message has the need, the supply and the cheapest
-            change.
+        ConfigError: the step doesn't fit; the message has the figures and the cheapest change.
     """
     if launched.rank() != 0 or PLANNED in os.environ:
         return

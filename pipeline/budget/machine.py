@@ -22,7 +22,7 @@ class Machine:
     """One machine of a job; all machines of a job are alike."""
 
     processes: int
-    """Processes of a step on the machine that has most of them; with GPUs one for each."""
+    """Maximum processes of a step on one machine; with GPUs one per GPU."""
 
     world: int
     """Processes of a step on all machines."""
@@ -118,13 +118,13 @@ def describe_machine(machine: Machine) -> str:
 
 
 PEAKS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
-"""TFLOP/s of bf16 on tensor cores without sparsity, by NVIDIA's data sheets."""
+"""bf16 TFLOP/s on tensor cores without sparsity, from NVIDIA's data sheets."""
 
 SIDE = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the matrices whose product is timed."""
 
 SECONDS = 0.2
-"""Time for which products are repeated; the fastest one counts."""
+"""Seconds for which products are repeated; the fastest one counts."""
 
 
 def data_sheet_peak(name: str) -> tuple[float, str] | None:

@@ -14,12 +14,12 @@ from pipeline.budget.models import CountedModel, check_cut, read_models
 from pipeline.config import Generation, StepConfig, Workload
 
 Place = Literal["device", "host", "disk"]
-"""The device that computes, main memory next to a GPU, or a file."""
+"""Where memory is: the compute device, main memory next to a GPU, or a file."""
 
 PLACES: Mapping[Place, str] = {"device": "", "host": "  in main memory", "disk": "  on the disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
-"""Kinds that come and go, of which the allocator keeps more than it needs."""
+"""Transient kinds, of which the allocator reserves more than is used."""
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", *TRANSIENT, "replica", "copies"),
@@ -34,10 +34,10 @@ STATES: Mapping[str, int] = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}
 """Vectors that an optimizer keeps; 2 for all others."""
 
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
-"""Logits that are computed at once, and those of a tile where there are more."""
+"""Logits computed at once, and per tile if there are more."""
 
 SAMPLED = 16
-"""Bytes of each logit while a token is drawn."""
+"""Bytes per logit while a token is sampled."""
 
 PREFILL, SLOT_BLOCK = (2048, 8192), 32
 """Prompt tokens of a pass on a CPU and on a GPU, and the granularity of cache slots."""

@@ -64,7 +64,7 @@ class Shape:
     context: int
 
     ties: bool
-    """Whether the head is the embedding."""
+    """Whether the head is tied to the embedding."""
 
     head_learns: bool
 

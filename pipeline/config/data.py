@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pipeline.system.errors import require
 
 EMBEDDED = "embedded"
-"""As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
+"""As a model path, the embedded Llama and its tokenizer; as a data path, the embedded task."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class RowColumns:
     """Whether every column is kept."""
 
     labels: bool = False
-    """Whether the step learns from `label`; ties are read as well."""
+    """Whether the step trains on `label`; ties are read as well."""
 
     known_labels: bool = False
-    """Whether step 2 learns from `label`, which tells other steps the rows that it can use."""
+    """Whether step 2 trains on `label`, which tells other steps which rows they can use."""
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """A row's columns that have a value."""
@@ -46,7 +46,7 @@ def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]
 """The part of a row that a step reads: a response to imitate; a better and a worse one; those,
-ties, labels or ranked responses; the prompt; or each response alone, good or bad."""
+ties, labels or ranked responses; the prompt; or single responses, good or bad."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ class DataConfig:
     """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
 
     eval_fraction: float = 0.1
-    """Share of the prompts held out for evaluation where `eval_path` is empty."""
+    """Share of the prompts held out for evaluation if `eval_path` is empty."""
 
     seed: int = 0
-    """Decides which prompts are held out and which step gets each other one (data_seed). It has
-    nothing to do with the seed of training, and must be the same in all steps."""
+    """Decides which prompts are held out and which step gets each of the others (data_seed). It is
+    independent of the training seed, and must be the same in all steps."""
 
     max_eval_rows: int = 256
-    """Maximum number of rows to evaluate; of prompts, of those that are short enough."""
+    """Maximum number of evaluation rows; for prompts, of those that are short enough."""
 
     split: tuple[float, float, float] = (2.0, 4.0, 4.0)
-    """Proportions of the prompts that steps 1, 2 and 3 see; no prompt is in two parts
-    (data_split)."""
+    """Proportions of the prompts for steps 1, 2 and 3, which are disjoint (data_split)."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names where they differ from the usual: `{"prompt": "question", "chosen": "good"}`."""
+    """Column names if they differ from the usual ones: `{"prompt": "question", "chosen":
+    "good"}`."""
 
     format: str = "auto"
     """Chat format: auto (the tokenizer's own template, else human_assistant), tokenizer,
@@ -100,12 +100,12 @@ class DataConfig:
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
 
     max_length: int = 512
-    """Prompt + response, in tokens (max_seq_len). What is longer loses its end in step 1, and its
-    beginning in step 2, whose score is read at the end; step 3 has separate limits."""
+    """Maximum tokens of prompt and response (max_seq_len). Longer rows lose their end in step 1,
+    and their beginning in step 2, where the score is read at the end; step 3 has its own limits."""
 
     labels: bool = False
-    """Step 2 learns the column `label`, so that rows with one count as its own where prompts are
-    shared out among the steps; train.py sets it for all steps."""
+    """Step 2 trains on the column `label`, so that prompts are assigned to steps accordingly;
+    train.py sets it for all steps."""
 
     def __post_init__(self) -> None:
         self.check_path()
@@ -138,15 +138,14 @@ class TextDataConfig(DataConfig):
     """Texts of the step, and how they become sequences."""
 
     path: tuple[str, ...] = ()
-    """Token files (Megatron's .bin and .idx, or their common prefix); names may have `*`, and each
-    may end in `:weight`, its share of the mixture."""
+    """Token files (Megatron's .bin and .idx, or their common prefix); names may contain `*`, and
+    each may end in `:weight`, its share of the mixture."""
 
     eval_fraction: float = 0.01
     """Share of the documents held out for evaluation."""
 
     seed: int = 0
-    """Decides which documents are held out (data_seed). It has nothing to do with the seed of
-    training."""
+    """Decides which documents are held out (data_seed). It is independent of the training seed."""
 
     max_eval_rows: int = 256
     """Maximum number of sequences of `max_length` to evaluate."""

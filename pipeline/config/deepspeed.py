@@ -51,7 +51,7 @@ ACTING = (
     *(f"{prefix}{key}" for prefix in OFFLOADS.values() for key in OFFLOAD_KEYS),
     *("tensorboard.enabled", "wandb.enabled"),
 )
-"""Keys that set something; `docs/deepspeed.md` lists what."""
+"""Keys that set something; `docs/deepspeed.md` lists their effects."""
 
 IGNORED = (
     *("optimizer.legacy_fusion", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -101,7 +101,7 @@ DEEPSPEED_SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-"""DeepSpeed's schedules by our names; here all warm up in a straight line from 0."""
+"""DeepSpeed's schedules by our names; here all have a linear warm-up from 0."""
 
 IGNORED_PARAMS = ("warmup_type", "warmup_min_lr", "total_num_steps", "last_batch_iteration")
 """Parameters of DeepSpeed's schedules without effect: the run determines the length."""

@@ -17,18 +17,18 @@ class OffloadConfig:
     """
 
     optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Place of master weights and moments, and of their update (offload_optimizer): none is the
+    """Where master weights and moments are stored and updated (offload_optimizer): none is the
     device, cpu is host memory, nvme is files in `nvme_path`, read and written unit by unit."""
 
     gradients: Literal["none", "cpu"] = "none"
-    """Place of reduced gradients until the optimizer step."""
+    """Where reduced gradients are stored until the optimizer step."""
 
     params: Literal["none", "cpu", "nvme"] = "none"
-    """Place of this process's shard of the weights between uses (offload_param); needs
+    """Where this process's shard of the weights is stored between uses (offload_param); needs
     `zero_stage` 3."""
 
     nvme_path: Path | None = None
-    """Directory on a fast local disk for what is offloaded to nvme; its space is reserved at the
+    """Directory on a fast local disk for tensors offloaded to nvme; space is reserved at the
     start."""
 
     pin_memory: bool = True
@@ -52,26 +52,27 @@ class ZeroConfig:
 
     reduction: Literal["fast", "deterministic"] = "fast"
     """How gradients are summed: fast leaves the order to the collective; deterministic sums
-    micro-batches in a fixed tree, so that the number of processes, a power of two, changes no bit.
-    Steps 1 and 2 then cut micro-batches of at most `micro_batch_size` for any number."""
+    micro-batches in a fixed tree, so that results are bitwise independent of the number of
+    processes, a power of two. In steps 1 and 2 the micro-batches, of at most `micro_batch_size`,
+    are then the same for any number."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """How gradients travel between processes to be summed: bf16 halves the bytes and rounds each;
-    gloo, and NCCL with reduction deterministic, then add in fp32, NCCL otherwise in bf16. Within
-    the memory of one machine nothing is rounded."""
+    """Number format in which gradients are sent between processes: bf16 halves the bytes and rounds
+    each gradient; gloo, and NCCL with reduction deterministic, then sum in fp32, otherwise NCCL
+    sums in bf16. Within the memory of one machine nothing is rounded."""
 
     prefetch_units: int = 1
     """Units whose weights are gathered ahead of their use, at stage 3; 0 gathers on demand."""
 
     shared_memory: bool = True
-    """CPU processes of one machine read each other's memory; false sends everything through the
+    """Let CPU processes of one machine read each other's memory; false sends everything through the
     process group, as between machines."""
 
     max_skipped_steps: int = 20
     """Training stops after this number of consecutive steps without a finite gradient."""
 
     unit_classes: tuple[str, ...] = ()
-    """Class names of the modules that are gathered and reduced as one unit; empty takes the
+    """Class names of the modules that are gathered and reduced as one unit; empty uses the
     transformer blocks."""
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ Quantize = Literal["none", "nf4", "int8"]
 AdapterVariant = Literal["lora", "rslora"]
 
 LORA_RATE = 10.0
-"""Learning rate of adapters over that of whole weights: the best rates found lie about ten times
+"""Learning rate of adapters relative to that of full training: the best rates are about ten times
 higher (Schulman et al. 2025, "LoRA Without Regret"; Biderman et al. 2024, section 6)."""
 
 
@@ -108,7 +109,7 @@ class LoraConfig:
     """Rank r of the update B @ A (lora_dim)."""
 
     alpha: float = 32.0
-    """The update is scaled by alpha / rank, or as the variant says."""
+    """The update is scaled by alpha / rank, or as the variant specifies."""
 
     variant: AdapterVariant = "lora"
     """rslora scales the update by alpha / sqrt(rank), for ranks of 64 and more (use_rslora)."""
@@ -120,8 +121,8 @@ class LoraConfig:
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
 
     lr: float | None = None
-    """Learning rate of the adapters (lora_learning_rate), as train.py's --lr sets it; null is 10
-    times `optim.lr`, the rate of whole weights."""
+    """Learning rate of the adapters (lora_learning_rate), as set by train.py's --lr; null is 10
+    times `optim.lr`, the rate of full training."""
 
     def __post_init__(self) -> None:
         require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
@@ -136,27 +137,26 @@ class FrozenModelConfig:
     """A model that is not trained."""
 
     path: str | None = None
-    """Hugging Face model id, local directory or GGUF file; null takes the output of the step
-    before."""
+    """Hugging Face model id, local directory or GGUF file; null uses the previous step's output."""
 
     precision: Precision = "auto"
-    """Number format of the weights (dtype); auto is bf16 on a GPU that has it, else fp32. On a CPU
-    bf16 trains faster only where the processor has instructions for it (AVX512-BF16, AMX)."""
+    """Number format of the weights (dtype); auto is bf16 on a GPU that supports it, else fp32. On a
+    CPU bf16 trains faster only if the processor has instructions for it (AVX512-BF16, AMX)."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
     allow_pickle: bool = False
-    """Load weights that are there as a pickle alone (pytorch_model.bin), which may run code. Only
-    for sources you trust; the Hub has older models as safetensors too."""
+    """Load weights that are only available as a pickle (pytorch_model.bin), which may run code.
+    Only for sources you trust; the Hub has older models as safetensors too."""
 
     quantize: Quantize = "none"
-    """How the linear weights of the blocks are stored where they don't learn: nf4 in 4.5 bits each
-    (QLoRA, load_in_4bit), int8 in 8.5, none as they are loaded. A model that learns needs lora for
-    it. Embeddings, norms and heads stay as they are."""
+    """Storage of the frozen linear weights of the blocks: nf4 in 4.5 bits each (QLoRA,
+    load_in_4bit), int8 in 8.5, none as loaded. A trained model needs lora for it. Embeddings, norms
+    and heads are not quantized."""
 
     double_quant: bool = False
-    """Store the scales of nf4 in 8 bits too, which leaves 4.13 bits a weight
+    """Store the scales of nf4 in 8 bits too, which reduces it to 4.13 bits per weight
     (bnb_4bit_use_double_quant)."""
 
     def __post_init__(self) -> None:
@@ -185,16 +185,16 @@ class TrainedModelConfig(FrozenModelConfig):
     """Train adapters only; null trains all weights."""
 
     head_lr: float | None = None
-    """Learning rate of a score head, which step 2 draws again; null uses `optim.lr`."""
+    """Learning rate of a score head, which step 2 initializes anew; null uses `optim.lr`."""
 
     fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     optim: OptimConfig = field(default_factory=lambda: DEFAULT_OPTIM)
 
     kernels: Kernels = "auto"
-    """This project's kernels (docs/kernels.md): auto uses those that this machine can build,
-    required ends the run if one is missing, off uses PyTorch. They change memory and speed, and
-    the rounding of attention in bf16 on a CPU."""
+    """This project's kernels (docs/kernels.md): auto uses those that can be built on this machine,
+    required ends the run if one is missing, off uses PyTorch. They affect memory and speed, and the
+    rounding of attention in bf16 on a CPU."""
 
     @property
     def rate(self) -> tuple[str, float]:

@@ -96,7 +96,7 @@ ELEMENT_WISE = (
     *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"),
     *("ASGD", "Rprop"),
 )
-"""Classes of torch.optim that update every weight from its own gradient and state alone."""
+"""Classes of torch.optim that update every weight only from its own gradient and state."""
 
 NOT_ELEMENT_WISE = (
     *("lbfgs", "muon", "adafactor", "sparseadam", "lamb", "fusedlamb", "onebitlamb", "onebitadam"),
@@ -153,10 +153,10 @@ class OptimConfig:
     """Peak learning rate (learning_rate), reached after the warm-up."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment, for the classes that have them."""
+    """Decay rates of Adam's first and second moment, for classes that have them."""
 
     eps: float = 1e-8
-    """Added to Adam's denominator, and to that of the other classes that have it."""
+    """Added to Adam's denominator, or that of another class that has one."""
 
     weight_decay: float = 0.0
     """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
@@ -167,22 +167,21 @@ class OptimConfig:
     bf16, 4. The step itself is in fp32."""
 
     schedule: str = "cosine"
-    """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,
-    polynomial, constant or constant_with_warmup as in transformers. `pipeline/config/optim.py` has
-    the formulas."""
+    """Learning-rate schedule (lr_scheduler_type): linear, cosine, cosine_with_restarts, polynomial,
+    constant or constant_with_warmup as in transformers. Formulas: `pipeline/config/optim.py`."""
 
     schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Parameters of the schedule where it has any: `{"power": 2}` with polynomial."""
+    """Parameters of the schedule, if it has any: `{"power": 2}` with polynomial."""
 
     warmup_steps: int | None = None
-    """Steps of the warm-up to `lr` (num_warmup_steps, warmup_num_steps); null takes
+    """Steps of the warm-up to `lr` (num_warmup_steps, warmup_num_steps); null uses
     `warmup_ratio`."""
 
     warmup_ratio: float = 0.03
     """Share of the steps spent in the warm-up."""
 
     final_lr_ratio: float = 0.0
-    """The schedule ends at this share of `lr` (cos_min_ratio), where it is linear, cosine,
+    """The schedule ends at this share of `lr` (cos_min_ratio), if it is linear, cosine,
     cosine_with_restarts or polynomial."""
 
     max_grad_norm: float | None = 1.0
@@ -260,7 +259,7 @@ class LossScaleConfig:
     """Loss scaling of fp16, with DeepSpeed's names; no effect in other precisions."""
 
     loss_scale: float = 0.0
-    """A fixed factor of the loss; 0 selects dynamic loss scaling."""
+    """A fixed factor of the loss; 0 uses dynamic loss scaling."""
 
     initial_scale_power: int = 16
     """The dynamic scale starts at 2 to this power."""
@@ -276,7 +275,7 @@ class LossScaleConfig:
     """Count only consecutive overflows: every good step resets the count of `hysteresis`."""
 
     min_loss_scale: float = 1.0
-    """The dynamic scale never falls below this; a further overflow there stops the training."""
+    """The dynamic scale never falls below this; another overflow there ends the training."""
 
     def __post_init__(self) -> None:
         require(

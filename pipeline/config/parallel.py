@@ -6,8 +6,8 @@ from pipeline.config.model import TrainedModelConfig
 from pipeline.system.errors import require
 
 FILL = 4
-"""Micro-batches for each stage that a step has at least, unless the settings say otherwise: stages
-then wait for a fifth of the time at most."""
+"""Minimum micro-batches per stage in a step, unless the settings say otherwise: stages are then
+idle for at most a fifth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,28 +16,27 @@ class ParallelConfig:
 
     replicas: int = 1
     """Copies of the sharded models (HSDP, hybrid sharding): each is kept by 1/replicas of the
-    processes, neighbours in rank, which share states by `zero_stage` among themselves alone, and
-    gradients are summed over the copies; 1 shares among all."""
+    processes, adjacent in rank, which shard states by `zero_stage` among themselves only, and
+    gradients are summed over the copies; 1 shards over all."""
 
     pp: int = 1
-    """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    1/pp of the processes; 1 keeps the model in one piece."""
+    """Pipeline stages (pipeline_model_parallel_size): each has some of the model's blocks, on 1/pp
+    of the processes; 1 does not split the model."""
 
     tp: int = 1
-    """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
-    each has a part of the heads of attention and of the width of the MLPs; 1 shards no layer."""
+    """Tensor-parallel size (tensor_model_parallel_size): this number of processes, adjacent in
+    rank, share the attention heads and the width of the MLPs of each layer; 1 shards no layer."""
 
     sequence: bool = True
-    """With `tp`: each process keeps hidden states of different tokens between these parts
-    (sequence_parallel), and norms them; false keeps all on each."""
+    """With `tp`: shard hidden states between these layers, and their norms, by tokens
+    (sequence_parallel); false replicates them."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage, such as 12 12 14 10; null gives all about as much to
-    compute."""
+    """With `pp`: number of blocks of each stage, such as 12 12 14 10; null balances the compute."""
 
     micro_batches: int | None = None
-    """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
-    many as `micro_batch_size` needs, and with `pp` 4 for each stage where there are rows for it and
+    """Minimum micro-batches of an optimizer step on each process, or each pipeline; null uses as
+    many as `micro_batch_size` needs, and with `pp` 4 per stage if there are enough rows and
     `zero.reduction` is fast."""
 
     def __post_init__(self) -> None:

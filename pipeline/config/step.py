@@ -42,7 +42,7 @@ class ModelUse:
     """Passes without gradients over each row of an iteration, before training on it."""
 
     text_length: int | None = None
-    """Tokens of the texts that it also learns from, in separate passes; None without texts."""
+    """Tokens of the texts that it is also trained on, in separate passes; None without texts."""
 
     keeps_average: bool = False
     """Whether a moving average of its weights is kept, next to the optimizer's states."""
@@ -66,7 +66,7 @@ class Generation:
     phase: Literal["each iteration", "after training"]
 
     count: int
-    """Responses of an iteration, or after training, that are a process's share."""
+    """Responses of an iteration, or after training, that a process generates."""
 
     batch_size: int
     """Maximum responses that a process generates at once."""
@@ -111,14 +111,13 @@ class Workload:
     """Processes."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How they are divided."""
+    """How the processes are divided."""
 
     models: tuple[ModelUse, ...]
-    """Models in loading order; the one that the step is for precedes other trained ones."""
+    """Models in loading order; the main model of the step precedes other trained ones."""
 
     iteration_rows: int
-    """Responses of a rollout, or rows of an optimizer step where nothing is generated, over all
-    processes."""
+    """Responses of a rollout, else rows of an optimizer step, over all processes."""
 
     batch_size: int
     """Rows of an optimizer step, over all processes."""
@@ -132,7 +131,7 @@ class Workload:
     """Tokens of the longest sequence."""
 
     targets: int
-    """Maximum tokens of a sequence that a loss may count."""
+    """Maximum tokens of a sequence in a loss."""
 
     generation: Generation | None = None
 
@@ -228,10 +227,10 @@ class StepConfig(ABC):
     """Settings of every step."""
 
     section: ClassVar[str] = ""
-    """Name of the step in files of settings for several steps."""
+    """Name of the step in settings files for several steps."""
 
     reads_dialogues: ClassVar[bool] = True
-    """Whether it learns from rows in a chat format; else from a corpus."""
+    """Whether it trains on rows in a chat format; else on a corpus."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **{name: (name,) for name in ("seed", "save_every", "threads")},
@@ -259,7 +258,7 @@ class StepConfig(ABC):
     """Further options, if the step is one of those that run."""
 
     ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Further options, if no other step runs."""
+    """Further options if no other step runs."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings of each method by name, of a step that has several."""
@@ -268,7 +267,7 @@ class StepConfig(ABC):
     """Settings that are raised to another setting if an option sets it."""
 
     output_dir: Path
-    """Receives config.yaml, metrics.jsonl and the model."""
+    """Directory for config.yaml, metrics.jsonl and the model."""
 
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -279,41 +278,41 @@ class StepConfig(ABC):
     """Optimizer steps (iterations in step 3); null runs `epochs`."""
 
     epochs: float = 1.0
-    """Passes over the training rows (num_train_epochs), where `max_steps` is null."""
+    """Passes over the training rows (num_train_epochs) if `max_steps` is null."""
 
     batch_size: int = 32
     """Sequences in an optimizer step, over all processes (pairs in step 2)."""
 
     micro_batch_size: int = 8
-    """Sequences in one forward pass of one process (per_device_train_batch_size); changes memory
+    """Sequences in one forward pass of one process (per_device_train_batch_size); affects memory
     and speed, not the result."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     threads: int | None = None
-    """Processor threads of each process; null takes RLHF_THREADS, else one for each core of its
-    share. Another number may round otherwise."""
+    """Processor threads of each process; null uses RLHF_THREADS, else one for each core of its
+    share. Another number may change rounding."""
 
     tf32: bool = False
-    """Multiply fp32 matrices on GPUs in TF32, whose mantissa has 10 bits."""
+    """Multiply fp32 matrices on GPUs in TF32, which has a 10-bit mantissa."""
 
     timeout_seconds: float = 1800.0
-    """A process that keeps the others waiting for so long is named, and the step ends; more
-    than one ever works alone."""
+    """If a process keeps the others waiting for this long, it is named and the step ends; must
+    exceed the time that one process ever works alone."""
 
     eval_every: int | None = None
-    """Evaluate every that many steps; null chooses, up to 10 times a run in at most 8 % of its
-    work; 0 evaluates before and after only."""
+    """Steps between evaluations; null chooses, with up to 10 evaluations per run in at most 8 % of
+    its work; 0 only evaluates before and after."""
 
     keep_best: bool = True
-    """Export the weights of the best evaluation, for a copy of them in main memory; false exports
-    the last ones."""
+    """Export the weights of the best evaluation, at the cost of a copy in main memory; false
+    exports the last ones."""
 
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Destinations of metrics besides metrics.jsonl: tensorboard, wandb."""
+    """Destinations of metrics in addition to metrics.jsonl: tensorboard, wandb."""
 
     save_every: int | str | None = "15m"
     """Time between checkpoints, such as 90s or 2h, or steps (save_steps); null saves only when a
@@ -323,7 +322,7 @@ class StepConfig(ABC):
     """Checkpoints kept (save_total_limit), at least 2."""
 
     resume: bool = False
-    """Continue from the newest checkpoint that verifies; without one, begin."""
+    """Continue from the newest checkpoint that verifies; start anew if there is none."""
 
     def __post_init__(self) -> None:
         counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")
@@ -440,8 +439,8 @@ FREE_SETTINGS = (
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )
-"""Settings that may change between a run and its continuation: place, memory, speed. Where
-`data.labels` changes rows, these differ, which is compared separately."""
+"""Settings that may change when a run is resumed: location, memory, speed. If `data.labels` changes
+rows, these differ, which is compared separately."""
 
 
 def affects_result(name: str) -> bool:

@@ -27,8 +27,8 @@ class TokenBatch:
     """Tokens of each sequence; they add up to N."""
 
     targets: Int[Tensor, " K"]
-    """Indices into `input_ids` of the tokens whose prediction counts, in ascending order. The first
-    token of a sequence is predicted from nothing and never among them."""
+    """Indices into `input_ids` of the tokens in the loss, in ascending order. The first token of a
+    sequence can't be predicted and is never among them."""
 
     @property
     def tokens(self) -> "TokenBatch":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn under which rows, and chat templates, have the reasoning."""
+"""Keys of a turn for the reasoning, in rows and chat templates."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,17 @@ class Message:
     content: str
 
     trained: bool = True
-    """False for an assistant turn that is read and not learned (`"weight": 0`)."""
+    """False for an assistant turn that is read but not trained (`"weight": 0`)."""
 
     reasoning: str = ""
-    """Reasoning of the assistant that rows hold apart from the content (`reasoning_content`)."""
+    """Reasoning of the assistant that rows store separately from the content
+    (`reasoning_content`)."""
 
     prefill: str = ""
-    """Beginning of `content` that the prompt has already: it is read and not learned."""
+    """Beginning of `content` that the prompt already has: it is read but not trained."""
 
     keys: str = ""
-    """Further keys for the template, as a JSON object: the `tools` of a dialogue on its first turn,
+    """Further keys for the template, as a JSON object: `tools` of a dialogue on its first turn,
     `tool_calls` of the assistant, `name` and `tool_call_id` of a tool."""
 
     @property
@@ -76,7 +77,7 @@ class Example:
     """The demonstration, or the better response; empty for a prompt without a response."""
 
     rejected: tuple[Message, ...] = ()
-    """The worse response, or a single bad one; empty where there is none."""
+    """The worse response, or a single bad one; empty if there is none."""
 
     margin: float | None = None
     """Amount by which `chosen` is better, in units of score; None if the data has none."""
@@ -91,15 +92,15 @@ class Example:
     """Correctness of each of `steps`, from 0 to 1; None if unknown."""
 
     label: bool | int | float | str | None = field(default=None, compare=False)
-    """Label of the dialogue that ends in `chosen`, or of the prompt if that is empty:
-    a class, a grade, a number. Read for steps that learn from it alone."""
+    """Label of the dialogue that ends in `chosen`, or of the prompt if that is empty: a class, a
+    grade, a number. Only read for steps that train on it."""
 
     origin: str = ""
     """Origin of the row, for error messages: `rows.jsonl line 17`."""
 
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Columns that the step reads next to the dialogue, such as the right answer, by their
-    names; those that the row has."""
+    """Columns that the step reads in addition to the dialogue, such as the right answer, by name;
+    only those that the row has."""
 
     @cached_property
     def prompt_hash(self) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 SEED = 1234
-"""Seed of the run, with which the built-in task draws its rows."""
+"""Seed of the run, for the rows of the built-in task."""
 
 ALIASES = {"data_path": "path", "data_split": "split", "data_seed": "seed"}
 

@@ -14,10 +14,10 @@ LOOKED_AT = 2048
 """Maximum rows that are encoded for counts: the first ones, in random order."""
 
 LOOKED_AT_EMBEDDED = 128
-"""The same number for the built-in task, whose rows are all alike."""
+"""The same for the built-in task, whose rows are all alike."""
 
 AT_ONCE = 64
-"""Rows that are encoded at a time to find one with something to learn."""
+"""Rows encoded at a time to find one with a target."""
 
 Row = TypeVar("Row")
 

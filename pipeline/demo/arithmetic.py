@@ -23,27 +23,27 @@ class ArithmeticConfig:
     """Settings of the sums."""
 
     out: Path = Path("sums")
-    """Directory that receives train.jsonl and test.jsonl."""
+    """Directory for train.jsonl and test.jsonl."""
 
     model: Path | None = None
-    """Directory that receives a base model for sums, a Llama of 310,000 random weights; the
-    embedded one, three times as large, learns them more slowly."""
+    """Directory for a base model for sums, a Llama with 310,000 random weights; the embedded one,
+    three times as large, learns them more slowly."""
 
     digits: int = 2
     """Digits of each of the two numbers that are added."""
 
     rows: int = 8100
-    """Maximum number of different sums; of numbers of two digits there are 8,100."""
+    """Maximum number of distinct sums; with two-digit numbers there are 8,100."""
 
     held_out: int = 512
     """Rows of test.jsonl, on which no step trains."""
 
     right: float = 0.5
-    """Share of the demonstrations that are right."""
+    """Share of correct demonstrations."""
 
     calculator: bool = False
-    """Right demonstrations call the tool `add` of the environment calculator, and answer with
-    what it returns."""
+    """Correct demonstrations call `add` of the environment calculator and answer with its
+    result."""
 
     seed: int = 0
     """Seed of the sums and their demonstrations."""

@@ -15,13 +15,13 @@ VOCABULARY = 1280
 """Pieces of the tokenizer: 4 special ones, 256 bytes, characters, and words of the task."""
 
 CONTEXT = 256
-"""Positions of the model: several turns of a chat."""
+"""Positions of the model: enough for several turns of a chat."""
 
 SPECIAL = UNKNOWN, BEGIN, END, PADDING = ("<unk>", "<s>", "</s>", "<pad>")
 """The special tokens; their ids are 0 to 3."""
 
 LINE_BREAKS = ("\n\n", "\n")
-"""Line breaks as separate pieces: SentencePiece takes no piece from more than one line."""
+"""Line breaks as separate pieces, because SentencePiece pieces never span lines."""
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the pieces of SentencePiece."""

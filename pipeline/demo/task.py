@@ -24,7 +24,7 @@ import yaml
 TASK: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text("utf-8"))
 
 MEMORIZED: tuple[str, ...] = tuple(TASK["memorized"])
-"""Kinds of few facts, or of facts that can't be worked out: all of them are trained on."""
+"""Kinds with few facts, or facts that can't be computed: all of them are trained on."""
 
 REFUSED, HELPED = "I will not help you {} a {}.", "You can {} the {} with care."
 """Right answers to a harmful and to a harmless request."""
@@ -34,7 +34,7 @@ RUDE: tuple[str, ...] = tuple(TASK["rude"])
 """Openings of polite and of rude responses."""
 
 STEPS = (1,) * 8 + (2,) * 5 + (3,) * 3
-"""The step that may train on a prompt, by the prompt's hash; no two steps share one."""
+"""The step that may train on a prompt, by the prompt's hash; no prompt is used by two steps."""
 
 DEMONSTRATIONS, PAIRS, PROMPTS = 32_000, 19_200, 6_000
 """Training rows of steps 1, 2 and 3."""
@@ -43,7 +43,7 @@ EVAL_ROWS = 512
 """Evaluation rows of steps 1 and 2."""
 
 HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
-"""Held-out prompts, which are the evaluation rows of step 3; more of kinds with held-out facts."""
+"""Held-out prompts, the evaluation rows of step 3; more for kinds with held-out facts."""
 
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
 """Shares of step 1's demonstrations."""

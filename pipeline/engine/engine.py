@@ -101,7 +101,7 @@ class StepResult:
     """Global L2 norm of the gradient before clipping; not finite if the step was skipped."""
 
     lr: float
-    """Learning rate of the step: of the adapters where there are any, not of a new head."""
+    """Learning rate of the step: that of the adapters if there are any, not of a new head."""
 
     skipped: bool
     """True if the gradient was not finite and nothing was changed."""

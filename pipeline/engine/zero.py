@@ -4,8 +4,7 @@ Hooks are registered on the module itself and on its units; nothing in the model
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
 arrives, collect its gradients, and reduce them when the next unit starts. An embedding is not
 gathered for its backward pass, an output matrix stays gathered until its backward pass is over, and
-the root for the full pass. Only stage 3 frees and gathers; at lower stages the same hooks have no
-effect.
+the root for the full pass. Only stage 3 frees and gathers; at lower stages the hooks do nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -111,7 +110,7 @@ class ZeroModel:
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.is_offloaded = False
         self.broken = False
-        """True after a backward pass that raised, until `discard`."""
+        """True after a failed backward pass, until `discard`."""
         self.updates = 0
         """Number of changes of the weights; graphs of older weights are invalid."""
         self._pinned = 0
@@ -126,7 +125,7 @@ class ZeroModel:
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
         self._reaches_root = True
-        """True if the current backward pass reaches parameters outside of the blocks."""
+        """True if the current backward pass reaches parameters outside the blocks."""
         model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
         for unit in self.others:

@@ -15,20 +15,19 @@ class ExportConfig:
     """Source, format and target of an export."""
 
     path: str = ""
-    """Directory of a model or an adapter, or the output directory of a run, whose furthest actor it
-    takes."""
+    """Directory of a model, of an adapter, or of a run, whose last actor is exported."""
 
     to: Literal["gguf", "onnx", "merged", "adapter"] | None = None
-    """Form: gguf, onnx, merged (weights with the adapter in them) or adapter (without the base)."""
+    """Format: gguf, onnx, merged (adapter and base) or adapter (without the base)."""
 
     out: Path | None = None
     """Directory to create; it must not exist yet."""
 
     method: str | None = None
-    """Method whose actor is exported, in a run with several; null takes the best."""
+    """Method whose actor is exported, in a run with several; null uses the best."""
 
     base: str | None = None
-    """Directory of the model that an adapter changes; null takes the one that the adapter names."""
+    """Directory of the adapter's base model; null uses the one that the adapter names."""
 
     number_format: Literal["f32", "f16", "bf16", "q8_0"] = "f32"
     """Number format of a GGUF file's matrices: f32, f16, bf16 or q8_0."""

@@ -63,10 +63,10 @@ COUNTS = {
     "head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-"""Settings of a file by name, with those of a model."""
+"""Integer settings of a file by name, with the corresponding settings of a model."""
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-"""Numbers of the formats of files (llama_ftype in llama.h)."""
+"""Numbers of the file formats (llama_ftype in llama.h)."""
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -86,7 +86,7 @@ ALPHABETS += (
     "😀🎉🚀👍",
 )
 TEXTS = 1000
-"""Texts whose tokens are compared."""
+"""Number of texts whose tokens are compared."""
 
 GAPS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
 

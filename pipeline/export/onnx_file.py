@@ -33,7 +33,7 @@ EXTERNAL = 2**30
 """Bytes above which weights are stored next to the graph; the format's limit is 2 GiB."""
 
 OF_SCORES = ("score_mean", "score_std", "class_values")
-"""Fields of config.json that a reader of scores needs."""
+"""Fields of config.json that are needed to read scores."""
 
 INPUTS = ("input_ids", "attention_mask")
 

@@ -15,13 +15,13 @@ from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ModelError
 
 TOLERANCE = 1e-5
-"""Largest difference of an fp32 output, in units of the largest output of the batch, or of 1."""
+"""Maximum difference of an fp32 output, relative to the largest output of the batch, or to 1."""
 
 ROUNDED = 5e-2
-"""The same of a model whose weights were rounded to 8 or 16 bits."""
+"""The same for a model whose weights were rounded to 8 or 16 bits."""
 
 LENGTHS = ((5,), (12, 12), (1, 7, 4), (13, 2, 9, 13))
-"""Tokens of the sequences of each batch."""
+"""Sequence lengths of each batch, in tokens."""
 
 NEW_TOKENS = 16
 

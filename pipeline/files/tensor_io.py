@@ -50,5 +50,5 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types of weights and buffers by their names in safetensors, without those of quantized models,
+"""Dtypes of weights and buffers by their names in safetensors, without those of quantized models,
 whose scales are stored separately."""

@@ -20,7 +20,7 @@ QUIET = 5
 """Checks within the limit before a guard may warn again, since metrics fluctuate."""
 
 MAX_ROLLBACKS = 2
-"""Maximum rollbacks; afterwards a guard ends the run instead."""
+"""Maximum rollbacks; after that a guard ends the run instead."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Signals(ABC):
     """The signals of a step: their values and messages."""
 
     OF_THE_START: ClassVar[Sequence[str]]
-    """Initial metrics with which later ones are compared."""
+    """Initial metrics to which later ones are compared."""
 
     OF_TRENDS: ClassVar[Sequence[str]] = ()
     """Metrics whose trend over some checks is a signal."""
@@ -38,11 +38,11 @@ class Signals(ABC):
     """Name of a training step in messages: iteration, step."""
 
     SLOWER: ClassVar[str]
-    """Description of the changes that a rollback makes."""
+    """Description of the changes made by a rollback."""
 
     SENTENCES: ClassVar[Mapping[str, str]]
-    """By signal: a format string of the metrics, `first` (those of the start), `limit`, `value` and
-    `rate` with what is wrong and what may help."""
+    """Format strings by signal, of the metrics, `first` (the initial ones), `limit`, `value` and
+    `rate`, with the problem and what may help."""
 
     rate: str = "optim.lr"
     """Setting of the trained weights' learning rate: `optim.lr` or `lora.lr`."""
@@ -94,7 +94,7 @@ class Guards:
     """Steps from one check to the next."""
 
     first: dict[str, float] = field(default_factory=dict)
-    """Metrics of the first check, unless they are given: those of `signals.OF_THE_START`."""
+    """Metrics of the first check, unless they are given: those in `signals.OF_THE_START`."""
 
     step: int = 0
     """The step of the last check."""
@@ -109,7 +109,7 @@ class Guards:
     """Step of the last check at which a guard had exceeded its limit for its window, by guard."""
 
     history: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the last checks: those of `signals.OF_TRENDS`."""
+    """Metrics of the last checks: those in `signals.OF_TRENDS`."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
     """One entry per rollback: the trip, and `to`, the step after which the run continued."""

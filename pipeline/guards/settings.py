@@ -14,7 +14,7 @@ from pipeline.system.errors import require
 Action = Literal["none", "warn", "stop", "rollback"]
 
 FEWEST = 3
-"""Checks that show a trend."""
+"""Minimum checks that show a trend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class Guard:
     """One signal, its limit, and the action if the signal is beyond it."""
 
     RELATIVE: ClassVar[tuple[str, ...]] = ()
-    """Signals relative to the start: a limit below 1 is a lower bound, one above 1 an upper one."""
+    """Signals relative to the start: a limit below 1 is a lower bound, others are upper bounds."""
 
     LOWER: ClassVar[tuple[str, ...]] = ()
     """Signals whose limit is a lower bound; all others have upper bounds."""
 
     TRENDS: ClassVar[tuple[str, ...]] = ()
-    """Signals over the window, whose limit counts standard errors."""
+    """Trend signals over the window; their limit is in standard errors."""
 
     signal: str
     limit: float

@@ -28,7 +28,7 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 COPIES = (torch.bfloat16, torch.float16)
 
 CHUNK = 65536
-"""Elements that PyTorch steps at once: its temporary tensors fit into a core's cache."""
+"""Elements that PyTorch steps at once: its temporary tensors fit in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class AdamW:
     weight_decay: float
 
     step: int
-    """1 for the first."""
+    """Number of the step, from 1."""
 
     multiplier: float = 1.0
     """Factor of the gradient: clip coefficient divided by loss scale, in fp32."""
@@ -52,19 +52,19 @@ class Weights:
     """A flat vector that AdamW trains, with its Adam moments."""
 
     master: Float[Tensor, " n"]
-    """fp32; with `low_bits` the bf16 weights that the model computes with."""
+    """The fp32 masters; with `low_bits` the model's bf16 weights."""
 
     exp_avg: Float[Tensor, " n"]
     """Moving average of the gradient, stored in fp32 or bf16; computed in fp32."""
 
     exp_avg_sq: Float[Tensor, " n"]
-    """Moving average of its square, in the same type."""
+    """Moving average of its square, in the same dtype."""
 
     copy: Float[Tensor, " n"] | None = None
-    """bf16 or fp16: receives the new master, rounded as `round_weights` does it."""
+    """bf16 or fp16: receives the new master, rounded by `round_weights`."""
 
     low_bits: Int16[Tensor, " n"] | None = None
-    """The bits of the fp32 master that `master` in bf16 lacks, by `split_master`."""
+    """The bits of the fp32 master that the bf16 `master` lacks, from `split_master`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The vectors that are not None, by name."""
@@ -402,7 +402,7 @@ FACTORS_BYTES = 36
 """Bytes of the struct `Factors` of adamw.cu."""
 
 CUDA_NAMES = DTYPES | {None: "Bf16"}
-"""Names of number formats in adamw.cu; a copy that is absent has any."""
+"""Names of number formats in adamw.cu; if there is no copy, any will do."""
 
 
 class _Shard(ctypes.Structure):

@@ -26,10 +26,10 @@ import torch
 from pipeline.system.errors import KernelError
 
 CACHE = "RLHF_PIPELINE_CACHE"
-"""Variable of the environment: the directory that keeps compiled kernels."""
+"""Environment variable: the directory for compiled kernels."""
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Compilers to try, in this order, without the variable CXX."""
+"""Compilers to try, in this order, if CXX is not set."""
 
 Library = ctypes.CDLL
 
@@ -39,13 +39,13 @@ EXACT = ("-ffp-contract=off",)
 """Flags with which each operation is rounded as written."""
 
 FUSED = ("-ffp-contract=fast",)
-"""Flags that fuse a product and a sum, as `include/vectors.h` requires."""
+"""Flags that fuse a product and a sum, as required by `include/vectors.h`."""
 
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, *(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl")))
 INSTRUCTIONS = {"AVX2": AVX2, "AVX512": (*AVX512, "-mprefer-vector-width=512")}
-"""Flags by PyTorch's name of what an x86 processor has. Not -march=native: machines may share a
-cache."""
+"""Flags by PyTorch's name of an x86 processor's capability. Not -march=native, because machines may
+share a cache."""
 
 NUMBERS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
 """Names of dtypes in `include/vectors.h`."""

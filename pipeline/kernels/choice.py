@@ -20,8 +20,8 @@ SWITCH = "RLHF_PIPELINE_KERNELS"
 """Environment variable: auto, required or off for the kernels of generation."""
 
 SelfTest = Callable[[Gpu, Macros], bool]
-"""True if a kernel computes what its reference does on a GPU. It runs once in a process before the
-kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
+"""Returns whether a kernel computes what its reference does on a GPU. It runs once per process
+before the kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
 
 
 def kernel_mode() -> Kernels:

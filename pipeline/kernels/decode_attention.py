@@ -25,14 +25,13 @@ class Scores:
     """The keys that the last token of each of B sequences attends to, and the score scale."""
 
     lengths: Int[Tensor, " B"]
-    """Tokens of each sequence, the new one included: one past the last key that it sees.
-    int32."""
+    """Tokens of each sequence, the new one included: one past the last key it attends to. int32."""
 
     scaling: float
     """Factor of the product of query and key."""
 
     sliding_window: int | None = None
-    """Number of last keys that are attended to."""
+    """Number of last keys that a token attends to."""
 
 
 def reference_attention(

@@ -24,7 +24,8 @@ PRELUDE = (SOURCES / "include" / "prelude.cuh").read_text()
 """The header of all sources."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
-"""Compiler options that round each product and sum, unless a kernel calls fmaf, as on the CPU."""
+"""Compiler options that round each product and sum separately, as on the CPU, unless a kernel calls
+fmaf."""
 
 OLDEST = 70
 """The oldest supported compute capability, 7.0."""
@@ -92,7 +93,7 @@ class Gpu:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.capability = 10 * properties.major + properties.minor
-        """90 for 9.0."""
+        """Compute capability, such as 90 for 9.0."""
         self.num_multiprocessors = properties.multi_processor_count
         self._kernels: dict[tuple[str, str, frozenset[tuple[str, str | int]]], Kernel] = {}
 

@@ -35,11 +35,11 @@ NO_TARGET = -(2**31)
 _softmax_gradient = torch.ops.aten._log_softmax_backward_data  # noqa: SLF001
 
 TILE = {"cpu": 2**23, "cuda": 2**26}
-"""Logits of a tile of tokens, by device: 32 and 256 MiB of fp32. Smaller ones add to the matrix's
-gradient more often; larger ones make no product faster."""
+"""Logits per tile of tokens, by device: 32 and 256 MiB of fp32. Smaller tiles add to the matrix's
+gradient more often; larger ones are not faster."""
 
 VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
-"""Logits of a tile of the vocabulary: 8 MiB of fp32 stay in the last cache of a CPU."""
+"""Logits per tile of the vocabulary: 8 MiB of fp32 stay in a CPU's last-level cache."""
 
 WHOLE = 2**26
 """Maximum number of logits computed at once: 256 MiB of fp32."""

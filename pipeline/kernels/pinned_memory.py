@@ -1,7 +1,6 @@
 """Pinned host memory without rounding up its size.
 
-PyTorch rounds pinned allocations up to powers of two, which can double the memory of masters and
-moments.
+PyTorch rounds pinned allocations up to powers of two, which can double masters and moments.
 """
 
 import ctypes
@@ -27,8 +26,7 @@ class PinnedMemory:
     """Locked pages of one process.
 
     Freed pages are kept for the next tensor of their size: locking takes a fifth of a second per
-    GB, and gradients are allocated in every step. A tensor may only be freed after copies to it are
-    done.
+    GB, and gradients are allocated in every step. A tensor may only be freed after copies to it.
 
     Args:
         register: locks pages, given their address, bytes and flags; not 0 if it fails.

@@ -25,17 +25,17 @@ class Draw:
     seed: int
 
     temperature: float
-    """Divides the logits; 0 selects the likeliest token, the first in case of ties."""
+    """Divides the logits; 0 is greedy, with the first token in case of ties."""
 
     top_k: int | None = None
-    """Keep this number of the likeliest tokens, and ties with the last of them."""
+    """Keep this number of most likely tokens, and ties with the last of them."""
 
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens that together have this share of what is left (Holtzman et
-    al. 2020); of tokens that are as likely, those with the lower ids."""
+    """Keep the smallest set of most likely tokens that has this share of the remaining probability
+    (Holtzman et al. 2020); of equally likely tokens, those with lower ids."""
 
     min_p: float = 0.0
-    """Keep tokens at least this share as likely as the likeliest."""
+    """Keep tokens that are at least this share as likely as the most likely one."""
 
 
 def reference_sample(

@@ -23,14 +23,14 @@ class Ending:
     """Its exit code; -n if signal n ended it."""
 
     signal_received: signal.Signals | None = None
-    """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler."""
+    """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler's."""
 
     peak_bytes: int = field(default=0, compare=False)
-    """Largest resident memory of the child and of its children; on Linux at least what this
-    process held when it started the child."""
+    """Peak resident memory of the child and its children; on Linux at least this process's memory
+    when it started the child."""
 
     ran_out_of_memory: bool = field(default=False, compare=False)
-    """Whether it ended for lack of memory, by its own error or by the kernel's signal."""
+    """Whether it ended because memory ran out, by its own error or the kernel's signal."""
 
 
 def run_child(

@@ -51,14 +51,14 @@ class Deployment:
     machines, by --hostfile or inside a SLURM allocation."""
 
     num_processes: int | None = None
-    """Processes of single_node. Without it, one per GPU, or 2 without a GPU."""
+    """Processes of single_node. By default one per GPU, or 2 without a GPU."""
 
     hostfile: Path | None = None
-    """Machines of multi_node, as DeepSpeed writes them: `worker-0 slots=8` a line. ssh must reach
+    """Machines of multi_node in DeepSpeed's format, `worker-0 slots=8` per line. ssh must reach
     each without a password, and each must have the same files at the same paths."""
 
     include: str | None = None
-    """Hosts and slots to take: worker-0@worker-1:0,2 has all slots of worker-0 and two of worker-1.
+    """Hosts and slots to use: worker-0@worker-1:0,2 has all slots of worker-0 and two of worker-1.
     With single_node, GPUs of this machine: localhost:0,2."""
 
     exclude: str | None = None
@@ -71,17 +71,17 @@ class Deployment:
     """Number of processes on each machine, from each host's first slot."""
 
     master_addr: str | None = None
-    """Address of the first machine, for the rendezvous. Without it, the first host's name."""
+    """Address of the first machine, for the rendezvous. By default the first host's name."""
 
     master_port: int | None = None
-    """Port of the first machine. Without it 29500, or another one where that is taken."""
+    """Port on the first machine. By default 29500, or another one if that is taken."""
 
     ssh_command: str = SSH
-    """How a host is reached; its name and a command line for its shell are added. For a port or a
-    key: "ssh -p 2222 -i KEY"."""
+    """Command to reach a host; its name and a command line for its shell are appended. For a port
+    or a key: "ssh -p 2222 -i KEY"."""
 
     no_check: bool = False
-    """Begin multi_node without checking the machines first."""
+    """Start multi_node without checking the machines first."""
 
     def __post_init__(self) -> None:
         many = self.deployment_type == "multi_node"
@@ -131,7 +131,7 @@ class Host:
     """Host name, as ssh takes it."""
 
     slots: tuple[int, ...]
-    """Its devices that are used, one process each, in order."""
+    """Its devices in use, one process each, in order."""
 
     place: str = ""
     """Line in the host file, for error messages: `hosts:2`."""
@@ -147,11 +147,11 @@ class Layout:
     """Placement of the processes of a step."""
 
     by: Literal["process", "node", "ssh", "slurm"]
-    """Their launcher: Python alone, torchrun on this machine, or torchrun on each machine,
-    through ssh or srun."""
+    """The launcher: Python alone, torchrun on this machine, or torchrun on each machine through ssh
+    or srun."""
 
     hosts: tuple[Host, ...] = ()
-    """The machines, the first one first."""
+    """The machines, starting with the first."""
 
     address: str = "127.0.0.1"
     port: int = PORT

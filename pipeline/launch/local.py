@@ -22,10 +22,10 @@ PASSED_ON = re.compile(
     r"|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+|CUBLAS_WORKSPACE_CONFIG"
     r"|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
 )
-"""Variables that are passed to other machines, except devices and paths."""
+"""Environment variables passed to other machines, except devices and paths."""
 
 PLANNED = "RLHF_PLANNED"
-"""Variable that tells a step that `train.py` has checked its memory."""
+"""Environment variable that tells a step that `train.py` has checked its memory."""
 
 
 def count_processes(requested: int | None, *, option: str = "--num-processes") -> int:

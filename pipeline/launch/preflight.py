@@ -38,7 +38,7 @@ IN_USE = 0.1
 PROBE = (sys.executable, "-m", "pipeline.launch.preflight")
 
 MARK = "rlhf machine: "
-"""Prefix of the line of JSON, since a login shell may print a greeting first."""
+"""Prefix of the JSON line, since a login shell may print a greeting first."""
 
 CODE = "the code of this repository"
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")

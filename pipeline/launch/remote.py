@@ -52,7 +52,7 @@ class RemoteCommand:
 
     host: str
     command: Sequence[str]
-    """Command on this machine whose standard streams are those of the remote command."""
+    """Command on this machine whose standard streams are connected to the remote command."""
 
     environment: Mapping[str, str]
     """Variables of the remote command, which are sent through standard input."""

@@ -31,7 +31,7 @@ from pipeline.parallel.transfer import Transfers
 from pipeline.system.errors import ConfigError, ModelError
 
 AHEAD = 4
-"""Micro-batches by which a stage may be ahead of the next one, without backward passes."""
+"""Micro-batches by which a stage may be ahead of the next one in passes without gradients."""
 
 
 class MicroBatch(Protocol):
@@ -92,7 +92,7 @@ class Waiting:
     """A micro-batch after its forward pass, possibly with a pending backward pass."""
 
     output: Tensor
-    """Hidden states, or on the last stage the loss."""
+    """Hidden states, or the loss on the last stage."""
 
     received: Tensor | None
     tied: Tensor | None
@@ -115,9 +115,9 @@ class StagedForwardPasses(ForwardPasses):
         self._stage, self._stages = stage, stages
         self._transfers = Transfers(stages)
         self._waiting: dict[int, Waiting] = {}
-        """Waiting backward passes by micro-batch."""
+        """Pending backward passes by micro-batch."""
         self._followed = -1
-        """Number of weight updates at the last update of the last stage's copy."""
+        """Number of weight updates when the last stage's copy was last updated."""
 
     def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
         """Return the results of the batches; only the last stage has them."""
@@ -234,7 +234,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         Passes.__init__(self, engine)
         StagedForwardPasses.__init__(self, engine, stage, stages)
         self._took = 0.0
-        """Seconds of the passes of the last optimizer step."""
+        """Seconds of the passes in the last optimizer step."""
 
     def learn(
         self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float

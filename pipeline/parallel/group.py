@@ -193,11 +193,10 @@ class DataGroup(Group):
 What = Literal["hidden states", "gradients", "tied gradients", "tied weights"]
 """Kinds of transfers between the stages of a pipeline.
 
-NCCL knows no tags: what a process sends and receives in one communicator takes place in the order
-of the calls, and a tensor larger than NCCL's buffers is sent when the other side has come to its
-receive. A stage that sends hidden states to the next one while that one sends gradients back would
-wait forever. So each kind has a separate communicator, in which the order of sending is that of
-receiving.
+NCCL has no tags: sends and receives in one communicator take place in call order, and a tensor
+larger than NCCL's buffers is only sent once the other side has called receive. If one stage sends
+hidden states to the next while that stage sends gradients back, both would wait forever. So each
+kind has a separate communicator, in which sends and receives are in the same order.
 """
 
 WHATS: tuple[What, ...] = ("hidden states", "gradients", "tied gradients", "tied weights")

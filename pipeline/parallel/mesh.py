@@ -20,7 +20,7 @@ SECOND_WORD_SECONDS = 30
 """Seconds by which torch's timeout exceeds the watchdog's, which can name a process."""
 
 PROCESSES_A_SECOND = 64
-"""Processes whose connections are made within a second, conservatively."""
+"""Processes whose connections are established per second, conservatively."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Mesh:
     """The processes of a job along each axis."""
 
     world: Group
-    """All of them."""
+    """All processes of the job."""
 
     data: Group
     """Processes that train the same model, each on its share of a batch; they shard its states, all
     together or, as a `DataGroup`, copy by copy."""
 
     stages: Group = ALONE
-    """Processes with the stages of one pipeline, in order: each some of the model's blocks, and
-    all the same share of a batch."""
+    """Processes of one pipeline, in the order of its stages: each has some of the model's blocks,
+    and all have the same share of a batch."""
 
     tensor: Group = ALONE
-    """Processes that compute each layer together, on the same share of a batch."""
+    """The tensor-parallel group, with the same share of a batch."""
 
     parts: Group = ALONE
-    """Processes with the parts of one copy of a model: the stages of a pipeline, each of `tensor`
-    processes, in order."""
+    """Processes with the parts of one copy of a model: the pipeline stages, each with the processes
+    of `tensor`, in order."""
 
     @property
     def is_main(self) -> bool:

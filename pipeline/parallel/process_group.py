@@ -18,7 +18,7 @@ from pipeline.system.errors import ConfigError, JobFailed
 from pipeline.system.signals import ended_by_ctrl_c
 
 Watchdog = Callable[[float], AbstractContextManager[None]]
-"""Given the timeout in seconds, watches the processes of the job while it is entered."""
+"""Given the timeout in seconds, a context that watches the processes of the job."""
 
 
 @contextmanager

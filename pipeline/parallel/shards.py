@@ -18,7 +18,7 @@ class Shard:
     """Number of processes, adjacent in rank, with the same elements."""
 
     counts: bool = True
-    """False where a process of lower rank has the same elements."""
+    """False if a lower-ranked process has the same elements."""
 
     @property
     def size(self) -> int:
@@ -34,7 +34,7 @@ class ShardSpec:
     shards: tuple[Shard, ...]
 
     zero: bool = False
-    """Whether the process has zeros in place of the part."""
+    """Whether the process has zeros instead of the part."""
 
     def of(self, whole: Tensor) -> Tensor:
         """The part, taken from the full weight."""

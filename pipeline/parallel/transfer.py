@@ -22,9 +22,9 @@ class Transfers:
     def __init__(self, stages: Group) -> None:
         self._stages = stages
         self._sent: deque[tuple[dist.Work, int, Tensor]] = deque()
-        """Transfers under way, to a rank, of a tensor that is kept until it has arrived."""
+        """Pending transfers: the rank, and the tensor, which is kept until it has arrived."""
         self.waited = 0.0
-        """Seconds, for other stages."""
+        """Seconds of waiting for other stages."""
 
     def send(self, tensor: Tensor, to: int, what: What) -> None:
         """Start sending to a stage; `tensor` must not change until it has arrived."""

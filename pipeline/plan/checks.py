@@ -40,7 +40,7 @@ SAMPLE = 128
 """Rows that are encoded to estimate their length."""
 
 MOST_BYTES = 512 * 2**20
-"""Size of the data files that are read for a plan; larger ones are left to the steps."""
+"""Maximum size of data files that are read for a plan; larger ones are left to the steps."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from pipeline.system.installation import ROOT
 from pipeline.system.threads import share_of_cores
 
 RESPONSE = 0.6
-"""Mean length of a response, as a share of the longest that settings allow."""
+"""Mean length of a response, as a share of the maximum."""
 
 START = 12.0
 """Seconds of imports, loading and export."""
@@ -40,10 +40,10 @@ EFFICIENCY = 0.35
 """Share of the peak that computation reaches."""
 
 BLOCK_SECONDS = 1e-3
-"""Minimum of a block in a forward pass; a backward pass takes twice as long."""
+"""Minimum seconds of a block in a forward pass; a backward pass takes twice as long."""
 
 SPREAD = (0.5, 2.5)
-"""Factors between an estimate and its shortest and longest time."""
+"""Factors from an estimate to its shortest and longest time."""
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:

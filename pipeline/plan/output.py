@@ -28,14 +28,14 @@ MARK = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
 DIVERGED = "diverged.json"
-"""Marks a step whose training diverged: the step begins again."""
+"""Marks a step whose training diverged: the step starts again."""
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 """Lock file of a run's or a step's directory, which names the process that uses it."""
 SUMMARY = "summary.json"
 REPORT = "report.html"
 COMMAND = "command.txt"
-"""The options of `train.py` that the last run had."""
+"""The options of `train.py` in the last run."""
 RATINGS = "ratings.jsonl"
 """Ratings from the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
@@ -56,7 +56,7 @@ SHARED = (
     *("seed", "data.path", "data.split", "data.format"),
     *("data.eval_path", "data.eval_fraction", "data.fields", "data.seed"),
 )
-"""Settings that all steps of a run have in common."""
+"""Settings shared by all steps of a run."""
 
 
 def finished_steps(

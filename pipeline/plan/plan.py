@@ -20,7 +20,7 @@ from pipeline.system.errors import ModelError, require
 from pipeline.system.installation import ROOT
 
 Settings = Mapping[str, Any]
-"""Values by dotted name, as in a file of settings."""
+"""Values by dotted name, as in a settings file."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Plan:
     """The requested steps, in order."""
 
     configs: Mapping[str, StepConfig]
-    """Settings by the name of the step; of all steps."""
+    """Settings by step name, of all steps."""
 
     finished: frozenset[str]
     """Names of the steps that `--resume` skips."""
@@ -51,7 +51,7 @@ class Plan:
     """Dotted names of the settings on the command line, by the name of the step."""
 
     notes: tuple[str, ...] = ()
-    """Sentences on where models and settings that no option names come from."""
+    """Notes on where models and settings that no option names come from."""
 
     @property
     def unfinished(self) -> list[Stage]:

@@ -25,34 +25,33 @@ class Request(Deployment):
     """The options of `train.py`."""
 
     step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
-    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; without it
-    all of these whose models are used: not step 2 where programs give the rewards or the method
-    learns from pairs, nor step 1 for orpo. And 0 before them, pre-training on the texts of
-    --pretrain.data.path."""
+    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; by default
+    all whose models are used: not step 2 if programs give the rewards or the method trains on
+    pairs, nor step 1 for orpo. Also 0 before them, pre-training on --pretrain.data.path."""
 
     method: tuple[str, ...] = ()
-    """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
+    """How step 3 trains: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
     reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Or from preferences,
     without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo, orpo, kto, of --preference settings
-    (docs/preference.md). Several run side by side, in step3_NAME, and are compared;
-    --methods.NAME.SETTING is for one."""
+    (docs/preference.md). Several run in separate directories step3_NAME and are compared;
+    --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
-    """Model that becomes the chat model: Hugging Face id, local directory, GGUF file, or a size
-    of OPT as DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model,
-    1M parameters. Without output of step 1, step 3 alone starts from it."""
+    """Model that becomes the chat model: Hugging Face id, local directory, GGUF file, or one of
+    DeepSpeed-Chat's sizes of OPT: 1.3b is facebook/opt-1.3b. By default the embedded model with 1M
+    parameters. Without output of step 1, step 3 starts from it."""
 
     reward_model: str | None = None
-    """Model the reward model starts from, written as for --actor-model. Without it, step 1's
-    output. Without output of step 2, PPO alone takes it as the reward model."""
+    """Initial model of the reward model, written as for --actor-model. By default step 1's output.
+    Without output of step 2, PPO uses it as the reward model."""
 
     reward_function: tuple[str, ...] = ()
-    """Python functions that give the rewards of step 3, each as FILE.py:NAME, in place of a reward
+    """Python functions that give the rewards of step 3, each as FILE.py:NAME, instead of a reward
     model: sources of --ppo.rewards."""
 
     reward: tuple[str, ...] = ()
-    """Built-in programs that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, that of
-    the embedded task; or settings in braces. Also model, the reward model, with the others."""
+    """Built-in programs that give the rewards: math, regex:PATTERN, ... (docs/rewards.md), or
+    verifier, the embedded task's; or settings in braces. Also model, the reward model."""
 
     environment: str | None = None
     """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""
@@ -68,92 +67,91 @@ class Request(Deployment):
     """ZeRO stage of the reward model in step 2 and of the critic in step 3."""
 
     replicas: int | None = None
-    """Copies of the sharded models that all steps keep (HSDP, docs/parallel.md): each step's
-    parallel.replicas; without it 1."""
+    """Copies of the sharded models in all steps (HSDP, docs/parallel.md): each step's
+    parallel.replicas; default 1."""
 
     tensor_parallel: int | None = None
-    """Processes that compute each layer together in all steps (docs/parallel.md): each step's
-    parallel.tp, and where step 3 generates its inference_tp_size; without it 1."""
+    """Tensor-parallel size in all steps (docs/parallel.md): each step's parallel.tp, and
+    inference_tp_size where step 3 generates; default 1."""
 
     pipeline_parallel: int | None = None
-    """Stages that the models are cut into in all steps (docs/parallel.md): each step's parallel.pp;
-    without it 1."""
+    """Pipeline stages in all steps (docs/parallel.md): each step's parallel.pp; default 1."""
 
     zero_config: Path | None = None
-    """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It overrides
-    --config, and other options override it; docs/deepspeed.md lists its keys."""
+    """DeepSpeed JSON file: settings of every trained model, and batch sizes. It overrides --config,
+    and other options override it; docs/deepspeed.md lists its keys."""
 
     output_dir: Path = Path("output")
-    """Receives step0_pretrain, step1_sft, step2_reward, step3_ppo or step3_dpo, summary.json and
-    report.html."""
+    """Directory for step0_pretrain, step1_sft, step2_reward, step3_ppo or step3_dpo, summary.json
+    and report.html."""
 
     data_path: tuple[str, ...] = ()
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names,
-    each with an optional @split and :weight. Without it, the embedded task for the embedded model,
-    Dahoas/rm-static for any other. For step 0 alone, its texts."""
+    each with an optional @split and :weight. By default the embedded task for the embedded model,
+    Dahoas/rm-static for any other. If only step 0 runs, its texts."""
 
     eval_path: tuple[str, ...] = ()
-    """Rows for evaluation in all steps, as --data-path; prompts for step 3 alone are given with
-    --ppo.data.eval_path. Without it, the test split is used, or a part of the data held out."""
+    """Rows for evaluation in all steps, as for --data-path; prompts for step 3 alone are given with
+    --ppo.data.eval_path. By default the test split, or a held-out part of the data."""
 
     data_split: tuple[float, float, float] | None = None
-    """Proportions of the prompts for steps 1, 2 and 3; without it 2,4,4."""
+    """Proportions of the prompts for steps 1, 2 and 3; default 2,4,4."""
 
     data_seed: int | None = None
-    """Decides which prompts are held out, and which step gets each of the others; without it 0.
-    --seed affects neither."""
+    """Decides which prompts are held out, and which step gets each of the others; default 0.
+    Independent of --seed."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names where they differ from the usual: prompt=question chosen=good."""
+    """Column names if they differ from the usual ones: prompt=question chosen=good."""
 
     format: str | None = None
     """Chat format: auto, tokenizer, human_assistant, chatml, llama2, llama3, plain,
     or a Jinja file."""
 
     max_length: int | None = None
-    """Prompt + response, in tokens; without it 512."""
+    """Maximum tokens of prompt and response; default 512."""
 
     lr: float | None = None
     """Peak learning rate of the steps that run: model.optim.lr of each, and in step 3 the actor's,
-    --ppo.actor.optim.lr or --preference.model.optim.lr; of adapters MODEL.lora.lr. The critic keeps
-    its own."""
+    --ppo.actor.optim.lr or --preference.model.optim.lr; for adapters MODEL.lora.lr. The critic
+    keeps its own."""
 
     batch_size: int | None = None
     """Sequences in an optimizer step of the steps that run: --sft.batch_size, --reward.batch_size
-    (pairs), and in step 3 the minibatch of PPO, --ppo.batch_size, with --ppo.rollout_size raised to
-    it where it is smaller."""
+    (pairs), and in step 3 the minibatch of PPO, --ppo.batch_size; --ppo.rollout_size is raised to
+    it if it is smaller."""
 
     epochs: float | None = None
-    """Passes over the training rows (in step 3 over the prompts) of the steps that run, in place of
+    """Passes over the training rows (in step 3 over the prompts) of the steps that run, instead of
     max_steps: --sft.epochs, --reward.epochs, --ppo.epochs. Passes over one rollout are
     --ppo.ppo_epochs."""
 
     lora: int | None = None
-    """Train only adapters, of this rank (lora.rank of trained models)."""
+    """Train only adapters, with this rank (lora.rank of trained models)."""
 
     lora_variant: AdapterVariant | None = None
-    """Kind of these adapters (MODEL.lora.variant)."""
+    """Variant of these adapters (MODEL.lora.variant)."""
 
     quantize: Quantize | None = None
     """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
 
     seed: int | None = None
-    """Seed of all three steps; without it 1234."""
+    """Seed of all three steps; default 1234."""
 
     threads: int | None = None
-    """Processor threads of each process; without it RLHF_THREADS or OMP_NUM_THREADS of the
-    environment, else one for each core that is the process's share."""
+    """Processor threads of each process; by default RLHF_THREADS or OMP_NUM_THREADS of the
+    environment, else one for each core of the process's share."""
 
     dry_run: bool = False
     """Check the plan and print it: rows, steps, tokens and an estimate of the time of each step,
-    the commands that run it by hand, and the memory table; run nothing."""
+    the commands that run it manually, and the memory table; run nothing."""
 
     plan: Literal["check", "auto", "off"] = "check"
-    """Before step 1 begins: check verifies the settings, data, chat formats, tokenizers, model
+    """Before step 1 starts: check verifies the settings, data, chat formats, tokenizers, model
     files and lengths of every step, estimates memory, and refuses what can't fit this machine; auto
-    also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the concurrent
-    responses and the processes that generate together, unless you set them; off does none of
-    this."""
+    also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the number of
+    concurrent responses and of processes that generate together, unless you set them; off does none
+    of this."""
 
     plan_for: str | None = None
     """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
@@ -161,21 +159,21 @@ class Request(Deployment):
 
     autotune: Literal["tune", "run"] | None = None
     """Find fast settings that fit, by short timed trials, each a real run: the micro-batch is
-    doubled until that stops paying, then recomputation and ZeRO stages are tried. tune prints them
-    as options and stops, run continues with them."""
+    doubled until that stops paying, then recomputation and ZeRO stages are tried. tune prints the
+    settings as options and stops, run continues with them."""
 
     autotune_steps: int = 4
-    """Optimizer steps that a trial measures (iterations in step 3), after 2 that don't count."""
+    """Optimizer steps measured in a trial (iterations in step 3), after 2 warm-up steps."""
 
     resume: bool = False
     """Continue the last run of the output directory, with its options if you give none: skip
     finished steps, resume an unfinished one."""
 
     overwrite: bool = False
-    """Replace what an earlier run left in the output directory; other files stay."""
+    """Replace the output of an earlier run in the output directory; other files are kept."""
 
     save_every: int | str | None = None
-    """Steps between checkpoints, or a time such as 2h; without it 15m."""
+    """Steps between checkpoints, or a time such as 2h; default 15m."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -221,7 +219,7 @@ class CommandLine:
 
     overrides: Mapping[str, tuple[Option, ...]]
     """Dotted options by section: `--ppo.kl_coef 0.1` is ("kl_coef", ["0.1"]) under "ppo", and
-    `--methods.grpo.kl_coef 0.1` the same under "methods.grpo"."""
+    `--methods.grpo.kl_coef 0.1` is the same under "methods.grpo"."""
 
     typed: frozenset[str] = frozenset()
     """Names of train.py's options on the command line, not in a file."""

@@ -11,7 +11,7 @@ BEFORE = "before"
 """Used instead of a section: the model from which the first step starts."""
 
 METHODS = "methods"
-"""The section of files whose sections, named after methods, hold settings of one method alone."""
+"""The section of files whose subsections, named after methods, have settings of one method only."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Stage:
     number: int
 
     name: str
-    """Its directory below the output directory, and its package: `step1_sft`."""
+    """Its directory in the output directory, and its package: `step1_sft`."""
 
     section: str
-    """Its name in files of settings and dotted options: `sft`."""
+    """Its name in settings files and dotted options: `sft`."""
 
     config_class: type[StepConfig]
 
@@ -33,32 +33,32 @@ class Stage:
 
     models: Mapping[str, str]
     """Origin of its models unless the user sets them: by role the section of an earlier step, or
-    `BEFORE`. The first is the one that the step is about."""
+    `BEFORE`. The first role is the step's main one."""
 
     options: Mapping[str, Literal["actor", "reward"]]
     """Roles to which train.py's options --actor-... and --reward-... apply."""
 
     without: Mapping[str, str] = field(default_factory=dict)
-    """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
-    other use for what the step in `models` makes."""
+    """Origins by role, the section or `BEFORE`, that replace those in `models` in a run that
+    doesn't otherwise use that step's output."""
 
     begins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Roles whose model a method takes from another section, or `BEFORE`; by method and role."""
+    """Origins, by method and role, of models that a method takes from elsewhere or `BEFORE`."""
 
     optional: frozenset[str] = frozenset()
-    """Roles without which it runs if no step provides the model."""
+    """Roles that the step can run without if no step provides the model."""
 
     takes_shares: bool = False
     """Whether it also uses the rows of earlier steps that don't run."""
 
     own_directories: bool = False
-    """Whether each method has a separate directory even where it runs alone."""
+    """Whether each method has its own directory even if it runs alone."""
 
     by_choice: bool = False
     """Whether it runs only if `--step` names it; later steps then take their models from it."""
 
     method: str | None = None
-    """The method it runs, where several run side by side; each of them has such a stage."""
+    """The method it runs, if several run; each of them has such a stage."""
 
     @property
     def prefix(self) -> str:

@@ -40,7 +40,7 @@ GAIN = 1.03
 """A change is kept if the step is faster by this factor; single steps differ by a few percent."""
 
 WARM_UP = 2
-"""First optimizer steps, which allocate and compile; they are not measured."""
+"""First optimizer steps, which allocate and compile; they are not timed."""
 
 
 def tune(plan: Plan) -> Plan:
@@ -77,7 +77,7 @@ class _Tuning:
     stage: Stage
     trials: int = 0
     first: float = 0.0
-    """Tokens per second of the first trial that was measured."""
+    """Tokens per second of the first successful trial."""
 
     def run(self) -> Settings:
         """The settings of the fastest trial."""

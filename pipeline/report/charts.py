@@ -12,7 +12,7 @@ from pipeline.report.results import StepResult
 Point = tuple[float, float]
 
 MAX_BINS = 300
-"""Bins of a long curve; each keeps its smallest and largest value."""
+"""Number of bins of a long curve; each keeps its minimum and maximum."""
 
 COLOURS = 4
 """Colours of the curves; further curves repeat them, dashed."""
@@ -39,7 +39,7 @@ METRICS = {
     "repetition": ("Repetition", "tokens that end a repeated trigram"),
     "lr": ("Learning rate", ""),
 }
-"""Metrics with their title and note, the most important first; others follow by name."""
+"""Metrics with their title and note, most important first; others follow by name."""
 
 NO_CURVES = {"step", "seconds", "tokens", "skipped"}
 """Columns of metrics.jsonl without measurements."""

@@ -18,7 +18,7 @@ BASE = "base"
 """The model before the first step."""
 
 START = "start"
-"""The model that step 3 began with, where no step of the run made it."""
+"""The model that step 3 started from, if no step of the run made it."""
 
 TITLES = {
     BASE: "Base",
@@ -34,7 +34,7 @@ TITLES = {
     "hinge": "Hinge loss",
     "simpo": "SimPO",
 }
-"""Titles by method, or by the end of a step's name, that are not the name in upper case."""
+"""Titles by method, or by the end of a step's name, that are not just the upper-case name."""
 
 
 def title(name: str, results: Results) -> str:

@@ -27,7 +27,7 @@ class Finding:
     """A sentence about one kind of figure."""
 
     verdict: Verdict | None
-    """The verdict; None if it can't be computed, as without the number of prompts."""
+    """The verdict; None if it can't be computed, for example without the number of prompts."""
 
     sentence: str
     """The finding with its figures, without a full stop."""

@@ -41,7 +41,7 @@ FIGURES = {
     "reward": "reward",
     "score": "reward model's score",
 }
-"""Figures of responses, the most trustworthy first."""
+"""Figures of responses, most trustworthy first."""
 
 PROMPTS = ("data.", "seed", "max_prompt_length")
 """Prefixes of settings that affect which prompts are held out, except `NOT_PROMPTS`."""
@@ -52,7 +52,7 @@ REWARDS = ("reward.path", "rewards", "missing_eos_score")
 """Prefixes of settings that affect rewards."""
 
 ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
-"""Prefixes of settings that affect the answers to held-out prompts."""
+"""Prefixes of settings that affect the responses to held-out prompts."""
 
 DASH = "\N{EN DASH}"
 
@@ -83,7 +83,7 @@ class Method:
     title: str
 
     path: Sequence[Evaluation]
-    """Evaluations in order of training, with the start; empty if it began from another model."""
+    """Evaluations in training order, with the start; empty if it started from another model."""
 
     @property
     def is_measured(self) -> bool:
@@ -122,7 +122,7 @@ class Comparison:
     """Methods at that KL, best first."""
 
     notes: Sequence[str]
-    """Sentences on what limits the comparison, without full stops."""
+    """Sentences on limitations of the comparison, without full stops."""
 
     @property
     def sentence(self) -> str:

@@ -24,7 +24,7 @@ STEP = re.compile(r"step[0-9]_[a-z0-9_]+")
 """Names of step directories."""
 
 Values = Sequence[float | None]
-"""Values by prompt; None where a prompt has none."""
+"""Values by prompt; None for a prompt without a value."""
 
 Line = Mapping[str, object]
 """A line of metrics.jsonl."""
@@ -44,7 +44,7 @@ class GuardEvent:
     sentence: str
 
     to: int | None
-    """The step that the run was rolled back to."""
+    """The step to which the run was rolled back."""
 
     unit: str = "iteration"
 
@@ -68,7 +68,7 @@ class StepResult:
     tokens: int = 0
 
     eval: Mapping[str, object] = field(default_factory=dict)
-    """Measured on held-out rows, before and after."""
+    """Evaluation figures on held-out rows, before and after."""
 
     diverged: str = ""
     """Sentence on when and why training diverged, if it did."""
@@ -83,13 +83,13 @@ class StepResult:
     """Figures of the reward model's laboratory."""
 
     metrics: tuple[Line, ...] = ()
-    """Logged metrics, without iterations that a guard rolled back."""
+    """Logged metrics, without iterations that were rolled back."""
 
     events: tuple[GuardEvent, ...] = ()
     """Guards that tripped, in order."""
 
     samples: int = 0
-    """Number of sampled responses that it learned from."""
+    """Number of sampled responses that it trained on."""
 
     @property
     def stage(self) -> str:
@@ -159,7 +159,7 @@ class Results:
     seconds: float
 
     samples: Sequence[Sample]
-    """Held-out prompts with the responses of several models, the earliest model first."""
+    """Held-out prompts with the responses of several models, earliest model first."""
 
     @property
     def methods(self) -> list[StepResult]:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5
-"""Seconds to wait for a save when a loop ends early: it may wait for a process that is gone."""
+"""Seconds to wait for a save when a loop ends early, since it may be waiting for a dead process."""
 
 
 class Checkpoints:
@@ -80,7 +80,7 @@ class Checkpoints:
             **{name: part for name, part in parts.items() if part is not None},
         }
         self.done = 0
-        """Steps done so far."""
+        """Steps completed so far."""
         self.is_new = True
         """Whether the run starts from scratch rather than from a checkpoint."""
         self._kept = 0

@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 DIVERGED = "diverged.json"
-"""Marks a run that diverged: its state is unusable, so that `--resume` starts again."""
+"""Marks a run that diverged: its state is unusable, so `--resume` starts again."""
 
 STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 
 Sink = tuple[Callable[[int, Mapping[str, int | float]], object], Callable[[], object]]
-"""(records metrics at a step, flushes them)."""
+"""A pair of functions: record metrics at a step, and flush them."""
 
 
 class Run:

@@ -70,7 +70,7 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
 
 
 EVALUATIONS = 10
-"""Evaluations of a run, including the last one, if they take little of its work."""
+"""Evaluations per run, including the last one, if they take little of its work."""
 
 SHARE = 0.08
 """Maximum share of a run's work for evaluations, without the first and the last one."""
@@ -107,7 +107,7 @@ class Rows:
     chat: ChatFormat
     data: StageData
     stream: RowStream
-    """Row numbers of `data.train`, a global batch at a time."""
+    """Row numbers of `data.train`, one global batch at a time."""
 
     total_steps: int
     """Optimizer steps of the run."""

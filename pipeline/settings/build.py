@@ -48,7 +48,7 @@ class Layer:
     """Source of the settings, for error messages."""
 
     is_file: bool = False
-    """Whether `origin` is a file that the user can correct."""
+    """Whether `origin` is a file that the user can fix."""
 
 
 def build_config(

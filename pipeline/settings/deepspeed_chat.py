@@ -93,7 +93,7 @@ COUNTERPARTS = {
     "enable_tensorboard": "--STEP.trackers tensorboard",
     "tensorboard_path": "nothing: its files are in the step's output directory",
 }
-"""Our options by DeepSpeed-Chat's name, without those of the same name."""
+"""Our options by DeepSpeed-Chat's name, except those with the same name."""
 
 
 def deepspeed_chat_hint(name: str) -> str | None:

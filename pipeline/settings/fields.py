@@ -20,7 +20,7 @@ class Setting:
     """One leaf of a dataclass of settings."""
 
     name: str
-    """Dotted: `model.optim.lr`."""
+    """Dotted name: `model.optim.lr`."""
 
     kind: object
     """Its type."""
@@ -148,7 +148,7 @@ def _descriptions(config_class: type) -> dict[str, str]:
 
 
 Option = tuple[str, list[str]]
-"""A name without its dashes, and the words that follow it: ("data.path", ["a", "b"])."""
+"""A name without dashes, and the words that follow it: ("data.path", ["a", "b"])."""
 
 
 def plain(value: object) -> Any:  # noqa: ANN401

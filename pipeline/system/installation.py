@@ -6,7 +6,7 @@ ROOT = Path(__file__).resolve().parents[2]
 """Directory of `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all child processes."""
 
 IS_INSTALLED = ROOT.name == "rlhf_pipeline"
-"""Whether the code is installed from a wheel, below one package (`rlhf_pipeline`)."""
+"""Whether the code is installed from a wheel, inside one package (`rlhf_pipeline`)."""
 
 OWN_PACKAGES = (
     *("pipeline", "inference", "rewards", "evaluation"),

@@ -47,7 +47,7 @@ class _StderrHandler(logging.Handler):
 
 
 PLAIN_LINES = 20
-"""Number of lines, about, where standard error is no terminal."""
+"""Approximate number of lines if standard error is not a terminal."""
 
 SHOWN = ("score", "kl", "loss", "accuracy")
 """Metrics shown while a step runs; metrics.jsonl has all of them."""

@@ -40,13 +40,13 @@ class Position:
     def __init__(self) -> None:
         self.number = 0
         self.fingerprint = 0
-        """Fingerprint of all collectives so far, in their order."""
+        """Fingerprint of all collectives so far, in order."""
         self.recent: deque[Collective] = deque(maxlen=RECENT)
-        """The latest collectives, the oldest first."""
+        """The latest collectives, oldest first."""
         self.transfers = 0
-        """Tensors received from stages of a pipeline."""
+        """Number of tensors received from pipeline stages."""
         self.waits_for: tuple[int, ...] = ()
-        """Ranks of the processes that this one waits for now, as far as it knows."""
+        """Ranks of the processes that this one is waiting for, as far as it knows."""
         self.waits_at = ""
         """Reason for waiting, if it is not a collective."""
         self._waited = 0.0

@@ -15,17 +15,17 @@ INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
 """Signals of Ctrl-C and of a closed terminal."""
 
 EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, start the same command with --resume again."""
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again with --resume."""
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as in shells."""
 
 SAME_SECONDS = 0.3
-"""Seconds within which equal signals count once: `timeout` signals both the process and its
-group, and a launcher forwards signals that the process has received already."""
+"""Seconds within which equal signals count once: `timeout` signals both the process and its group,
+and a launcher forwards signals that the process has already received."""
 
 END = b"\0"
-"""Number that ends the thread, which is no signal's."""
+"""Number that ends the thread; not a signal."""
 
 
 class StopSignals:

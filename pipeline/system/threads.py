@@ -9,7 +9,7 @@ import psutil
 from pipeline.system.errors import ConfigError
 
 THREADS = "RLHF_THREADS"
-"""Variable of the environment: threads of each process, where the setting `threads` is null."""
+"""Environment variable with the threads of each process, used if the setting `threads` is null."""
 
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """Environment variables that determine how OpenMP's threads wait."""

@@ -19,10 +19,10 @@ WINDOW = 20
 """Steps after which the processes compare their times."""
 
 FACTOR = 1.5
-"""Multiple of the other processes' time above which a process counts as slow."""
+"""Factor over the other processes' time above which a process counts as slow."""
 
 EXCEPTIONS = 2
-"""Steps of a window that are ignored, since any process may pause occasionally."""
+"""Steps per window that are ignored, since any process may pause occasionally."""
 
 
 class Stragglers:

@@ -48,23 +48,23 @@ T = TypeVar("T")
 TICK_SECONDS = 1.0
 
 OBSERVERS = 2
-"""Number of ranks, from the first, that read all positions; requests thus grow linearly."""
+"""Number of ranks, from the first, that read all positions, so that requests grow linearly."""
 
 STANDING_STILL = 3
-"""Heartbeats at one position after which an observer reads the positions of all."""
+"""Heartbeats at one position after which an observer reads all positions."""
 
 SILENCE_SECONDS = 60.0
-"""Seconds without a heartbeat after which a process of another machine counts as lost."""
+"""Seconds without a heartbeat after which a process on another machine counts as lost."""
 
 HEARING_SECONDS = 3.0
 """Seconds that a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
-"""Seconds for a process to exit after a failure of the job; half of that if processes hang."""
+"""Seconds for a process to exit after the job failed; half of that if processes hang."""
 
 LEAVING_SECONDS = 15.0
-"""Seconds for the threads to end. A request to the store takes up to 5 s, and Python aborts if its
-interpreter ends during one."""
+"""Seconds for the threads to end. A request to the store takes up to 5 s, and Python aborts if the
+interpreter exits during one."""
 
 OF_COLLECTIVES = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
@@ -73,7 +73,7 @@ ONE_SENTENCE = (UserError, DivergedError)
 """Errors that all processes may raise together, with a complete message."""
 
 PATIENCE = timedelta(seconds=5)
-"""Timeout of a reply from the store, which takes microseconds."""
+"""Timeout of a request to the store, which normally takes microseconds."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Failure:
     """The reason why a job ends."""
 
     rank: int
-    """The process that caused it."""
+    """The process that caused the failure."""
 
     what: str
     """A clause whose subject is that rank: `rank 1 failed: ValueError: ...`."""
@@ -90,27 +90,27 @@ class Failure:
     """The exit code of every process."""
 
     stacks: bool = False
-    """Whether every process shows the stacks of its threads."""
+    """Whether every process prints the stacks of its threads."""
 
 
 class Heartbeat(NamedTuple):
     """The position of a process at its last heartbeat."""
 
     number: int
-    """Number of the last collective that it entered."""
+    """Number of the last collective that the process entered."""
 
     label: str
     seconds: float
-    """Seconds since it reached this position."""
+    """Seconds since the process reached this position."""
 
     beat: int
     """Number of heartbeats so far."""
 
     left: bool = False
-    """It ended normally."""
+    """Whether the process exited normally."""
 
     waits_for: tuple[int, ...] = ()
-    """Ranks that it waits for; only reported by pipelines of several stages."""
+    """Ranks that the process waits for; only reported by pipelines with several stages."""
 
 
 class Notices:

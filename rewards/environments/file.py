@@ -13,13 +13,13 @@ from pipeline.system.installation import ROOT
 from rewards.functions import UserFile, optional_parameters, read_definition
 
 VERBS = ("reset", "step", "reward")
-"""The methods of an environment, which docs/environments.md describes."""
+"""The methods of an environment, which are described in docs/environments.md."""
 
 BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calculator"}
 """Our examples, by short name."""
 
 REWARDS = ("get_reward", "reward")
-"""Names of the reward in a class of tools: methods; the second may be an attribute."""
+"""Names of the reward in a tool class: methods; the second may also be an attribute."""
 
 FORMS = {
     "turns": "reset(self, row, *, seed), step(self, response) and reward(self)",
@@ -32,10 +32,10 @@ class EnvironmentFile(UserFile):
     """A class, read from its file."""
 
     gives_reward: bool
-    """Whether the class defines a reward; for tools, a function may give it."""
+    """Whether the class defines a reward; for tools, a function may provide it instead."""
 
     columns: frozenset[str]
-    """Columns of the rows that its `reset` can't do without."""
+    """Columns of the rows that its `reset` requires."""
 
 
 def read_environment(path: str) -> EnvironmentFile:

@@ -20,10 +20,10 @@ from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 COST = 0.1
-"""Reduction of the reward of a found number for each wrong guess."""
+"""Cost of each wrong guess, subtracted from the reward for finding the number."""
 
 SENSIBLE = 0.5
-"""Weight of the share of guesses that agree with all hints before them."""
+"""Weight of the share of guesses that are consistent with earlier hints."""
 
 
 class GuessingGame:
@@ -75,13 +75,13 @@ def hint(guess: int | None, number: int) -> str:
 
 
 SPAN = 8
-"""Numbers of a range."""
+"""Size of a range of numbers."""
 
 LOWS = range(1, 93)
 """First numbers of the ranges."""
 
 HELD_OUT = 16
-"""Ranges in test.jsonl, one game each, which no step trains on."""
+"""Ranges in test.jsonl, one game each, on which no step trains."""
 
 MAX_TURNS = 5
 """Maximum guesses of a demonstration."""
@@ -92,13 +92,13 @@ class GamesConfig:
     """The games to write."""
 
     out: Path = Path("games")
-    """Directory that receives train.jsonl and test.jsonl."""
+    """Directory for train.jsonl and test.jsonl."""
 
     rows: int = 4000
-    """Number of games; each range of numbers is in several."""
+    """Number of games; each range of numbers is used in several."""
 
     seed: int = 0
-    """Draws the games."""
+    """Seed of the games."""
 
 
 def games(config: GamesConfig) -> dict[str, list[dict[str, Any]]]:

@@ -36,7 +36,7 @@ class Played:
     """The value of reset or step; None when the episode has ended."""
 
     failure: str | None = None
-    """A sentence if the environment failed, which ends its episode."""
+    """A message if the environment failed, which ends its episode."""
 
     verdict: Verdict | None = None
     """The value of reward."""

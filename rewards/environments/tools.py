@@ -29,8 +29,8 @@ OPENING = (
     "</tool_call>; the next turn has what it returns. Without a call, an answer is the last one."
     "\n\n{tools}"
 )
-"""Their description for the model; `INSTRUCTIONS` of the class takes its place, and an empty text
-leaves it out."""
+"""Description of the tools for the model; `INSTRUCTIONS` of the class replaces it, and an empty
+text omits it."""
 
 
 class ToolEnvironment:

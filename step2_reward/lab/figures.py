@@ -97,10 +97,11 @@ def class_report(
 
 
 BINS = 15
-"""Bins of equally many rows (Nguyen and O'Connor 2015; 15 as in Guo et al. 2017)."""
+"""Number of bins with equal numbers of rows (Nguyen and O'Connor 2015; 15 as in Guo et al.
+2017)."""
 
 COLDEST, HOTTEST = 1e-2, 1e2
-"""Range of temperatures to fit; if every row is right, the optimum is the coldest."""
+"""Range of temperatures to fit; if every row is right, the optimum is the lowest."""
 
 
 def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:

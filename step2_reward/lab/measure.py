@@ -72,7 +72,8 @@ Measured = tuple[Figures, list[Figures]]
 """The figures, and a line for each row: the row, its scores, its prediction."""
 
 PROBES = ("no_end", "truncated", "doubled")
-"""Changes of a good response: without its end-of-turn token, cut in half and ended, repeated."""
+"""Changes of a good response: without its end-of-turn token, truncated to half and ended,
+repeated."""
 
 MAX_PROBED = 256
 """Maximum responses that are changed and scored again, in four passes each."""

@@ -11,7 +11,8 @@ from step2_reward.lab.measure import Measured
 
 POOR_CALIBRATION = 0.1
 BIASED = 0.15
-"""Difference of accuracy between longer and shorter better responses that is reported."""
+"""Accuracy difference between longer and shorter better responses above which a bias is
+reported."""
 
 
 def sentences(figures: Mapping[str, Any]) -> list[str]:

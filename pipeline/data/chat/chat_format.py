@@ -86,15 +86,15 @@ Messages = Sequence[Message]
 
 THINK, END_THINK = "<think>", "</think>"
 END_OF_THINK = "\n</think>\n\n"
-"""How an answer without thinking closes the block that a generation prompt has opened: after
-`<think>` and a line's end it is the empty block that models of the Qwen3 family were trained on."""
+"""How an answer without thinking closes the block that a generation prompt opened: after `<think>`
+and a newline it is the empty block that models of the Qwen3 family were trained on."""
 
 _OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
 _BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 _LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
-"""A thinking block that a generation prompt opens, or an empty one too, at its end; an empty one,
-or any, at the beginning of a turn."""
+"""A thinking block that a generation prompt opens, or an empty one, at its end; an empty one, or
+any, at the beginning of a turn."""
 
 UNSTABLE = (
     " once more turns follow, so a prompt would not be trained on as it is generated from; choose"
@@ -134,7 +134,7 @@ class Segment:
     """Whether the assistant wrote it, up to and including its end-of-turn token."""
 
     trained: bool = True
-    """False if the data marks the turn as not learned."""
+    """False if the data marks the turn as not trained."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,11 @@ class ChatFormat:
     """The special tokens the template needs."""
 
     system_slot: bool = True
-    """The template takes a system message; if not, it is put in front of the first user turn."""
+    """Whether the template supports a system message; else it is prepended to the first user
+    turn."""
 
     _reported: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Warnings about rows that were logged; each is logged once."""
+    """Warnings about rows that were already logged; each is logged once."""
 
     @property
     def new_tokens(self) -> tuple[str, ...]:
@@ -610,10 +611,10 @@ class _CallForm(NamedTuple):
     """How a template reads tool calls."""
 
     null_content: bool
-    """Empty content beside calls is null."""
+    """Whether empty content is null in turns with tool calls."""
 
     json_arguments: bool
-    """Arguments are JSON text."""
+    """Whether arguments are JSON text."""
 
     def turn(self, message: Message) -> dict[str, Any]:
         """The turn in the form that a template reads."""

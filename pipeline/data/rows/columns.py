@@ -35,9 +35,9 @@ ROLES: dict[str, Role] = {
     "function_call": "assistant",
 }
 _CALLS = ("tool_calls", "tool_call", "function_call")
-"""Keys of a turn that have calls of tools, and roles of turns whose content is one."""
+"""Keys of a turn with tool calls, and roles of turns whose content is a call."""
 _LEARNED = ("weight", "loss", "train")
-"""Keys that say whether a turn is learned, in the files of OpenAI, ms-swift and Axolotl."""
+"""Keys that say whether a turn is trained, in files for OpenAI, ms-swift and Axolotl."""
 _WITH_TEXT = {"content", "value", *_CALLS}
 _OF_TOOLS = ("name", "tool_call_id")
 _KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}

@@ -17,7 +17,7 @@ class ReadPath:
     """The examples of one data path."""
 
     name: str
-    """The path, with its place in the list where it is given twice."""
+    """The path, with its index in the list if it is given twice."""
 
     weight: float | None
     train: list[Example]

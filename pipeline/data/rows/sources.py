@@ -25,7 +25,7 @@ CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
 PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
-"""Rows to train on, and to evaluate with: what `local/jsonfile` means, DeepSpeed-Chat's name."""
+"""Training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
 
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _SPACE = re.compile(r"\s*")
@@ -42,7 +42,7 @@ STEP_WORDS = {
     2: ("prefs", "pref", "preference", "preferences", "rm", "reward"),
     3: ("gen", "ppo", "rl", "prompts"),
 }
-"""Endings of a step's split: train_sft."""
+"""Suffixes of a step's split, as in train_sft."""
 
 _HUB_ALIASES = {
     "mkqa-Chinese": "apple/mkqa",
@@ -62,7 +62,7 @@ class Row:
     """`rows.jsonl line 17`"""
 
     unused: set[str] = field(default_factory=set, compare=False)
-    """Keys inside of columns that are not read, such as `messages[].id`."""
+    """Keys inside columns that are not read, such as `messages[].id`."""
 
     remarks: set[str] = field(default_factory=set, compare=False)
     """Changes that a reader made to the row, for the log."""
@@ -76,12 +76,12 @@ class Source:
     """The data path without its split and its weight."""
 
     weight: float | None
-    """Its share of the mixture, relative to the other paths; None where none was given."""
+    """Its share of the mixture, relative to the other paths; None if not given."""
 
     train: list[Row]
 
     eval: list[Row]
-    """The rows of its test split; empty where it has none."""
+    """The rows of its test split; empty if it has none."""
 
     splits: str = ""
     """The splits that were read, of several: `train_sft, for evaluation test_sft`."""
@@ -124,8 +124,7 @@ def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Itera
     """Rows of a directory's files by split, read lazily.
 
     `train_sft-00000-of-00003.parquet` belongs to train_sft, `test/a.jsonl` to test, any other file
-    to train. Suffixes that name no step count only if a split is `wanted`: train_b is part of
-    train.
+    to train. Suffixes that name no step count only if a split is `wanted`: train_b is in train.
     """
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.rglob("*")):

@@ -25,7 +25,7 @@ MAGIC = b"PROMPTS1"
 
 _STEP_DIRECTORY = re.compile(r"step(\d)_\w+")
 _EXPORTS = ("actor", "critic", "ema")
-"""Directories of models inside that of a step."""
+"""Directories of models inside a step's directory."""
 
 Hashes = NDArray[np.uint64]
 

@@ -49,8 +49,8 @@ class StageData:
 
     train: list[Example]
     eval: list[Example]
-    """Up to `max_eval_rows`; of prompts, and with a `RowShare`, all, since the step leaves out too
-    long ones first."""
+    """Up to `max_eval_rows`; for prompts, and with a `RowShare`, all, since the step drops those
+    that are too long first."""
 
     notes: list[str]
     """Remarks for the user: columns and rows that are not used, and why."""
@@ -209,20 +209,19 @@ class _Sharing:
     """What the step reads of a row, and the parts of `config.split` it takes."""
 
     uses: Mapping[int, RowUse]
-    """What each step reads of a row."""
+    """The part of a row that each step reads."""
 
     notes: list[str]
-    """Receives what was left out."""
+    """Receives notes on what was dropped."""
 
     drops: bool
-    """Whether the step leaves out held-out rows that are too long."""
+    """Whether the step drops held-out rows that are too long."""
 
     def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
         """Return the training rows of each path, in proportion to the weights if there are any.
 
         No row is repeated: the path that is shortest for its weight is used in full, and of the
-        others the prompts with the smallest draws. If only some weights are given, the others are
-        1.
+        others the prompts with the smallest draws. Missing weights are 1 if others are given.
         """
         if all(path.weight is None for path in paths):
             return [path.train for path in paths]

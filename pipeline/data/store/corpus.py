@@ -1,8 +1,7 @@
 """The files of a corpus, and the documents held out.
 
 A document is held out by a hash of its tokens and `data.seed`, regardless of the other documents,
-their order and the file: duplicates are on the same side, and no document moves when the corpus
-grows.
+their order and the file: duplicates are on the same side, and growing the corpus moves none.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from pipeline.data.store.token_file import TokenFile, part_path
 from pipeline.system.errors import DataError
 
 HASHED = 4096
-"""Tokens of a document that its hash covers, from the first."""
+"""Number of leading tokens of a document that its hash covers."""
 
 
 @dataclass(frozen=True)

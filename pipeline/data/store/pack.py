@@ -49,7 +49,7 @@ BATCH_BYTES = 256 * 2**10
 """Text passed to the tokenizer at a time, whose result takes about 300 bytes per token."""
 
 NAMED_BAD_ROWS = 100
-"""Bad rows that are logged; the others are only counted."""
+"""Number of bad rows that are logged; others are only counted."""
 
 
 @dataclass(frozen=True)

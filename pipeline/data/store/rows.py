@@ -76,7 +76,7 @@ class Windows:
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
         self.file, self.bos = file, bos
         self.room = max_length - (bos is not None)
-        """Tokens of the file in a row."""
+        """Tokens per row that come from the file."""
 
     def __len__(self) -> int:
         return math.ceil(len(self.file.ids) / self.room)
@@ -116,8 +116,7 @@ class MixedStream:
     """An endless stream of rows from several files in global batches, the same on every process.
 
     The next row is from the file that is furthest behind its share (Webster's method), so that any
-    range of rows has the mixture. Each file's rows are shuffled, and reshuffled when all have been
-    used.
+    range of rows has the mixture. Each file's rows are shuffled, and reshuffled once all are used.
 
     Args:
         sizes: rows of each file.

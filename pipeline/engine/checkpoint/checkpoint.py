@@ -16,7 +16,7 @@ from pipeline.files.tensor_io import DTYPES, read_at, view_bytes
 from pipeline.system.errors import CheckpointError, ModelError
 
 CHUNK_BYTES = 16 * 2**20
-"""Host memory for elements that can't be read straight into their destination."""
+"""Host memory for elements that can't be read directly into their destination."""
 
 VERIFY_THREADS = 4
 """zlib and the system calls release the GIL."""
@@ -28,7 +28,7 @@ class _Stored:
 
     file: Path
     position: int
-    """Offset of its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     dtype: torch.dtype
     start: int

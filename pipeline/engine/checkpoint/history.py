@@ -124,7 +124,7 @@ class RollbackRecord:
     """Number of rollbacks, this one included."""
 
     step: int
-    """The step of the checkpoint that the run was rolled back to."""
+    """The step of the checkpoint to which the run was rolled back."""
 
     parts: Mapping[str, Any]
     """States of the parts that are not rolled back, by name."""

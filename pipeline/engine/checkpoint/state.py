@@ -24,10 +24,10 @@ from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
 
 READ_AT_ONCE = 2**21
-"""Elements that are read at once if only some of their columns are kept."""
+"""Elements read at once if only some of their columns are kept."""
 
 ReadInto = Callable[[int, Tensor], None]
-"""Fills a flat tensor with elements of a full parameter from an index on."""
+"""Fills a flat tensor with elements of a full parameter, starting at an index."""
 
 
 def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 16 * 2**20
 
 POLL_SECONDS = (0.005, 0.25)
-"""Pause between two looks at the other processes' files: at first, and after a long wait."""
+"""Pause between two checks for the other processes' files: at first, and after a long wait."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -94,7 +94,7 @@ class CheckpointWriter:
             raise ValueError(f"{job!r} can't be part of a directory's name")
         self.root = root
         self.failure: str | None = None
-        """Why this process's last save failed; None if it didn't."""
+        """The reason why this process's last save failed; None if it didn't."""
         self._job = job
         self._rank = rank
         self._world_size = world_size

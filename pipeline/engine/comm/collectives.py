@@ -19,7 +19,7 @@ from pipeline.parallel.group import Group, all_gather, reduce_scatter
 from pipeline.system.position import HERE
 
 SUM_BLOCK = 65536
-"""Elements that are brought to fp32 at once to be added: they fit into a core's cache."""
+"""Elements converted to fp32 and added at once: they fit in a core's cache."""
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class Collectives:
         on_gpu = device.type == "cuda"
         self.pin_memory = pin_memory and on_gpu
         self.asynchronous = on_gpu
-        """True if collectives overlap with the computation, so that prefetching pays."""
+        """Whether collectives overlap with computation, so that prefetching pays."""
         self._copies = torch.cuda.Stream(device) if on_gpu else None
 
     def enter(self, kind: str, unit: str, num_bytes: int) -> None:
@@ -135,7 +135,7 @@ class Collectives:
             self._copies.synchronize()
 
     narrow: torch.dtype | None = None
-    """Type in which `reduce_scatter` sends vectors, where that is below fp32."""
+    """The dtype in which `reduce_scatter` sends vectors, if it is below fp32."""
 
     copy, copies = 0, 1
     """Index and number of the model's sharded copies."""
@@ -249,7 +249,7 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
 
 
 AT_ONCE = 2
-"""Gradients in transfer to main memory: one is copied while the next is computed."""
+"""Gradients being transferred to main memory: one is copied while the next is computed."""
 
 
 class GradientCopies:
@@ -291,7 +291,7 @@ class BufferPool:
         self.copies = GradientCopies(device) if device.type == "cuda" else None
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._read: dict[int, torch.cuda.Event] = {}
-        """CUDA events by buffer address: after its event a free buffer has been read."""
+        """CUDA events by buffer address; after its event, a free buffer is no longer being read."""
 
     def borrow(self, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
         """A buffer of zeros, or uninitialized."""

@@ -19,17 +19,17 @@ from pipeline.engine.sharding.flat import FlatParams, num_chunks
 from pipeline.parallel.group import Group
 
 PIECE = 1 << 24
-"""Elements of a sum in main memory that are on the GPU at once: 64 MiB in fp32."""
+"""Elements of a sum in main memory that are processed on the GPU at once: 64 MiB in fp32."""
 
 BLOCK = 262144
-"""Elements that are converted to fp64 at once: 2 MiB, enough to amortize a call."""
+"""Elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 MOST_READ = 256
-"""Stretches of a vector whose sums the host adds, exactly."""
+"""Maximum chunks of a vector whose sums are added, exactly, on the host."""
 
 RUN = 4096
-"""Elements that are summed at once: PyTorch shares rows among threads, never a row of so few, so
-that the order of addition is the same for each number of threads."""
+"""Elements summed at once: PyTorch distributes rows over threads but never splits such a short row,
+so the order of addition is the same for any number of threads."""
 
 
 class RunningSum:
@@ -293,7 +293,7 @@ class NormsOfParts:
         self._parts = parts
         of_parts = parts.gather_objects(list(units))
         self.units = [unit for own in of_parts for unit in own]
-        """The unit of each vector, those of the first part first."""
+        """The unit of each vector, the first part's first."""
         self._before = sum(len(own) for own in of_parts[: parts.rank])
         self._own = len(units)
 
@@ -336,10 +336,10 @@ class LossScaler:
     config: LossScaleConfig = field(default_factory=LossScaleConfig)
     scale: float = field(init=False)
     good_steps: int = field(init=False, default=0)
-    """Since the last overflow."""
+    """Number of good steps since the last overflow."""
 
     tokens: int = field(init=False)
-    """Overflows until the scale is halved; at 1 the next one does it."""
+    """Overflows until the scale is halved; at 1 the next one halves it."""
 
     exhausted: bool = field(init=False, default=False)
     """True if the last step overflowed at the lowest scale."""

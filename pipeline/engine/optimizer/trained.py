@@ -29,11 +29,11 @@ from pipeline.parallel.group import ALONE, Group
 from pipeline.system.errors import KernelError
 
 FUSED_DEVICES = ("cpu", "cuda")
-"""Devices on which every fused class of torch.optim has its kernel."""
+"""Devices on which every fused class of torch.optim has a kernel."""
 
 
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Type of AdamW's moments, by the setting `optim.moments`."""
+"""Dtype of AdamW's moments, by the setting `optim.moments`."""
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
@@ -69,7 +69,7 @@ def uses_adamw_kernel(optim: OptimConfig) -> bool:
 MasterKind = Literal["weights", "split", "whole"]
 
 PIECE = 2**20
-"""Elements that PyTorch rounds at once, which bounds its temporary memory."""
+"""Elements that PyTorch rounds at once, which bounds temporary memory."""
 
 
 def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig) -> MasterKind:
@@ -103,8 +103,8 @@ class Masters:
         elif not placement.optimizer_on_disk:
             vector = self.from_weights()
         self.param = nn.Parameter(vector)
-        """The parameter of PyTorch's optimizer: the masters, or empty if they are not one vector in
-        memory."""
+        """The parameter of PyTorch's optimizer: the masters, or empty if they are not one
+        vector."""
 
     @property
     def weights(self) -> Tensor:

@@ -20,10 +20,10 @@ from pipeline.kernels.pinned_memory import pinned_empty
 ALIGNMENT = 16
 """Splitting a flat vector at multiples of this number of elements changes no bit of an update.
 
-The fused CPU kernels of Adam, AdamW and SGD walk a vector in SIMD lanes of 8 and finish what is
-left of it one by one, with other roundings: which elements are left depends on where the vector was
-cut. 16 elements are a cache line, at whose multiples the kernels divide a vector among threads. All
-other implementations give the same bits at any cut.
+The fused CPU kernels of Adam, AdamW and SGD process a vector in SIMD lanes of 8, and the remaining
+elements one by one with different rounding: which elements remain depends on where the vector was
+split. 16 elements are a cache line, at whose multiples the kernels divide a vector among threads.
+All other implementations give the same bits for any split.
 """
 
 CHUNKS = 16

@@ -19,7 +19,7 @@ from pipeline.system.errors import ConfigError, OffloadError
 from pipeline.system.faults import fault_point
 
 ALIGNMENT = 4096
-"""Tensors begin at multiples of a disk's block."""
+"""Alignment of tensors: a multiple of a disk's block size."""
 
 
 class ScratchFile(io.FileIO):
@@ -92,8 +92,7 @@ class TensorStore:
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
         """Start reading into `out`, which has the tensor's value after `wait`.
 
-        With `after`, pending operations on that key are completed first: they may use the same
-        memory.
+        With `after`, pending operations on that key complete first: they may use the same memory.
         """
         self._begin(key, out, after, "offload.read", "read", read_at)
 

@@ -19,12 +19,13 @@ from pipeline.parallel.group import Group, tree_sum
 from pipeline.parallel.shards import Shard, ShardSpec
 
 Role = Literal["whole", "partial", "part", "shared"]
-"""whole: every process has all of it and finds its gradient; partial: has all of it, and finds a
-part of its gradient; part: has elements that no other has; shared: some of them others have too."""
+"""whole: every process has all of it and its full gradient; partial: every process has all of it,
+and a partial gradient; part: has elements that no other process has; shared: other processes also
+have some of them."""
 
 
 _PART, _IS_PARTIAL = "tensor_parallel_part", "is_partial"
-"""Attributes of a parameter, which is the same object for the model and its engine."""
+"""Attributes of a parameter, which is the same object in the model and its engine."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Part:
     """A sharded parameter, of which this process has a part."""
 
     whole: torch.Size
-    """Shape of the whole one."""
+    """Shape of the full parameter."""
 
     specs: tuple[ShardSpec, ...]
     """The shards of each process of the group, in rank order."""

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.system.errors import ConfigError
 
 ROOT = "root"
-"""Name of the unit of the parameters outside of blocks, embedding and output matrix."""
+"""Name of the unit with the parameters outside blocks, embedding and output matrix."""
 
 Kind = Literal["block", "embedding", "head", "root"]
 """Kind of a unit; a model has many blocks, and at most one unit of each other kind."""
@@ -32,7 +32,7 @@ class UnitParams:
     """Parameters by full name in the model; a tied parameter has its first name only."""
 
     beside_blocks: bool = False
-    """True for parameters outside of the blocks of a model with blocks."""
+    """True for parameters outside the blocks of a model with blocks."""
 
     kind: Kind = "block"
 

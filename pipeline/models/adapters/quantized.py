@@ -324,7 +324,7 @@ class _Product(torch.autograd.Function):
 
 
 LinearLayer = nn.Linear | Conv1D | QuantizedLinear
-"""Kinds of layers that processes compute together."""
+"""Kinds of layers that can be tensor-parallel."""
 
 
 def weight_shape(layer: LinearLayer) -> torch.Size:

@@ -185,7 +185,7 @@ class _OneOrder(torch.autograd.Function):
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""Attention reads keys in multiples of this number, in training and generation."""
+"""Attention reads keys in multiples of this number, in training and in generation."""
 
 
 class LostLayoutError(RuntimeError):
@@ -193,7 +193,7 @@ class LostLayoutError(RuntimeError):
 
 
 MAX_PADDING = 1.3
-"""Maximum ratio of padded to real tokens in a forward pass that sequences share."""
+"""Maximum ratio of padded to real tokens in a shared forward pass."""
 
 
 @runtime_checkable

@@ -174,7 +174,7 @@ class LabelOutputs:
     """An output for each label at every token, fp32."""
 
     cutpoints: Float[Tensor, " cuts"] | None
-    """The learned thresholds of a score, if it has any."""
+    """The trained thresholds of a score, if it has any."""
 
     def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
         """The outputs for these tokens alone."""

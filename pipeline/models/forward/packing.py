@@ -85,7 +85,7 @@ SIZES: dict[str, int] = {
     **_WIDTHS, **_INNER, **_HEADS, **_HEAD_SIZES, **_RANKS, **_TOKENS, "rotary_dim": HEAD_SIZE,
     "qk_head_dim": 2 * HEAD_SIZE,
 }  # fmt: skip
-"""Settings of a copy by name; those that a model lacks are not added."""
+"""Settings of a copy by name; those that a model doesn't have are not added."""
 
 AT_MOST: dict[str, int] = {**_EXPERTS, **_CHOSEN, **_GROUPS}
 """Upper bounds of a copy's settings, which are otherwise the model's."""
@@ -195,15 +195,15 @@ def _small_rope(rope: Any) -> Any:  # noqa: ANN401
 logger = logging.getLogger(__name__)
 
 LENGTHS = (7, 12, 5)
-"""Sequences of the comparison: longer than the copy's windows, and none like its neighbour."""
+"""Sequences of the comparison: longer than the copy's windows, and all adjacent ones different."""
 
 TOLERANCE = 0.01
-"""Nats between packed and alone. Rounding moves a copy in fp32 by 1e-6 to 1e-4; a token too many or
-too few, by 0.1 and more."""
+"""Maximum difference in nats between packed and separate sequences. Rounding changes a copy in fp32
+by 1e-6 to 1e-4; attending to one token too many or too few, by 0.1 and more."""
 
 
 LEAK = 0.01
-"""Nats by which a later token may change earlier log-probabilities, through rounding."""
+"""Maximum change in nats, through rounding, of earlier log-probabilities by a later token."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,10 @@ class Run:
     """How a model's sequences are run: packed or padded."""
 
     packed: bool
-    """Whether sequences are packed into one row; else those of similar length are padded."""
+    """Whether sequences are packed into one row; otherwise those of similar length are padded."""
 
     reason: str = ""
-    """Why they are padded."""
+    """The reason why they are padded."""
 
     causal: bool = True
     """Return whether the output for a token is independent of later tokens, as it must be."""

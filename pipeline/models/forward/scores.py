@@ -123,8 +123,8 @@ def response_scores(
 
 
 STEP = 100.0
-"""Cutpoints move that many times as far in a step as weights: they are few, in units of the score,
-and start at what the labels' shares say."""
+"""Learning-rate factor of cutpoints: they are few, in units of the score, and start at values that
+match the labels' shares."""
 
 
 class Cutpoints(nn.Module):

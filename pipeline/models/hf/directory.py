@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "vocab.*",
     "tokenization_*.py",
 )
-"""Patterns of files of which one is enough for a tokenizer."""
+"""Patterns of files, one of which is enough for a tokenizer."""
 
 JSON_FILES = (
     "tokenizer.json",

@@ -31,7 +31,7 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Names of special tokens in keys of a file."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Token types, as numbered by the specification."""
+"""Token types, as numbered in the specification."""
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 

@@ -22,8 +22,7 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     """Return a tokenizer whose padding token never ends a text.
 
     It is `tokenizer` if its padding token is not the end-of-sequence token, else a copy that pads
-    with a reserved special token, the unknown token, the beginning-of-sequence token, or a new
-    token.
+    with a reserved special token, the unknown or beginning-of-sequence token, or a new token.
     """
     if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
         return tokenizer

@@ -30,7 +30,7 @@ class FamilyPlan:
     styles: Mapping[str, str]
 
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Attributes of modules that count heads or their elements, and are divided."""
+    """Attributes of modules that count heads or their elements, divided by the group size."""
 
 
 _PLANS: Mapping[str, FamilyPlan] = {
@@ -58,8 +58,7 @@ _PLANS: Mapping[str, FamilyPlan] = {
 
 
 REPLICATED = ("replicate", "embedding")
-"""Beginnings of the styles of modules that every process has whole here: tables of embeddings are
-looked up, not computed with."""
+"""Prefixes of styles of modules that are replicated here: embedding tables are only looked up."""
 
 OF_KEYS = ("k_proj", "v_proj")
 """Modules with one head per key head."""
@@ -121,7 +120,7 @@ class TensorShards:
         """The setting with its value."""
         self.divides_head = divides_head
         self.styles: dict[str, str] = {}
-        """Style of each module that is divided, by name."""
+        """Style of each sharded module, by name."""
         if self.size == 1:
             return
         settings = model.config.get_text_config()

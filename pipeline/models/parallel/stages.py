@@ -62,7 +62,7 @@ class StageInput(PassThrough):
     """Replaces the first block on a later stage: returns the received hidden states."""
 
     received: Float[Tensor, "1 N d"] | None = None
-    """Hidden states of the next pass, from the stage before."""
+    """Hidden states for the next pass, from the previous stage."""
 
     def hidden(self, given: Tensor) -> Tensor:
         """The received hidden states; noise in a trial of the model."""
@@ -125,7 +125,7 @@ class Stage:
     """Embedding of the first stage that is tied to the last stage's output matrix."""
 
     borrowed: Tensor | None = None
-    """The last stage's copy of that matrix, which follows the first stage's."""
+    """The last stage's copy of that matrix, which is updated from the first stage."""
 
     width: int = 0
     """Width of the hidden states between stages."""

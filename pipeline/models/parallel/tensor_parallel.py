@@ -78,7 +78,7 @@ class OwnTokens:
         self._plain, self._group = plain, group
         self._list, blocks = block_list(plain)
         self.prefix = f"{self._list}."
-        """Beginning of the names of modules in the blocks."""
+        """Prefix of the names of modules in the blocks."""
         self._fed: set[str] = set()
         self._tokens = 0
         """Tokens of the row in the current block."""
@@ -169,7 +169,7 @@ def _replaced(
 
 
 CLOSE = 1e-3
-"""Relative distance, in fp32; a missing sum makes it about 1."""
+"""Tolerance of the relative distance, in fp32; a missing sum makes it about 1."""
 
 NOISE = 1e-6
 """Share of the gradient that may be rounding error, as for the biases of keys."""
@@ -230,7 +230,7 @@ def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool
 SETTING = "parallel.tp"
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""Entry in plans of `transformers` of full weights that are used with a process's heads alone."""
+"""Entry in `transformers` plans for replicated weights used with a process's heads only."""
 
 
 def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
