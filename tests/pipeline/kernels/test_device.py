@@ -20,10 +20,13 @@ def gpu() -> Gpu:
     return gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
+@pytest.mark.parametrize("kind", ["QUICK", "GRID", "LARGE"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_computed_is_the_definitions_and_the_same_every_time(name: str, gpu: Gpu) -> None:
+def test_what_is_computed_is_the_definitions_and_the_same_every_time(
+    name: str, kind: str, gpu: Gpu
+) -> None:
     cases, wrong = CASES[name], []
-    for case in cases.GRID:
+    for case in getattr(cases, kind, ()):
         inputs = [cases.make_inputs(case, gpu.device) for _ in range(3)]
         out, again = (cases.run(case, each, gpu) for each in inputs[:2])
         if not cases.is_right(case, inputs[2], out) or not all(map(torch.equal, out, again)):

@@ -146,6 +146,14 @@ GRID = [
 ]
 """Every dtype, head size and kind of sharing, under every option."""
 
+LARGE = [
+    Case(BF16, 64, 32, 32, (511, 512) * 32, num_splits=None),
+    Case(BF16, 128, 32, 8, (2047, 100) * 8, num_splits=None),
+    Case(BF16, 128, 12, 2, (700,), num_splits=None),
+    Case(BF16, 128, 8, 1, (8191,) * 4, num_splits=None),
+]
+"""Of OPT-1.3B, Llama-3-8B, Qwen2.5-1.5B and an eighth of Llama-3-70B, for a GPU."""
+
 SPECIALISATIONS: list[Macros] = [
     cuda_macros(dtype, Shape(heads, size, dtype.itemsize))
     for dtype in (BF16, F16, F32)

@@ -113,5 +113,8 @@ GRID = [
 No size times a top-p is a whole number: of words all alike a boundary would lie on one of them.
 """
 
+LARGE = [Case(words, draw, BF16) for words in (50_273, 151_937) for draw in draws()[:7]]
+"""Vocabularies of OPT and Qwen, for a GPU."""
+
 SPECIALISATIONS: list[Macros] = [cuda_macros(dtype) for dtype in (BF16, F32, F16)]
 """Of the kernel for GPUs."""
