@@ -72,16 +72,9 @@ def train(directory: Path, seed: int, methods: Sequence[str], options: Sequence[
 def run(*words: str, log: Path) -> None:
     """Run a command of the project and append its output to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, env = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("a") as file:
-        ended = subprocess.run(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=file,
-            check=False,
-        )
+        ended = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=file, check=False)
     if ended.returncode:
         sys.exit(f"{shlex.join(words)} ended with exit code {ended.returncode}; see {log}")
 

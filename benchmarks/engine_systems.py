@@ -63,7 +63,8 @@ def make_step(system: str, model: nn.Module, precision: Precision, adam: str) ->
     """Return a function that trains `model` by one step in the named system."""
     name, _, variant = system.partition("-")
     if name == "ours":
-        return _ours(model, precision, stage=int(variant))
+        model = model.to(torch.bfloat16) if precision == "bf16" else model
+        return engine_step(model, int(variant))
     if name == "ddp":
         return _ddp(model, precision, masters=variant != "bf16")
     if name == "fsdp2":
@@ -71,18 +72,20 @@ def make_step(system: str, model: nn.Module, precision: Precision, adam: str) ->
     return _deepspeed(model, precision, stage=int(variant), adam=adam)
 
 
-def _ours(model: nn.Module, precision: Precision, *, stage: int) -> Step:
+def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: ANN401
+    """The step of our engine at a ZeRO stage, with settings of `OffloadConfig`."""
     from pipeline.config import OptimConfig, TrainedModelConfig
+    from pipeline.config.model import OffloadConfig, ZeroConfig
     from pipeline.engine.engine import Engine
 
     optim = OptimConfig(
         lr=LR, betas=BETAS, max_grad_norm=MAX_NORM, schedule="constant", warmup_ratio=0.0
     )
-    config = TrainedModelConfig(zero_stage=stage, optim=optim)  # pyright: ignore[reportArgumentType]
-    if precision == "bf16":
-        model.to(torch.bfloat16)
+    zero = ZeroConfig(offload=OffloadConfig(**offload))
+    config = TrainedModelConfig(zero_stage=stage, zero=zero, optim=optim)
     engine = Engine(model, config, total_steps=1000)
-    share = 1 / dist.get_world_size()  # of the mean loss: the engine sums over processes
+    # Of the mean loss: the engine sums over processes.
+    share = 1 / dist.get_world_size() if dist.is_initialized() else 1.0
 
     def step(ids: Tensor) -> None:
         engine.backward(compute_loss(engine, ids) * share)
@@ -94,23 +97,26 @@ def _ours(model: nn.Module, precision: Precision, *, stage: int) -> Step:
 def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
     if precision == "fp32" or not masters:
         return _ddp_alone(model, precision)
-    copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-    model.to(torch.bfloat16)
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    return step_with_masters(_wrap(model.to(torch.bfloat16)), masters)
+
+
+def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
+    """The step of a plain loop: bf16 weights and gradients, fp32 masters and moments."""
     params = list(model.parameters())
-    wrapped = _wrap(model)
-    optimizer = torch.optim.AdamW(copies, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
     def step(ids: Tensor) -> None:
-        compute_loss(wrapped, ids).backward()
-        for copy, param in zip(copies, params, strict=True):
+        compute_loss(model, ids).backward()
+        for master, param in zip(masters, params, strict=True):
             assert param.grad is not None
-            copy.grad = param.grad.float()
-        nn.utils.clip_grad_norm_(copies, MAX_NORM)
+            master.grad = param.grad.float()
+            param.grad = None
+        nn.utils.clip_grad_norm_(masters, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        wrapped.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(params, copies)
+            torch._foreach_copy_(params, masters)
 
     return step
 
@@ -135,11 +141,7 @@ def _fsdp2(model: Any, precision: Precision, *, reshard: bool) -> Step:  # noqa:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": reshard,
-    }
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
     for layer in model.model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)

@@ -3,6 +3,7 @@
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
     python -m benchmarks.generation --tiny      # the same cases with responses of a few tokens
     python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
+    python -m benchmarks.generation --opt [--tiny]      # on a GPU
 
 A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
 have responses of 128 tokens each; the last has 64 prompts whose responses are 8 to 128 tokens long,
@@ -11,11 +12,11 @@ each; a figure is the median over rounds of response tokens per second. The last
 responses with identical tokens (others diverge where two tokens are equally likely up to rounding),
 the one before it is the share of our decoding passes replayed from graphs or traces. With `--model`
 the prompts are 56 tokens of this repository's documentation, and all responses have the same
-length.
+length. With `--opt` OPT-1.3B with random weights answers 64 prompts of 256 tokens with 256, in
+bf16.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -38,7 +39,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.device import Fallbacks, emit
 from benchmarks.llama import VOCABULARY, save_llama
+from benchmarks.ppo_gpu import save_models
 from inference.engine.replay import PassCounts
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
@@ -161,25 +164,34 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the Llama")
     parser.add_argument("--batches", nargs="+", type=int, help="numbers of prompts, with --model")
     parser.add_argument("--longest", type=int, default=64, help="tokens of responses, with --model")
-    parser.add_argument("--output", type=Path, help="where results.json is written")
+    parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="tokens, with --model")
+    parser.add_argument("--opt", action="store_true", help="OPT-1.3B, as on a GPU")
     args = parser.parse_args(argv)
+    fallbacks = Fallbacks()
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    print(f"{args.threads} threads, {device.type}, {args.clock} time; load before: {load()}")
+    print(
+        f"{args.threads} threads, {device.type}, {args.clock} time; load before: {os.getloadavg()}"
+    )
     print(f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", sep="\n")
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        if args.model is None:
+        if args.opt:
+            save_models(Path(directory), tiny=args.tiny)
+            args.model, args.precisions, args.rounds = Path(directory) / "actor", ["bf16"], 1
+            sizes = ([2], 8, 16) if args.tiny else ([64], 256, 256)
+            args.batches, args.longest, args.prompt = sizes
+        elif args.model is None:
             save_llama(directory)
         for row in measured(args.model or Path(directory), device, args):
-            rows.append(row)
-            print(f"| {' | '.join(format_line(row))} |", flush=True)
-    print(f"load after: {load()}")
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "results.json").write_text(json.dumps(rows))
+            cells = format_line(row)
+            print(f"| {' | '.join(cells)} |", flush=True)
+            if args.opt:
+                emit("generation", **dict(zip(HEAD, cells, strict=True)))
+    if args.opt:
+        fallbacks.report()
+    print(f"load after: {os.getloadavg()}")
 
 
 def measured(
@@ -202,7 +214,7 @@ def measured(
             prompts = (
                 torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
                 if args.model is None
-                else text_prompts(args.model, count)
+                else text_prompts(args.model, count, args.prompt)
             )
             passes = PassCounts()
             sides = [
@@ -224,11 +236,11 @@ def measured(
             }
 
 
-def text_prompts(directory: Path, count: int) -> Responses:
-    """Consecutive passages of the documentation, `TEXT_PROMPT` tokens each."""
+def text_prompts(directory: Path, count: int, length: int) -> Responses:
+    """Consecutive passages of the documentation, of `length` tokens each."""
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     ids = AutoTokenizer.from_pretrained(directory)("".join(page.read_text() for page in pages))
-    passages = torch.tensor(ids["input_ids"]).split(TEXT_PROMPT)
+    passages = torch.tensor(ids["input_ids"]).split(length)
     return [passage.tolist() for passage in passages[:count]]
 
 
@@ -246,12 +258,6 @@ def format_line(row: Mapping[str, Any]) -> list[str]:
         f"{100 * row['replayed']:.0f} %",
         f"{row['same']} of {len(lengths)}",
     ]
-
-
-def load() -> str:
-    """Load averages over 1, 5 and 15 minutes."""
-    cores = os.cpu_count()
-    return f"{', '.join(f'{number:.1f}' for number in os.getloadavg())} on {cores} cores"
 
 
 if __name__ == "__main__":

@@ -12,27 +12,20 @@ taken within a round.
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from pipeline.kernels.adamw import AdamW, Weights, adamw_, new_moments, split_master
+from pipeline.kernels.adamw import AdamW, Launches, Shard, Weights, new_moments, split_master
 from pipeline.kernels.host_allocator import keep_freed_memory
 
-BYTES = {
-    "fp32": 28,
-    "mixed": 28,
-    "mixed-split": 26,
-    "mixed-split-bf16-moments": 18,
-}
+BYTES = {"fp32": 28, "mixed": 28, "mixed-split": 26, "mixed-split-bf16-moments": 18}
 """Bytes that a step must move for each parameter."""
 
 CLIP = 0.37
@@ -40,7 +33,6 @@ SETTINGS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 BF16 = torch.bfloat16
 
 Step = Callable[[], object]
-T = TypeVar("T")
 
 
 def our_step(numel: int, form: str) -> Step:
@@ -58,7 +50,8 @@ def our_step(numel: int, form: str) -> Step:
     )
     gradient = torch.randn(numel).to(BF16 if mixed else torch.float32)
     step = AdamW(**SETTINGS, step=3, multiplier=CLIP if mixed else 1.0)
-    return lambda: adamw_(weights, gradient, step, kernels="required")
+    shard = Shard(weights=weights, gradient=gradient, lr=1.0, weight_decay=step.weight_decay)
+    return functools.partial(Launches().step, [shard], step, kernels="required")
 
 
 def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimizer]) -> Step:
@@ -108,19 +101,14 @@ def measure_adamw(form: str, *, parameters: int, rounds: int) -> dict[str, list[
         steps["deepspeed"] = composed_step(parameters, form, adam)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-1, rounds):
-        for name in rotated(list(steps), number):
+        first = number % len(steps)
+        for name in [*steps][first:] + [*steps][:first]:
             steps[name]()
             started = time.perf_counter()
             steps[name]()
             if number >= 0:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
-
-
-def rotated(items: list[T], number: int) -> list[T]:
-    """The items, rotated so that each round starts with the next one."""
-    first = number % len(items)
-    return items[first:] + items[:first]
 
 
 def show_ratios(slow: Sequence[float], fast: Sequence[float]) -> str:
@@ -139,7 +127,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--forms", nargs="+", choices=BYTES, default=list(BYTES))
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--quick", action="store_true", help="a million parameters, three rounds")
-    parser.add_argument("--output", type=Path, default=Path("output/kernels.json"))
     args = parser.parse_args(argv)
     if args.quick:
         args.parameters, args.rounds = [1_000_000], 3
@@ -147,13 +134,11 @@ def main(argv: Sequence[str]) -> None:
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
     print("| parameters | threads | form | implementation | ms | GB/s | ours is x times as fast |")
     print("|---|---|---|---|---|---|---|")
-    results: dict[str, dict[str, list[float]]] = {}
     for parameters in args.parameters:
         for threads in args.threads:
             torch.set_num_threads(threads)
             for form in args.forms:
                 seconds = measure_adamw(form, parameters=parameters, rounds=args.rounds)
-                results[f"{parameters} {threads} {form}"] = seconds
                 for name, times in seconds.items():
                     median = statistics.median(times)
                     rate = f"{BYTES[form] * parameters / median / 1e9:.1f}"
@@ -161,8 +146,6 @@ def main(argv: Sequence[str]) -> None:
                     cells = (f"{parameters // 10**6}M", threads, form, name, f"{1e3 * median:.1f}")
                     print("| " + " | ".join(map(str, (*cells, rate, ratio))) + " |", flush=True)
     print(f"\nload after: {os.getloadavg()[0]:.1f}")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The 15M-parameter Llama used to measure steps and generation."""
+"""The 15M-parameter Llama used to measure steps and generation, and the clock of TRL's steps."""
 
+import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 VOCABULARY = 32_000
 
@@ -24,3 +25,14 @@ def save_llama(directory: str | Path, *, context: int = 512) -> None:
         pad_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+
+
+class StepEnds(TrainerCallback):
+    """Records when each step of TRL ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Record the time."""
+        self.ends.append(time.perf_counter())

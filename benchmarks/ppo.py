@@ -153,19 +153,12 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
     """GRPOTrainer with a reference and a reward model: 4 prompts, 2 responses each."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    class Steps(TrainerCallback):
-        """Records when each iteration ends."""
+    from benchmarks.llama import StepEnds
 
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            self.ends.append(time.perf_counter())
-
-    steps = Steps()
+    steps = StepEnds()
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
     ids = json.loads((directory / "prompt_ids.json").read_text())
     reward: Any = AutoModelForSequenceClassification.from_pretrained(
@@ -319,6 +312,8 @@ OURS = ("ours", "ours, grpo")
 
 def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """A Markdown table: how many times more samples per second ours processes, by method."""
+    from benchmarks.kernels import show_ratios
+
     head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for side, rounds in figures.items():
@@ -328,21 +323,12 @@ def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
             for phase in PHASES
             if phase in rounds[0]
         ]
-        cells = [
-            side,
-            f"{seconds:.3f} s",
-            *(phases or [""] * len(PHASES)),
-            f"{BATCH / seconds:.1f}",
-        ]
-        cells += ["" if side in OURS else speedup(rounds, figures[ours]) for ours in OURS]
+        cells = [side, f"{seconds:.3f} s", *(phases or [""] * len(PHASES))]
+        cells.append(f"{BATCH / seconds:.1f}")
+        times = {name: [each["iteration"] for each in of] for name, of in figures.items()}
+        cells += ["" if side in OURS else show_ratios(times[side], times[ours]) for ours in OURS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def speedup(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> str:
-    """The median of the rounds' ratios, and their range."""
-    ratios = [a["iteration"] / b["iteration"] for a, b in zip(theirs, ours, strict=True)]
-    return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main(argv: Sequence[str]) -> None:

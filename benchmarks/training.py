@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,22 +100,14 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
     """Train with TRL on the same token ids; return (seconds, tokens) of each optimizer step."""
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    from benchmarks.llama import StepEnds
 
     rows = token_rows(args)
     lengths = [row.pop("length") for row in rows]
 
-    class Steps(TrainerCallback):
-        """Records when each optimizer step ends."""
-
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            self.ends.append(time.perf_counter())
-
-    steps = Steps()
+    steps = StepEnds()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         settings = {
@@ -205,15 +196,8 @@ def measure(args: argparse.Namespace) -> None:
     """Run one side and print its figures as one line of JSON."""
     steps = (run_ours if args.side == "ours" else run_trl)(args)[WARM_UP:]
     seconds = sum(step[0] for step in steps)
-    print(
-        json.dumps(
-            {
-                "tokens": sum(step[1] for step in steps) / seconds,
-                "rows": len(steps) * args.batch_size / seconds,
-                "median": statistics.median(step[0] for step in steps),
-            }
-        )
-    )
+    rows = len(steps) * args.batch_size / seconds
+    print(json.dumps({"tokens": sum(step[1] for step in steps) / seconds, "rows": rows}))
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -1,32 +1,167 @@
 #!/usr/bin/env bash
-# On one GPU, without network: the engine's overhead over plain PyTorch, the CUDA kernels, generation, or an
-# iteration of PPO (OPT-1.3B with a reward model of 350M), each under 20 minutes; or all of them.
-# Usage: measure_gpu.sh [engine | kernels | ppo | generation] [OPTIONS of benchmarks/*_gpu.py, generation.py]
-#        measure_gpu.sh all [--tiny]    The output of each part also goes to output/gpu/PART.log.
+# One GPU, without network: is everything right (first, 285 s), and how fast is it (speed, 405 s)?
+#
+#   measure_gpu.sh prepare                           before, where there is a network
+#   measure_gpu.sh first | speed [PART ...]          all parts, or these
+#   measure_gpu.sh first | speed --tiny [PART ...]   toys on the CPU; parts that need a GPU are skipped
+#   measure_gpu.sh first | speed --list              the commands alone
+#
+# Each part has a process and a limit of its own and stops no other. Rows come as lines of JSON in
+# OUT/rows.jsonl (OUT: output/gpu), the output of part X in OUT/X.log, a table at the end; exit code
+# 1 means that a row is not ok. A kernel that is missing on a GPU is such a row.
+#
+# `prepare` fills .offline, which git ignores: wheels that the GPU's image lacks, for Python 3.12,
+# and CUDA kernels compiled for sm_90 by NVRTC 13.0 (SM=80, NVRTC=12.9.* choose others). Where a
+# machine is lent for minutes, .offline travels with the checkout, and `first` and `speed` install
+# the wheels for themselves and use the kernels.
+#
+# PYTHON: the interpreter, by default that of the active environment, then of `make demo`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-part=engine
-case "${1:-}" in
-all | engine | kernels | ppo | generation)
-    part=$1
-    shift
-    ;;
-esac
 ROOT=$PWD
 source scripts/python.sh
-measure() {
-    local module=${1}_gpu
-    [ "$1" != generation ] || module=generation
-    "$PYTHON" -m "benchmarks.$module" "${@:2}"
+
+# What an image with torch, transformers, peft, cuda-bindings and pytest lacks of pyproject.toml, at
+# the versions of requirements.lock. `datasets` isn't needed: only names of the Hub are read with it.
+WHEELS="docstring_parser pydantic pydantic_core annotated-types typing-inspection beartype"
+LANES=3 # parts of `first` that share the GPU; `speed` has one
+
+# NAME, seconds, what it needs (-, gpu, or a program), whether it runs alone, and the command
+parts_of_first() {
+  local tests="-m pytest -q -p no:cacheprovider -W default --timeout 90 tests"
+  local kernels=$tests/pipeline/kernels/test_device.py nccl=test_a_graph_contains_the_collectives_of_nccl
+  local graphs="$tests/inference/engine/test_decoder.py tests/pipeline/system/test_torch_process.py -m gpu"
+  cat <<END
+card 40 - alone -m benchmarks.device
+kernels 120 gpu shared $kernels -k GRID
+sizes 60 gpu shared $kernels -k "not GRID"
+ppo 100 - shared -m benchmarks.ppo_cases_gpu
+train 120 - shared train.py --overwrite --output-dir $OUT/run --sft.max_steps 2 --reward.max_steps 2 --ppo.max_steps 1
+stages 90 - shared $tests/pipeline/engine/test_device.py
+graphs 60 gpu shared $graphs -k "not $nccl"
+memcheck 100 compute-sanitizer shared $kernels -k QUICK
+nccl 40 gpu alone $graphs -k $nccl
+END
 }
-if [ "$part" != all ]; then
-    measure "$part" "$@"
-    exit
-fi
-mkdir -p output/gpu
-failed=0
-for part in engine kernels ppo generation; do
-    measure "$part" "$@" 2>&1 | tee "output/gpu/$part.log" || failed=1
+
+parts_of_speed() {
+  local tiny=${TINY:+--tiny}
+  cat <<END
+ppo 150 - alone -m benchmarks.ppo_gpu $tiny
+kernels 80 - alone -m benchmarks.kernels_gpu $tiny
+engine 80 - alone -m benchmarks.engine_gpu $tiny
+generation 80 - alone -m benchmarks.generation --opt $tiny
+grpo 90 - alone -m benchmarks.ppo_gpu --model qwen2.5-1.5b --method grpo --iterations 1 $tiny
+END
+}
+
+row() { printf '{"part": "process", "name": "%s", "ok": %s, %s}\n' "$@" >>"$ROWS"; }
+
+run_part() { # NAME SECONDS NEEDS ALONE COMMAND
+  local name=$1 limit=$2 needs=$3 command=$5 began=$SECONDS code=0 left ok=true tests under=
+  case $needs in
+    -) ;;
+    gpu) if [ -n "$TINY" ]; then row "$name" true '"skipped": "needs a GPU"'; return; fi ;;
+    *) under="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $needs --tool memcheck --error-exitcode 9 "
+      if [ -n "$TINY" ] || ! command -v "$needs" >/dev/null; then
+        row "$name" true "\"skipped\": \"needs $needs and a GPU\""
+        return
+      fi ;;
+  esac
+  left=$((COURSE_SECONDS - SECONDS))
+  if [ $left -lt 8 ]; then row "$name" false '"ended": "no time was left"'; return; fi
+  timeout --kill-after 2 $((limit < left ? limit : left)) \
+    bash -c "exec $under\"$PYTHON\" $command" >"$OUT/$name.log" 2>&1 </dev/null || code=$?
+  # Tests that skip themselves on a GPU have tested nothing.
+  tests=$(grep -oE '[0-9]+ (passed|failed|skipped|deselected|errors?)\b.*' "$OUT/$name.log" | tail -1) || true
+  if [ $code -ne 0 ] || { [ -z "$TINY" ] && [[ $tests == *skipped* ]]; }; then ok=false; fi
+  if [ $code -eq 124 ] || [ $code -eq 137 ]; then code='"limit"'; fi
+  row "$name" $ok "\"ended\": $code, \"seconds\": $((SECONDS - began)), \"tests\": \"${tests//[\"=]/}\""
+  if [ $ok = false ]; then tail -n 12 "$OUT/$name.log" | cut -c1-200 | sed "s/^/$name: /"; fi
+}
+
+run_course() { # the parts on standard input
+  local name limit needs alone command
+  SECONDS=0
+  while read -r name limit needs alone command; do
+    if [ "$alone" = alone ]; then wait; fi
+    while [ "$(jobs -rp | wc -l)" -ge "$LANES" ]; do wait -n || true; done
+    run_part "$name" "$limit" "$needs" "$alone" "$command" &
+    if [ "$alone" = alone ]; then wait; fi
+  done
+  wait
+  "$PYTHON" -m benchmarks.device --show "$ROWS"
+}
+
+prepare() {
+  local name platforms=()
+  for name in 2_28 2_27 2_17 2014 1; do platforms+=(--platform "manylinux${name}_x86_64"); done
+  mkdir -p .offline/kernels
+  chmod 700 .offline/kernels
+  rm -rf .offline/wheels # two versions of a package would stop the installation
+  for name in $WHEELS; do
+    "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+      --implementation cp "${platforms[@]}" --dest .offline/wheels \
+      "$(grep -i "^$name==" requirements.lock)"
+  done
+  "$PYTHON" -m pip install --quiet --no-deps --upgrade --target .offline/compiler \
+    "nvidia-cuda-nvrtc==${NVRTC:-13.0.*}" "cuda-bindings==${NVRTC:-13.0.*}" cuda-pathfinder
+  LD_LIBRARY_PATH=$(echo "$ROOT"/.offline/compiler/nvidia/*/lib) \
+    PYTHONPATH=$ROOT/.offline/compiler:$ROOT RLHF_PIPELINE_CACHE=$ROOT/.offline/kernels \
+    "$PYTHON" - "${SM:-90}" <<'END'
+import sys
+from importlib import import_module
+
+from pipeline.kernels.gpu import Gpu
+
+gpu = object.__new__(Gpu)  # one that isn't here
+gpu.capability = int(sys.argv[1])
+for name in ("adamw", "cache_append", "decode_attention", "sampling"):
+    for defines in import_module(f"tests.pipeline.kernels.{name}.cases").SPECIALISATIONS:
+        gpu._image(name, defines)
+END
+  rm -rf .offline/compiler
+  du -sh .offline/*
+}
+
+use_prepared() {
+  local site cache=${RLHF_PIPELINE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rlhf-pipeline/kernels}
+  if ! "$PYTHON" -c 'import beartype, docstring_parser, pydantic' 2>/dev/null; then
+    site=$(mktemp -d)
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" \
+      .offline/wheels/*.whl
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+  fi
+  mkdir -p "$cache"
+  chmod 700 "$cache"
+  find .offline/kernels -name '*.cubin' -exec install -m 600 -t "$cache" {} +
+}
+
+COURSE=${1:-} TINY= LIST= CHOSEN=
+for word in "${@:2}"; do
+  case $word in --tiny) TINY=1 ;; --list) LIST=1 ;; *) CHOSEN+=" $word" ;; esac
 done
-exit $failed
+export OUT=${OUT:-output/gpu} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+case $COURSE in
+  first) COURSE_SECONDS=285 ;;
+  speed) COURSE_SECONDS=405 ;;
+  prepare) prepare; exit ;;
+  *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+esac
+parts=$("parts_of_$COURSE")
+for name in $CHOSEN; do
+  if ! grep -q "^$name " <<<"$parts"; then echo "error: $COURSE has no part $name" >&2; exit 2; fi
+done
+if [ -n "$CHOSEN" ]; then parts=$(grep -E "^(${CHOSEN// /|}) " <<<"$parts"); fi
+if [ -n "$LIST" ]; then echo "$parts"; exit; fi
+mkdir -p "$OUT"
+export ROWS=$OUT/rows.jsonl
+: >"$ROWS"
+if [ -n "$TINY" ]; then
+  export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+  LANES=1
+else
+  export RLHF_PIPELINE_KERNELS=${RLHF_PIPELINE_KERNELS:-required}
+fi
+if [ -d .offline ]; then use_prepared; fi
+run_course <<<"$parts"

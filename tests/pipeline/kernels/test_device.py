@@ -22,9 +22,7 @@ def gpu() -> Gpu:
 
 @pytest.mark.parametrize("kind", ["QUICK", "GRID", "LARGE"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_computed_is_the_definitions_and_the_same_every_time(
-    name: str, kind: str, gpu: Gpu
-) -> None:
+def test_a_kernel_computes_its_definition_every_time(name: str, kind: str, gpu: Gpu) -> None:
     cases, wrong = CASES[name], []
     for case in getattr(cases, kind, ()):
         inputs = [cases.make_inputs(case, gpu.device) for _ in range(3)]

@@ -2,7 +2,6 @@
 
 import mmap
 
-import pytest
 import torch
 
 from pipeline.kernels.pinned_memory import PinnedMemory
@@ -29,17 +28,9 @@ class Driver:
         return 0
 
 
-@pytest.fixture
-def driver() -> Driver:
-    return Driver()
-
-
-@pytest.fixture
-def memory(driver: Driver) -> PinnedMemory:
-    return PinnedMemory(driver.register, driver.unregister)
-
-
-def test_pages_are_reused_once_no_view_is_left(memory: PinnedMemory, driver: Driver) -> None:
+def test_pages_are_reused_once_no_view_is_left() -> None:
+    driver = Driver()
+    memory = PinnedMemory(driver.register, driver.unregister)
     vector = memory.empty(1000, torch.float32)
     vector.fill_(1.0)
     address, view = vector.data_ptr(), vector[10:]

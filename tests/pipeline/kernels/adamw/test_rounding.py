@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from pipeline.config import Kernels
-from pipeline.kernels.adamw import (
-    AdamW,
-    Weights,
-    adamw_,
-    join_master,
-    split_master,
-)
+from pipeline.kernels.adamw import AdamW, Weights, adamw_, join_master, split_master
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)

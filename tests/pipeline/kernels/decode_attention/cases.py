@@ -147,12 +147,10 @@ GRID = [
 """Every dtype, head size and kind of sharing, under every option."""
 
 LARGE = [
-    Case(BF16, 64, 32, 32, (511, 512) * 32, num_splits=None),
-    Case(BF16, 128, 32, 8, (2047, 100) * 8, num_splits=None),
-    Case(BF16, 128, 12, 2, (700,), num_splits=None),
-    Case(BF16, 128, 8, 1, (8191,) * 4, num_splits=None),
+    Case(BF16, size, heads, kv_heads, (length, 100) * 16, num_splits=None)
+    for size, heads, kv_heads, length in [(64, 32, 32, 511), (128, 32, 8, 2047), (128, 8, 1, 8191)]
 ]
-"""Of OPT-1.3B, Llama-3-8B, Qwen2.5-1.5B and an eighth of Llama-3-70B, for a GPU."""
+"""Of OPT-1.3B, Llama-3-8B and an eighth of Llama-3-70B, for a GPU."""
 
 SPECIALISATIONS: list[Macros] = [
     cuda_macros(dtype, Shape(heads, size, dtype.itemsize))

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.memory import measure_peak_bytes
-from pipeline.kernels.logprobs import (
-    TILE,
-    VOCABULARY_TILE,
-    linear_logprobs,
-    logprobs_of,
-)
+from pipeline.kernels.logprobs import TILE, VOCABULARY_TILE, linear_logprobs, logprobs_of
 
 K, D, V = 70, 24, 150
 SMALL = 16 * V

@@ -1,0 +1,193 @@
+"""Common parts of the GPU benchmarks: rows of results, timing, ceilings.
+
+    python -m benchmarks.device                 # software and ceilings of the device
+    python -m benchmarks.device --show FILE     # rows as a table; exit code 1 if one is not ok
+
+A row is one line of JSON on standard output, and in the file that the variable ROWS names.
+"""
+
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from pipeline.kernels.build import cache_directory
+from pipeline.kernels.gpu import gpu_of
+from pipeline.system.logs import configure_logging
+
+ROWS = "ROWS"
+REPEATS = 20
+FALLBACKS = ("PyTorch is used instead", "attention pads", "decoding runs the model's modules")
+"""Beginnings of the messages that report a missing kernel."""
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+
+Row = dict[str, Any]
+
+
+def emit(part: str, *, ok: bool = True, **figures: Any) -> None:  # noqa: ANN401
+    """Report a row at once."""
+    line = json.dumps({"part": part, "ok": ok, **figures}, default=str)
+    print(line, flush=True)
+    if ROWS in os.environ:
+        with Path(os.environ[ROWS]).open("a") as file:
+            file.write(line + "\n")
+
+
+@contextmanager
+def attempt(part: str, **figures: Any) -> Iterator[None]:  # noqa: ANN401
+    """Context that reports an error as a failed row and continues.
+
+    CUDA errors are raised again: the process can't use the GPU after one.
+    """
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        emit(part, ok=False, **figures, error=f"{type(error).__name__}: {error}"[:400])
+        if "CUDA error" in str(error):
+            raise
+
+
+class Fallbacks(logging.Handler):
+    """Collects messages about kernels that are not used, and configures logging as a step does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        configure_logging(is_main=True)
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message about a missing kernel."""
+        if record.getMessage().startswith(FALLBACKS):
+            self.messages.append(record.getMessage())
+
+    def report(self) -> None:
+        """Report the CUDA kernels that this process loaded, and those that were missing."""
+        kernels = gpu_of(DEVICE)._kernels if GPU else ()  # noqa: SLF001  # for this row alone
+        loaded = sorted({entry for _, entry, _ in kernels})
+        ok = not GPU or (bool(loaded) and not self.messages)
+        emit("kernels used", ok=ok, loaded=loaded, fallbacks=self.messages)
+
+
+def wait() -> None:
+    """Synchronize with the GPU, if there is one."""
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def take_peak() -> int:
+    """Most bytes that PyTorch reserved since the last call; 0 without a GPU."""
+    peak = torch.cuda.max_memory_reserved() if GPU else 0
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def time_call(call: Callable[[], object], *, count: int = 1) -> float:
+    """Seconds of a call, the GPU's work included; the mean of a number of them."""
+    wait()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    wait()
+    return (time.perf_counter() - began) / count
+
+
+def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median seconds of one of the calls, which differ in their memory alone.
+
+    On a GPU by replays of a CUDA graph, timed there.
+    """
+    for call in calls:
+        call()
+    if not GPU:
+        return statistics.median(time_call(call) for call in calls)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def profile(call: Callable[[], object], *, count: int) -> Row:
+    """Seconds of a call, those in which the GPU is busy, and milliseconds of its kernels."""
+    seconds = time_call(call, count=count)
+    if not GPU:
+        return {"seconds": seconds}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        time_call(call, count=count)
+    times = {event.key[:60]: event.self_device_time_total for event in seen.key_averages()}
+    top = sorted(times, key=lambda name: -times[name])[:8]
+    busy = sum(times.values()) / 1e6 / count
+    return {
+        "seconds": seconds,
+        "busy": busy,
+        "top_ms": {name: times[name] / 1e3 / count for name in top},
+    }
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a copy on the device, read and written."""
+    source = torch.randn(1 << (30 if GPU else 18), device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds([lambda: target.copy_(source)])
+
+
+def show(file: Path) -> int:
+    """Print a line for each row; 1 if one is not ok."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        names = [name for name in row if name not in ("part", "ok")]
+        values = (f"{row[n]:.4g}" if isinstance(row[n], float) else row[n] for n in names)
+        text = ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+        print(f"{'ok' if row['ok'] else 'WRONG':5} {row['part']}: {text}"[:220])
+    right = sum(row["ok"] for row in rows)
+    print(f"{right} of {len(rows)} rows are ok")
+    return int(right < len(rows))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Report software and ceilings, or show the rows of a file."""
+    if argv[:1] == ["--show"]:
+        return show(Path(argv[1]))
+    kernels = cache_directory()
+    side = 8192 if GPU else 256
+    left, right = torch.randn(2, side, side, device=DEVICE).bfloat16()
+    emit(
+        "card",
+        card=torch.cuda.get_device_name() if GPU else "no GPU",
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        python=platform.python_version(),
+        compiled_kernels=len(list(kernels.glob("*.cubin"))) if kernels else 0,
+        copy_TBs=copy_bandwidth() / 1e12,
+        product_TFLOPs=2 * side**3 / median_seconds([lambda: left @ right]) / 1e12,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""Two iterations of PPO with tiny models in 15 settings: generation and training must agree.
+
+    python -m benchmarks.ppo_cases_gpu [CASE ...]
+
+Log-probabilities of generation and training must agree within the limits that a run enforces, and
+no optimizer step may be skipped. On a GPU decoding must replay graphs and no kernel may be missing.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.device import GPU, Fallbacks, attempt, emit
+from benchmarks.ppo_gpu import iterate, load, save_models
+from pipeline.config import LoraConfig, OptimConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
+from pipeline.parallel.process_group import process_group
+from pipeline.system.torch_process import use_expandable_segments
+from pipeline.watchdog.process import watching
+
+SEQUENCES, PROMPT, ANSWER = 8, 16, 24
+
+Settings = Mapping[str, Any]
+
+
+def offload(stage: int, **places: Any) -> Settings:  # noqa: ANN401
+    """A ZeRO stage with something on the host."""
+    return {"zero_stage": stage, "zero": ZeroConfig(offload=OffloadConfig(**places))}
+
+
+def adam(**settings: Any) -> OptimConfig:  # noqa: ANN401
+    """AdamW with a constant rate."""
+    return OptimConfig(lr=1e-4, schedule="constant", warmup_ratio=0.0, **settings)
+
+
+CASES: Mapping[str, Settings] = {
+    **{f"stage {stage}": {"zero_stage": stage} for stage in range(4)},
+    "parameters on the host": offload(3, params="cpu"),
+    "gradients on the host": offload(2, gradients="cpu"),
+    "optimizer on the host": offload(2, optimizer="cpu"),
+    "recomputation": {"gradient_checkpointing": True},
+    "bf16 moments": {"optim": adam(moments="bf16")},
+    "fp16": {"precision": "fp16"},
+    "fp32": {"precision": "fp32"},
+    "training without kernels": {"kernels": "off"},
+    "deterministic": {"zero": ZeroConfig(reduction="deterministic")},
+    "stage 3, lora": {"zero_stage": 3, "lora": LoraConfig(rank=4)},
+    "offload in generation": {},
+}
+"""Settings of actor and critic."""
+
+
+def iterate_case(name: str, directory: Path, vocabulary: int) -> dict[str, Any]:
+    """Figures of the second iteration."""
+    kernels = "required" if GPU else "auto"
+    config, models = load(
+        directory,
+        trained={"kernels": kernels, "optim": adam(), **CASES[name]},
+        iterations=2,
+        offload_in_generation=name == "offload in generation",
+        rollout=SEQUENCES,
+        micro_batch_size=SEQUENCES // 2,
+        max_prompt_length=PROMPT,
+        max_new_tokens=ANSWER,
+    )
+    iterate(models, config, step=1, vocabulary=vocabulary)
+    return iterate(models, config, step=2, vocabulary=vocabulary)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Report a row for each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    names = parser.parse_args(argv).cases or list(CASES)
+    use_expandable_segments()
+    fallbacks, replays, replay = Fallbacks(), [0], torch.cuda.CUDAGraph.replay
+
+    def count(graph: torch.cuda.CUDAGraph) -> None:
+        replays[0] += 1
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = count  # pyright: ignore[reportAttributeAccessIssue]
+    with tempfile.TemporaryDirectory() as scratch, process_group(watching):
+        vocabulary = save_models(Path(scratch), tiny=True)
+        for number, name in enumerate(names, start=1):
+            replays[0] = 0
+            try:
+                with attempt("ppo", case=name):
+                    found = iterate_case(name, Path(scratch), vocabulary)
+                    ok = not found["skipped"] and (not GPU or replays[0] >= ANSWER // 2)
+                    emit("ppo", ok=ok, case=name, **found, replayed=replays[0])
+            except Exception:  # the others run in a new process
+                if number == len(names):
+                    raise
+                module = ["-m", "benchmarks.ppo_cases_gpu"]
+                os.execv(sys.executable, [sys.executable, *module, *names[number:]])
+    fallbacks.report()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
