@@ -35,12 +35,14 @@ COLUMNS = (
 def main(argv: Sequence[str]) -> None:
     """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the runs go, and stay")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory of the runs, which are kept"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--methods", nargs="+", default=["grpo"])
-    parser.add_argument("--digits", type=int, default=2, help="of each number")
-    parser.add_argument("--rows", type=int, default=8100, help="different sums, at most")
-    parser.add_argument("--options", default="", help="further options of train.py, in one text")
+    parser.add_argument("--digits", type=int, default=2, help="digits of each number")
+    parser.add_argument("--rows", type=int, default=8100, help="maximum distinct sums")
+    parser.add_argument("--options", default="", help="further options of train.py, as one string")
     args = parser.parse_args(argv)
     print(f"{platform.processor()}, Python {platform.python_version()}\n")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")

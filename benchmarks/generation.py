@@ -162,8 +162,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--tiny", action="store_true", help="a few short responses")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the Llama")
-    parser.add_argument("--batches", nargs="+", type=int, help="numbers of prompts, with --model")
-    parser.add_argument("--longest", type=int, default=64, help="tokens of responses, with --model")
+    parser.add_argument("--batches", nargs="+", type=int, help="batch sizes, with --model")
+    parser.add_argument(
+        "--longest", type=int, default=64, help="maximum tokens per response, with --model"
+    )
     parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="tokens, with --model")
     parser.add_argument("--opt", action="store_true", help="OPT-1.3B, as on a GPU")
     args = parser.parse_args(argv)

@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the script")
     args = parser.parse_args(argv)
     fallbacks = Fallbacks()
     bandwidth = copy_bandwidth()

@@ -341,7 +341,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
-    parser.add_argument("--deepspeed-python", help="a Python that has deepspeed")
+    parser.add_argument("--deepspeed-python", help="a Python interpreter with deepspeed")
     parser.add_argument("--deepspeed-chat", type=Path, help="the directory that holds dschat")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)

@@ -274,9 +274,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--method", choices=("ppo", "grpo"), default="ppo")
-    parser.add_argument("--rollout", type=int, default=512, help="sequences of an iteration")
+    parser.add_argument("--rollout", type=int, default=512, help="sequences per iteration")
     parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=2, help="besides the first")
+    parser.add_argument("--iterations", type=int, default=2, help="not counting the first")
     parser.add_argument("--tiny", action="store_true", help="tiny models, no gates")
     args = parser.parse_args(argv)
     if args.tiny:

@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate the model, print a table and write the file.
 
     Raises:
-        UserError: an unknown task or setting, no model at the path, rows that a task can't read.
+        UserError: a task or setting is unknown, the path has no model, or a task can't read its
+            rows.
     """
     config = read_command(
         EvaluationConfig,

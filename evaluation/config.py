@@ -23,7 +23,7 @@ class TaskSettings:
     """Maximum questions per task."""
 
     eval_task_tokens: int | None = None
-    """Maximum tokens of a response; null takes the default of each task."""
+    """Maximum tokens of a response; null uses the default of each task."""
 
 
 def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
@@ -82,7 +82,7 @@ class EvaluationConfig:
     """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int | None = None
-    """Maximum tokens of a response; null takes the default of each task."""
+    """Maximum tokens of a response; null uses the default of each task."""
 
     shots: int = 0
     """Demonstrations before each question of gsm8k, as earlier turns of the dialogue."""
@@ -94,7 +94,7 @@ class EvaluationConfig:
     """Questions of each task, from the first; null uses all."""
 
     threads: int | None = None
-    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     seed: int = 0
     """The same seed draws the same responses."""

@@ -252,7 +252,7 @@ def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
     reason = next(filter(None, current_mesh().world.gather_objects(reason)), "")
     if not reason:
         return result
-    logger.warning("%s is left out of the comparison: %s", base.path, reason)
+    logger.warning("%s is not part of the comparison: %s", base.path, reason)
     return None
 
 

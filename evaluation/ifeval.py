@@ -44,7 +44,7 @@ class Instruction:
                 raise DataError(f"{where} needs {name}, got {arguments.get(name)!r}")
             value = arguments[name]
             if isinstance(value, list) and not all(isinstance(each, str) for each in value):
-                raise DataError(f"{where}: {name} must hold texts alone, got {value!r}")
+                raise DataError(f"{where}: {name} must have only texts, got {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise DataError(f"{where}: {name} must be finite, got {value!r}")
         for name, words in self.one_of.items():

@@ -43,7 +43,7 @@ def read_gsm8k(reading: Reading) -> list[Question]:
         answer = str(column(row, "answer"))
         if gold_answer(answer) is None:
             raise DataError(
-                f"{row.origin}: its answer has no number behind ####; GSM8K's rows end in one"
+                f"{row.origin}: its answer has no number after ####; GSM8K's rows end with one"
             )
         questions.append(Question((*demonstrations, ask(row)), {"answer": answer}))
     return questions

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
     """Compare the models, print the tables and write the file.
 
     Raises:
-        UserError: a wrong setting, no model at a path, prompts that can't be read, a judge that
+        UserError: a setting is wrong, a path has no model, prompts can't be read, or the judge
             can't be used or fails.
     """
     config = read_command(

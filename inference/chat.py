@@ -29,7 +29,7 @@ class ChatConfig(SamplingOptions):
     """System message."""
 
     threads: int | None = None
-    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     seed: int | None = None
     """Sampling seed, which makes responses repeatable; null draws one."""
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     """Load the model, then chat until the input ends.
 
     Raises:
-        UserError: a wrong setting, or no model at the path.
+        UserError: a setting is wrong, or the path has no model.
     """
     config = read_command(
         ChatConfig,

@@ -23,7 +23,7 @@ from pipeline.system.errors import DataError, UserError
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
 /system TEXT     begin again with TEXT as the system message; without TEXT, with none
-/temperature X   0 takes the likeliest token, 1 samples as the model says
+/temperature X   0 is greedy, 1 samples from the model's distribution
 /length N        longest response, in tokens
 /save FILE       write the dialogue as a JSON list of messages
 /help            this list
@@ -78,8 +78,7 @@ class Conversation:
         """Respond to the user's `text`, passing pieces of the response to `write` as they come.
 
         `prefix` is written first and is no part of the response. KeyboardInterrupt, from the moment
-        that `prefix` is shown, ends the response; the pieces written until then stay in the
-        dialogue.
+        that `prefix` is shown, ends the response; the pieces written so far are kept.
 
         Raises:
             DataError: `text` alone does not fit the model's context; the dialogue is unchanged.
@@ -151,8 +150,8 @@ def fit_turns(
         if num_tokens <= max_tokens:
             return token_ids, start
     raise DataError(
-        f"the message has {num_tokens} tokens, and {max_tokens} fit next to a response"
-        " in the model's context; shorten it"
+        f"the message has {num_tokens} tokens, but only {max_tokens} fit in the model's context "
+        f"with a response; shorten it"
     )
 
 

@@ -53,7 +53,7 @@ class GenerateConfig(SamplingOptions):
     """Memory for keys and values; null uses a GPU's free memory, or half of the machine's."""
 
     threads: int | None = None
-    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     seed: int = 0
     """The same seed gives the same responses."""
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
     """Answer the prompts.
 
     Raises:
-        UserError: a wrong setting, no model at the path, a line that is not a prompt.
+        UserError: a setting is wrong, the path has no model, or a line is not a prompt.
     """
     config = read_command(
         GenerateConfig,

@@ -165,8 +165,8 @@ def _own_responses(
             yield replace(each, index=index)
     if len(set(tp_group.gather_objects(checksum))) > 1:
         raise GroupDisagreesError(
-            "the processes that generate together chose different tokens: they run different"
-            " versions, or on different devices"
+            "the processes of a tensor-parallel group chose different tokens: they have "
+            "different versions or devices"
         )
 
 
@@ -248,6 +248,6 @@ def room_after(model: PreTrainedModel, num_tokens: int) -> int:
     limit = context_length(model)
     if num_tokens >= limit:
         raise DataError(
-            f"a prompt has {num_tokens} tokens and the model reads {limit}; shorten the prompt"
+            f"a prompt has {num_tokens} tokens, but the model's context is {limit}; shorten it"
         )
     return limit - num_tokens

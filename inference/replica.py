@@ -3,8 +3,7 @@
 It shares weights that the trained model stores complete and unchanged; others are copies, made one
 unit at a time from the weights that an engine gathers. Adapters are merged into copies, and
 quantized weights are dequantized there. Weights that another pipeline stage trains are received
-from it. The replica has no hooks, adapters or autograd, so that a process generates without the
-others.
+from it. The replica has no hooks, adapters or autograd, so a process generates without the others.
 """
 
 import copy

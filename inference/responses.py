@@ -155,7 +155,7 @@ class Responder:
         if self.chat_format is not None:
             token_ids = self.chat_format.encode_prompt(prompt.messages)
         elif prompt.text is None:
-            raise DataError(f'{prompt.origin} has "messages": --raw continues a "prompt" text')
+            raise DataError(f'{prompt.origin} has "messages": --raw needs a "prompt" text')
         else:
             token_ids = list(self.tokenizer(prompt.text, verbose=False)["input_ids"])
         limit = context_length(self.model)
@@ -250,8 +250,7 @@ def write_responses(
     Until then the lines are in `<out>.<fingerprint>.partial`; the same call continues from them.
 
     Raises:
-        DataError: a prompt can't be encoded, before anything is generated; or `out` can't be
-            written.
+        DataError: a prompt can't be encoded (raised before generation), or `out` can't be written.
     """
     encoded = [responder.encode(prompt) for prompt in prompts]
     partial = out.with_name(f"{out.name}.{responder.fingerprint(prompts, model_path)}.partial")

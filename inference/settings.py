@@ -28,7 +28,7 @@ class SamplingOptions:
     """Sample from tokens that are at least this share as likely as the most likely one."""
 
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that occurred before, and multiplies negative ones; 1 is
+    """Divides positive logits of tokens that occurred before, multiplies negative ones; 1 is
     off."""
 
     def __post_init__(self) -> None:

@@ -34,8 +34,8 @@ def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     load(engine, MODEL, checkpoint, checkpoint.state["engines"][MODEL])
     engine.steps = 0
     logger.info(
-        "begins with %s, after step %d: its weights and the optimizer's state are kept; data and"
-        " their order, batch, length, schedule and random numbers are those of this run",
+        "warm start from %s after step %d: weights and optimizer state are loaded; data, order, "
+        "batch, length, schedule and random numbers are those of this run",
         checkpoint.path,
         checkpoint.step,
     )

@@ -147,8 +147,8 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     config = within_context(config, config.model)
     if labels.kind == "steps" and reads_whole(base_model(model)):
         raise ModelError(
-            f"reward.model.path {config.model.path} reads a response as a whole, as encoders do,"
-            " and can't judge it step by step; start from a language model"
+            f"reward.model.path {config.model.path} is an encoder and can't judge a response "
+            f"step by step; start from a language model"
         )
     check_rows(rows.data, objective.rows_fit(rows.chat, config), config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
@@ -232,7 +232,7 @@ def measure_scores(
         if ended < max(2, min(MIN_ENDED, generated / 2)):
             logger.warning(
                 "only %d of %d responses of step 1's model ended within max_new_tokens %d: the"
-                " score's mean and standard deviation are those of the data's own responses",
+                " score's mean and standard deviation are computed from the data's own responses",
                 ended,
                 generated,
                 config.max_new_tokens,

@@ -357,8 +357,8 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
     method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
-            "%s made the actor no better than the starting model on held-out prompts (%.3g, at"
-            " first %.3g)%s: lower ppo.actor.%s, or look at the %s",
+            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: "
+            "lower ppo.actor.%s, or look at the %s",
             method,
             now,
             start,
@@ -368,8 +368,8 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
         )
     elif now < start:
         logger.warning(
-            "%s made the actor worse than the starting model in the end (%.3g on held-out prompts,"
-            " at first %.3g)%s: lower ppo.actor.%s",
+            "%s made the final actor worse than the initial one (%.3g on held-out prompts, "
+            "initially %.3g)%s: lower ppo.actor.%s",
             method,
             now,
             start,

@@ -367,8 +367,8 @@ def load_critic(
     critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
     if reads_whole(base_model(critic)):
         raise ModelError(
-            f"ppo.critic.path {config.critic.path} reads a response as a whole, and a critic values"
-            " every token of it; set ppo.critic.path to step 1's output, or choose a --method"
+            f"ppo.critic.path {config.critic.path} is an encoder, but a critic needs a value at "
+            f"every token; set ppo.critic.path to step 1's output, or choose a --method"
             " without a critic"
         )
     return critic

@@ -121,8 +121,8 @@ class RewardSources:
         for name, fingerprint in state["files"].items():
             if own.get(name) != fingerprint:
                 raise ConfigError(
-                    f"the file of {_what(name)} is not the one that the run began with; restore"
-                    " it, or pass --overwrite to start again"
+                    f"the file of {_what(name)} has changed since the run started; restore it, "
+                    "or pass --overwrite to start again"
                 )
 
     def check_alike(self, group: Group) -> None:

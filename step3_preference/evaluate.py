@@ -387,7 +387,7 @@ def warn_if_not_improved(
     method = method_title(config.method)
     if best.step == 0 and best.last_step > 0:
         logger.warning(
-            "%s made the loss on held-out rows no smaller (at first %.4g)%s: lower"
+            "%s did not reduce the loss on held-out rows (initially %.4g)%s: lower"
             " preference.model.%s, or look at the rows",
             method,
             before["loss"],
@@ -397,8 +397,8 @@ def warn_if_not_improved(
     fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
     if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:
         logger.warning(
-            "held-out chosen responses have become less likely, too: %.3g nats per token, at first"
-            " %.3g; preference.nll_coef counteracts this",
+            "held-out chosen responses have also become less likely: %.3g nats per token, "
+            "initially %.3g; preference.nll_coef counteracts this",
             after["logp_chosen"],
             before["logp_chosen"],
         )

@@ -128,7 +128,7 @@ def _require_some(
     if not outcomes["whole"] + outcomes["cut"]:
         limit = f" at data.max_length {config.data.max_length}; raise it, or see the rows"
         raise DataError(
-            f"none of the {number} {name} rows can be learned from: {_left_out(outcomes)}"
+            f"none of the {number} {name} rows can be trained on: {_left_out(outcomes)}"
             f"{limit if outcomes['too long'] else '; see them'} with"
             " `python -m pipeline.data.inspect`"
         )

@@ -34,7 +34,7 @@ FEW = 2
 """Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
 
 HUGE_PAGE = 2 * 2**20
-"""Bytes of a huge page. With ordinary pages a core looks up the address of every 4 KiB that it
+"""Bytes of a huge page. With ordinary pages a core translates the address of every 4 KiB it
 reads."""
 
 

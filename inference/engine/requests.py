@@ -123,7 +123,7 @@ class Ticket:
         return [*self.request.prompt, *self.response.ids]
 
     def read_again(self) -> None:
-        """Have prefill read the response so far like a prompt: its keys and values are lost."""
+        """Return to the prefill stage with the response so far, whose keys and values are lost."""
         self.prompt = as_array(self.tokens)
         self.identity = self.request.scope, tuple(self.tokens)
 

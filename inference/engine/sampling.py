@@ -145,7 +145,7 @@ class Sampler(Draw):
     def draw(
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-        """The same where `alters_logits` is None, all on the device, which is not waited for."""
+        """Like `__call__` if `alters_logits` is None, but without waiting for the device."""
         gpu = sampling.kernel_for(logits)
         if gpu is None:
             return sampling.reference_sample(logits, keys, positions, self)
@@ -199,8 +199,7 @@ def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
 def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
     """An equivalent sampler with seed 0, and the key with which it makes the same choices.
 
-    So rows with different seeds share a call: a seed only changes the word that keys are mixed
-    with.
+    So rows with different seeds share a call: a seed only changes the word mixed into keys.
     """
     with np.errstate(over="ignore"):
         word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])

@@ -177,8 +177,7 @@ class Scheduler:
     def is_due(self, waiting: Waiting, *, is_closed: bool) -> bool:
         """Whether decoding is interrupted to admit requests or to read the rest of prompts.
 
-        A closed batch waits until an eighth of the slots is free, or the prompts that fit fill a
-        pass.
+        A closed batch waits until an eighth of the slots is free, or prompts that fit fill a pass.
         """
         if self.is_reading or not waiting:
             return self.is_reading

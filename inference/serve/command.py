@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     """Load the models, then serve until SIGTERM or Ctrl-C.
 
     Raises:
-        UserError: a wrong setting, no model at a path, no room for it, or a port that is taken.
+        UserError: a setting is wrong, a model is missing or doesn't fit, or the port is taken.
     """
     config = read_command(
         ServeConfig,

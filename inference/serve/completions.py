@@ -214,7 +214,7 @@ class Reply:
         if length > room:
             raise ApiError(
                 400,
-                f"the prompt has {num_prompt} tokens and {length} are asked for, and"
+                f"the prompt has {num_prompt} tokens and {length} are requested, but"
                 f" {self.served.name} holds {self.served.context} in all; shorten the prompt or"
                 " lower max_tokens",
                 param="max_tokens",
@@ -361,7 +361,9 @@ class TextReply(Reply):
         if not given:
             raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):
-            raise ApiError(400, "best_of is not supported: leave it out, or as n", param="best_of")
+            raise ApiError(
+                400, "best_of is not supported: omit it, or set it to n", param="best_of"
+            )
         self.prompts = [
             served.encode_text(each) if isinstance(each, str) else each for each in given
         ]

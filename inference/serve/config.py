@@ -41,7 +41,7 @@ class ServeConfig:
     """Port to listen on; 0 uses any free port."""
 
     threads: int | None = None
-    """Processor threads; null takes RLHF_THREADS, else one for each core."""
+    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     precision: Precision = "auto"
     """Number format of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,

@@ -370,8 +370,8 @@ def plan_memory(
     if total > free:
         needed, available = in_words(total, free)
         raise ConfigError(
-            f"the weights of {len(models) + (reward is not None)} models take {needed}, and"
-            f" {available} are free; serve fewer of them, or set --precision bf16"
+            f"the weights of {len(models) + (reward is not None)} models take {needed}, but only "
+            f"{available} are free; serve fewer of them, or set --precision bf16"
         )
     budget = (free - total) // 2 if config.cache_gib is None else int(config.cache_gib * GIB)
     share = budget // max(1, len(models))

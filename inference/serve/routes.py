@@ -198,7 +198,7 @@ async def detokenize(request: Request) -> Response:
     served = state.model(fields.model)
     known = len(served.tokenizer)
     if any(token >= known for token in fields.tokens):
-        raise ApiError(400, f"tokens must lie in [0, {known - 1}]", param="tokens")
+        raise ApiError(400, f"tokens must be in [0, {known - 1}]", param="tokens")
     return json_response({"prompt": plain_text(served.tokenizer, fields.tokens)})
 
 
@@ -257,7 +257,7 @@ async def undo_rating(request: Request) -> Response:
     try:
         await asyncio.to_thread(_ratings(state).undo, undo.id, undo.rater or _key_name(request))
     except KeyError:
-        raise ApiError(404, "there is no rating of this id", param="id") from None
+        raise ApiError(404, "there is no rating with this id", param="id") from None
     except DataError as error:
         raise ApiError(503, str(error)) from None
     return json_response({"id": undo.id})
@@ -277,7 +277,7 @@ async def summary(request: Request) -> Response:
 
 def _ratings(state: State) -> RatingsFile:
     if state.ratings is None:
-        raise ApiError(404, "no ratings are taken; start the server with --ratings FILE")
+        raise ApiError(404, "ratings are not enabled; start the server with --ratings FILE")
     return state.ratings
 
 

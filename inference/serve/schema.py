@@ -143,7 +143,9 @@ class ChatRequest(SamplingFields, TemplateFields):
     def check(self) -> "ChatRequest":
         """Refuse a turn that both begins and continues a response."""
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            raise ValueError(
+                "continue_final_message and add_generation_prompt are mutually exclusive"
+            )
         return self
 
     @property
@@ -237,11 +239,11 @@ class RatingRequest(Strict, extra="forbid"):
         if self.messages[-1].role != "user":
             raise ValueError("messages must end in a user's turn")
         if len(self.answers) != (2 if self.kind == "pair" else 1):
-            raise ValueError("a pair has two answers, a thumb and an edit one")
+            raise ValueError("a pair has two answers, a thumb or an edit has one")
         if (self.kind == "thumb" and self.choice is None) or (self.tie and self.choice is not None):
-            raise ValueError("a thumb has a choice, and a tie none")
+            raise ValueError("a thumb has a choice, a tie has none")
         if (self.kind == "edit") != (self.edit is not None):
-            raise ValueError("an edit has its text in edit, and nothing else has")
+            raise ValueError("only an edit has text in edit")
         return self
 
 

@@ -48,7 +48,7 @@ def listen(config: ServeConfig) -> socket.socket:
                 " for any that is free"
             ) from None
         raise ConfigError(
-            f"--host {config.host} --port {config.port} can't be listened on: {error.strerror}"
+            f"--host {config.host} --port {config.port} can't be bound: {error.strerror}"
         ) from None
     return listener
 

@@ -143,7 +143,9 @@ class Broker:
         tokens = sum(job.num_prompt_tokens for job in self._jobs)
         if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
             raise ApiError(
-                429, f"{waiting} requests wait already; try again later", retry_after=RETRY_SECONDS
+                429,
+                f"{waiting} requests are already waiting; try again later",
+                retry_after=RETRY_SECONDS,
             )
         return self.worker
 

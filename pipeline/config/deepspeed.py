@@ -226,7 +226,8 @@ def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> di
         train = ours["batch_size"] if auto_train and not auto_micro else None
     if micro is None and train is None:
         raise file.error(
-            BATCH_KEYS[2], f"alone gives no batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}"
+            BATCH_KEYS[2],
+            f"alone does not determine the batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}",
         )
     if train is None:
         train = (micro or 1) * (accumulation or 1) * world

@@ -135,7 +135,7 @@ def check_optimizer(name: str, params: Mapping[str, Any]) -> None:
     try:
         optimizer_class([torch.zeros(1, requires_grad=True)], **params)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"optim.params: torch's {name} refuses them: {error}") from None
+        raise ConfigError(f"optim.params: torch's {name} rejects them: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

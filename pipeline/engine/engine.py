@@ -166,7 +166,7 @@ class Engine:
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
-            raise ConfigError("the model has no trained parameter; check lora.targets")
+            raise ConfigError("the model has no trainable parameters; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.parts, self.tensor, self.stages = parts, tensor, stages
         self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])

@@ -120,7 +120,7 @@ class ZeroModel:
         self._previous: dict[Unit, Unit] = {}
         self._root_was_gathered = True
         if getattr(model, "_engine", None) is not None:
-            raise ConfigError("an engine has taken this model already; build the model again")
+            raise ConfigError("this model already belongs to an engine; build the model again")
         object.__setattr__(model, "_engine", self)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
@@ -409,13 +409,13 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     what = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {what} after the engine had taken the model; do it before"
+                        f"{name} was {what} after the engine was created; do it before"
                     )
                 shown = flat.views[name] if flat.gathered else flat.hidden[name]
                 if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
                     raise ConfigError(
-                        f"{name} was converted or moved after the engine had taken the"
-                        " model (as .half() and .to() do); do it before"
+                        f"{name} was converted or moved after the engine was created"
+                        " (as .half() and .to() do); do it before"
                     )
 
 

@@ -102,7 +102,9 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     given: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
     model = given.get("model", {})
     if model.get("type") != "BPE":
-        raise ModelError(f"the tokenizer of {path} is not a BPE tokenizer.json, as GGUF needs here")
+        raise ModelError(
+            f"the tokenizer of {path} is not a BPE tokenizer.json, which GGUF export needs"
+        )
     numbered: dict[str, int] = tokenizer.get_vocab()
     if max(numbered.values(), default=0) >= rows:
         raise ModelError(
@@ -221,8 +223,8 @@ class GgufExport:
         self.stop_ids = end_ids(self.tokenizer)
         if len(self.stop_ids) > 3:
             raise ModelError(
-                f"the generation_config.json of {path} has {len(self.stop_ids)} tokens that end a"
-                " response, and GGUF has keys for three; remove those that end none"
+                f"the generation_config.json of {path} has {len(self.stop_ids)} tokens that end "
+                f"a response, but GGUF has keys for three; remove unused ones"
             )
         self.file = f"model-{number_format}.gguf"
         self.title = f"GGUF of a {source.kind}, {number_format}"
@@ -382,7 +384,7 @@ class GgufExport:
         if (read.chat_template, stops) != (template, self.stop_ids) or any(
             read.encode(text) != own.encode(text) for text in texts
         ):
-            raise UnverifiedError("not exported: the tokenizer was not read back as written")
+            raise UnverifiedError("not exported: the tokenizer differs when read back")
         return (
             "tokenizer, chat template and stop ids read back equal;"
             f" {TEXTS} texts have equal tokens by the vocabulary of the file"

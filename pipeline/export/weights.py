@@ -126,7 +126,7 @@ def _find_base(adapter: Path, base: str | None) -> Source:
             if (parent / "config.json").is_file()
             else "give the base's directory with --base"
         )
-        raise ModelError(f"the base of {adapter}, {path}, is not a directory here; {hint}")
+        raise ModelError(f"the base of {adapter}, {path}, is not a local directory; {hint}")
     return read_source(Path(path).expanduser())
 
 

@@ -53,7 +53,7 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"{self.path} can't be made: {error.strerror}") from error
+            raise ConfigError(f"{self.path} can't be created: {error.strerror}") from error
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -169,7 +169,7 @@ def load(library: Path) -> Library:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelError(
-            f"the system doesn't load {library} ({error}); set {CACHE} to a directory on a disk"
+            f"{library} can't be loaded ({error}); set {CACHE} to a directory on a disk"
             " from which programs may be run"
         ) from error
 

@@ -78,7 +78,7 @@ class PinnedMemory:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         code = int(self._register(_address(pages), num_bytes, PORTABLE))
         if code:
-            raise OSError(f"the CUDA driver doesn't lock {num_bytes} bytes (error {code})")
+            raise OSError(f"the CUDA driver can't lock {num_bytes} bytes (error {code})")
         return pages
 
     def _give_back(self, pages: mmap.mmap) -> None:

@@ -189,7 +189,7 @@ def parse_messages(verb: str, returned: object) -> tuple[Message, ...]:
     if not messages or messages[-1].role != "user":
         raise WrongReturnError(f"{verb} did not return a user message at the end")
     if verb == "step" and any(message.role == "assistant" for message in messages):
-        raise WrongReturnError("step returned a message of the assistant, which the model writes")
+        raise WrongReturnError("step returned an assistant message, which only the model writes")
     return messages
 
 

@@ -113,7 +113,7 @@ def find_tools(user: type) -> dict[str, Callable[..., object]]:
     for name, tool in tools.items():
         _, *arguments = inspect.signature(tool).parameters.values()
         if not inspect.getdoc(tool):
-            raise TypeError(f"the tool {name} has no docstring, which describes it to the model")
+            raise TypeError(f"the tool {name} needs a docstring, which describes it to the model")
         for argument in arguments:
             if argument.annotation is argument.empty:
                 raise TypeError(f"the tool {name} has an argument without a type: {argument.name}")

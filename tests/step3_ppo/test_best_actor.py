@@ -57,7 +57,7 @@ def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
     assert (results["best"]["best_step"], results["last"]["best_step"]) == (0, 3)
     assert results["best"]["score_after"] == results["best"]["score_before"]
     assert results["best"]["kl"] == 0.0 < results["last"]["kl"]
-    assert "PPO made the actor no better than the starting model" in said
+    assert "PPO did not improve the actor on held-out prompts" in said
     assert "and the starting weights are exported" in said
     lines = (tmp_path / "best" / "metrics.jsonl").read_text().splitlines()
     objectives = [

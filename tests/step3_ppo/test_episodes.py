@@ -142,7 +142,7 @@ FAILURES = {
     "hang": "step took longer than 1 s",
     "exit": "step ended its process, with code 3",
     "text": "step returned str 'higher', not a list of messages",
-    "assistant": "step returned a message of the assistant|did not return a user message",
+    "assistant": "step returned an assistant message|did not return a user message",
     "nan": "it gave nan, which is not finite",
     "word": "it gave str 'good' where a number",
 }

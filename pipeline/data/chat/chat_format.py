@@ -259,7 +259,7 @@ class ChatFormat:
             has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
             if has_parts and not any(part in text for part in wrong):
                 return form
-        raise DataError(f"{self.title} has no place for calls of tools{NO_TOOLS}")
+        raise DataError(f"{self.title} does not support tool calls{NO_TOOLS}")
 
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
         """Split the text of a dialogue where assistant turns begin and end.
@@ -368,13 +368,13 @@ class ChatFormat:
             calls = _LEADING.sub("", written, count=1).lstrip("\n")
             return self._as_given(thinking, prompt) + self._ended(calls, message)
         if origin:
-            raise DataError(f"{self.title} renders calls of tools otherwise{UNSTABLE}")
+            raise DataError(f"{self.title} renders tool calls differently{UNSTABLE}")
         return ""
 
     def _kept(self, message: Message, written: str, origin: str) -> bool:
         """Whether a rendered turn has the text of a message; with tool calls it may be omitted."""
         if any(call["function"]["name"] not in written for call in message.calls):
-            raise DataError(f"{self.title} leaves out calls of tools beside text{NO_TOOLS}")
+            raise DataError(f"{self.title} omits tool calls next to text{NO_TOOLS}")
         kept = _keeps(message, written)
         if not kept:
             self._report(origin, LOST_BESIDE_CALLS if message.calls else LOST_TEXT)
@@ -388,7 +388,7 @@ class ChatFormat:
                 return common
         if any(_thinks(message) or message.calls for message in messages):
             return ""
-        raise DataError(f"{self.title} renders the beginning of a dialogue otherwise{UNSTABLE}")
+        raise DataError(f"{self.title} renders the beginning of a dialogue differently{UNSTABLE}")
 
     def _as_given(self, message: Message, prompt: str) -> str:
         """The text of a turn as in the row, after a prompt that may have opened a thinking part."""
@@ -519,8 +519,8 @@ class ChatFormat:
         for turn in observation:
             if turn.content.strip() not in text:
                 raise DataError(
-                    f"{self.title} leaves out the turn of the {turn.role} after an"
-                    " answer; make it a part of the user's turn, or choose another --format"
+                    f"{self.title} omits the {turn.role} turn after an answer; make it part of "
+                    f"the user's turn, or choose another --format"
                 )
         ends = [self._end_of_turn, *([self._end_in_history] if self._end_in_history else [])]
         closed = next((end for end in ends if text.lstrip().startswith(end)), None)

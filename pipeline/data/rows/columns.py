@@ -198,7 +198,7 @@ def turns(row: Row, name: str) -> Turns:
         )
     joined = join_turns([_turn(row, name, turn) for turn in items])
     if any(one.role == two.role != "tool" for one, two in pairwise(joined)):
-        raise LeftOut("with neighbouring assistant turns of different weight")
+        raise LeftOut("with adjacent assistant turns of different weight")
     return joined
 
 
@@ -231,8 +231,8 @@ def _turn(row: Row, name: str, item: object) -> Message:
     wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
     if wrong:
         raise DataError(
-            f"{row.origin}: {name} has a turn of {wrong[0]}; a turn is learned (1 or true) or not"
-            " (0 or false)"
+            f"{row.origin}: {name} has a turn of {wrong[0]}; a turn is trained (1 or true) or "
+            f"not (0 or false)"
         )
     if role == "assistant":
         keys = json.dumps({"tool_calls": calls}, ensure_ascii=False) if calls else ""
@@ -257,7 +257,7 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
         arguments = _parsed(function.get("arguments") or {})
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise DataError(
-                f'{row.origin}: a call of a tool must have a name and arguments, {{"name": ...,'
+                f'{row.origin}: a tool call must have a name and arguments, {{"name": ...,'
                 f' "arguments": {{...}}}}, got {str(call)[:80]}'
             )
         function = {"name": function["name"], "arguments": arguments}
@@ -331,7 +331,7 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
         return found
     *before, begun = found
     if begun.calls:
-        raise LeftOut("whose prompt ends in a call of a tool, without its result")
+        raise LeftOut("whose prompt ends in a tool call, without its result")
     if is_empty(begun):
         return tuple(before)
     row.remarks.add("the prompt ends in an assistant turn, which the response continues")

@@ -289,7 +289,7 @@ def require_characters(value: object, origin: str) -> None:
     half = _SURROGATE.search(json.dumps(value, ensure_ascii=False, default=str))
     if half:
         raise DataError(
-            f"{origin} has {half[0]!a}, half of a character; write both halves or remove it"
+            f"{origin} has {half[0]!a}, an unpaired surrogate; write the pair or remove it"
         )
 
 

@@ -64,7 +64,9 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabula
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
-        raise DataError(f"the tokenizer {name} has no fast form (tokenizer.json), which pack needs")
+        raise DataError(
+            f"the tokenizer {name} is not a fast tokenizer (tokenizer.json), which pack needs"
+        )
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise DataError(f"the tokenizer {name} has no end-of-sequence token; choose another one")

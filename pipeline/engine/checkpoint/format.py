@@ -74,7 +74,7 @@ class Fragment:
         if self.tensor.ndim != 1 or not self.tensor.is_contiguous():
             raise ValueError(f"the fragment of {self.key} must be flat and contiguous")
         if not _LABEL.fullmatch(self.label):
-            raise ValueError(f"{self.key!r} from {self.start} on is not a name of a fragment")
+            raise ValueError(f"{self.key!r} from {self.start} on is not a valid fragment name")
 
     @property
     def label(self) -> str:

@@ -207,8 +207,8 @@ def export(
         _write(model, ready, adapter, tokenizer, directory)
         if isinstance(model, PeftModel) and quantized_layers(model):
             logger.info(
-                "%s is the quantized base and its adapter, merged; %s/ alone, over the original"
-                " weights, is another model",
+                "%s has the quantized base merged with its adapter; %s/ on top of the original "
+                "weights is a different model",
                 directory,
                 directory / ADAPTER_DIR,
             )

@@ -387,8 +387,8 @@ def align_weights(model: nn.Module) -> None:
 def _require_weights(path: str, missing: Collection[str]) -> None:
     if missing:
         raise ModelError(
-            f"{path} lacks {len(missing)} of the model's weights, {min(missing)} among them; it was"
-            " not saved whole or is of another architecture than its config.json says"
+            f"{path} lacks {len(missing)} of the model's weights, {min(missing)} among them; it "
+            f"was not saved completely, or its config.json has another architecture"
         )
 
 

@@ -153,13 +153,13 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     plain = base_model(model)
     if not can_stream(plain):
         raise ModelError(
-            f"{plain.config.model_type} models merge several parameters into one tensor of their"
-            " files, and can't be cut into stages; set parallel.pp 1"
+            f"{plain.config.model_type} models merge several parameters into one tensor of their "
+            f"files, and can't be split into stages; set parallel.pp 1"
         )
     if not how_to_run(plain).packed:
         raise ModelError(
-            f"{plain.config.model_type} models run padded, not packed, and can't be cut into"
-            " stages; set parallel.pp 1"
+            f"{plain.config.model_type} models run padded, not packed, and can't be split into "
+            f"stages; set parallel.pp 1"
         )
     family = Family.of(plain)
     require_exact(family, tuple(blocks))

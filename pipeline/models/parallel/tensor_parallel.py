@@ -258,8 +258,8 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
         reason = differs(sequence=False)
         if reason is not None:
             raise ModelError(
-                f"{plain.config.model_type} models can't be divided among processes that train"
-                f" each layer together: {reason}; set parallel.tp 1"
+                f"{plain.config.model_type} models don't support tensor parallelism: {reason}; "
+                f"set parallel.tp 1"
             )
     divide(plain, group, tables, sequence=sequence)
 

@@ -25,7 +25,7 @@ CHANGES = {
     ("change", "sentence"),
     [
         ("frozen", r"model.layers.0.mlp.up_proj.weight was frozen after the engine"),
-        ("halved", r"was converted or moved after the engine had taken the model"),
+        ("halved", r"was converted or moved after the engine was created"),
         ("doubled", r"model.norm.weight was converted or moved"),
     ],
 )

@@ -116,7 +116,9 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
         match=r"can't be applied to .*wider: .*; give its base with --base",
     ):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
-    with pytest.raises(ModelError, match="is not a directory here; give the base's directory with"):
+    with pytest.raises(
+        ModelError, match="is not a local directory; give the base's directory with"
+    ):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
     with pytest.raises(ModelError, match="holds an adapter; merge it with --to merged"):
         run(adapter, "onnx", tmp_path / "out")

@@ -67,7 +67,7 @@ def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_pat
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
 
     with (
-        pytest.raises(ConfigError, match="was cut off; pass --resume to continue it"),
+        pytest.raises(ConfigError, match="unfinished run; pass --resume to continue it"),
         Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE),
     ):
         pass

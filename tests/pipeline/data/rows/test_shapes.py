@@ -288,7 +288,7 @@ def test_a_call_of_a_tool_is_a_response_and_calls_one_after_another_are_one_turn
     ("row", "message"),
     [
         ({"tools": ["search"]}, "line 17: tools must be a list of JSON schemas with a name"),
-        ({"messages": [{"role": "function_call", "content": "search()"}]}, "line 17: a call of"),
+        ({"messages": [{"role": "function_call", "content": "search()"}]}, "line 17: a tool call"),
     ],
 )  # fmt: skip
 def test_tools_that_can_not_be_read_are_refused(row: dict[str, Any], message: str) -> None:
@@ -371,7 +371,7 @@ def test_a_prompt_that_ends_in_an_assistant_turn_is_continued() -> None:
 
 
 def test_half_an_emoji_in_turns_as_text_is_refused() -> None:
-    with pytest.raises(DataError, match=r"line 17 has .*half of a character"):
+    with pytest.raises(DataError, match=r"line 17 has .*an unpaired surrogate"):
         read(prompt='[{"role": "user", "content": "\\ud83d"}]')
 
 

@@ -172,8 +172,8 @@ def test_a_hub_name_that_can_not_be_reached_is_one_sentence(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"prompt": "a \\ud83d"}', "half of a character"),
-        ('{"prompt": {"a": ["\\uDE00"]}}', "half of a character"),
+        ('{"prompt": "a \\ud83d"}', "an unpaired surrogate"),
+        ('{"prompt": {"a": ["\\uDE00"]}}', "an unpaired surrogate"),
         ('{"prompt": %s}' % ("9" * 5000), "is not valid JSON .*digits"),
         ('{"prompt": %s}' % ("[" * 100_000), "is not valid JSON .*recursion"),
         ('{"prompt": "a",', "is not valid JSON"),
