@@ -71,16 +71,13 @@ def trained_by_pytorch(home: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.jobs
-def test_the_page_trains_as_pytorch_does_at_stages_0_and_3_and_resumes(home: Path) -> None:
-    finetune(home, "whole", stage=0, steps=STEPS)
-    assert "step 5 loss" in finetune(home, "resumed", stage=3, steps=5)
-    assert finetune(home, "resumed", stage=3, steps=STEPS).startswith("step 6 loss")
+def test_the_page_trains_as_pytorch_does_and_resumes_at_another_stage(home: Path) -> None:
+    assert "step 5 loss" in finetune(home, "out", stage=0, steps=5)
+    assert finetune(home, "out", stage=3, steps=STEPS).startswith("step 6 loss")
 
-    whole, resumed = (load_file(home / out / "model.safetensors") for out in ("whole", "resumed"))
-    expected = trained_by_pytorch(home)
-    for name, weight in expected.items():
-        assert torch.equal(whole[name], resumed[name]), name
-        torch.testing.assert_close(whole[name], weight, rtol=0, atol=2e-6, msg=name)
+    trained = load_file(home / "out" / "model.safetensors")
+    for name, weight in trained_by_pytorch(home).items():
+        torch.testing.assert_close(trained[name], weight, rtol=0, atol=2e-6, msg=name)
 
 
 def train(engine: Engine) -> None:

@@ -59,7 +59,9 @@ def _reward(directory: Path, size: int) -> Any:
     [
         pytest.param(train_sft, _sft, "learn_from", 2, id="sft"),
         pytest.param(train_reward, _reward, "learn", 2, id="reward"),
-        pytest.param(train_preference, _preference("kto"), "learn", 2, id="kto"),
+        pytest.param(
+            train_preference, _preference("kto"), "learn", 2, id="kto", marks=pytest.mark.grid
+        ),
         pytest.param(train_ppo, _ppo("ppo"), "update_policy", 4, id="ppo"),
         pytest.param(
             train_ppo, _ppo("gspo"), "update_policy", 2, id="gspo", marks=pytest.mark.grid

@@ -171,7 +171,7 @@ CASES += [
     pytest.param(
         step, way, id=f"{step}-{way}", marks=pytest.mark.jobs if step == one else pytest.mark.grid
     )
-    for way, one in (("LoRA on NF4, stage 3", "ppo"), ("bf16 moments, stage 2", "sft"))
+    for way, one in (("LoRA on NF4, stage 3", "sft"), ("bf16 moments, stage 2", "reward"))
     for step in CONFIGS
 ]
 

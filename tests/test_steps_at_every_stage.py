@@ -120,7 +120,6 @@ LORA = LoraConfig(rank=2)
     [
         # Whole at stage 0 and in every piece at stage 3 of each step; the grid has all stages.
         pytest.param("sft", LORA, 2, id="sft-LoRA"),
-        pytest.param("reward", LORA, 2, id="reward-LoRA"),
         pytest.param("ppo", None, 2, id="ppo-all weights"),
         *(
             pytest.param(step, lora, len(WAYS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
@@ -145,11 +144,8 @@ def test_a_step_ends_in_the_same_weights_at_every_stage(
     assert all(each == ended["stage 0"] for each in ended.values()), ended
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    "step",
-    ["sft", *(pytest.param(step, marks=pytest.mark.grid) for step in ("reward", "ppo"))],
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("step", STEPS)
 def test_a_step_ends_in_the_same_weights_in_sharded_copies(
     step: str, start: Path, tmp_path: Path
 ) -> None:
@@ -178,8 +174,7 @@ def test_step_3_generates_with_the_same_weights_and_samples_however_they_are_div
 ) -> None:
     ways: dict[str, dict[str, Any]] = {
         "whole": {"inference_tp_size": 1},
-        "divided": {"inference_tp_size": 2, "zero_stage": 3, "replica": "resident"},
-        "napping": {"inference_tp_size": 2, "offload_in_generation": True},
+        "divided": {"inference_tp_size": 2, "offload_in_generation": True},
     }
     rollouts: dict[str, list[dict[str, Any]]] = {}
 

@@ -118,7 +118,9 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.faults), signal.SIGTERM]
+)
 def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_failure(
     number: signal.Signals, start: Path, tmp_path: Path
 ) -> None:
@@ -136,7 +138,7 @@ def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_fail
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.faults), 2])
 def test_ctrl_c_while_the_model_is_written_loses_no_step(
     processes: int, start: Path, tmp_path: Path
 ) -> None:

@@ -53,8 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 SOME = (
-    *("tied, bf16, checkpointing", "adapters"),
-    "two pipelines, replicas",
+    "tied, bf16, checkpointing",
+    "adapters",
 )
 """That every run of the tests goes through; the others are the grid."""
 

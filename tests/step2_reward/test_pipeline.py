@@ -88,7 +88,6 @@ TIERS: dict[str, Any] = {
     "pairs": (),
     "thresholds, bf16": pytest.mark.jobs,
     "classes, adapters": pytest.mark.jobs,
-    "pairs, of OPT 350m": pytest.mark.jobs,
 }
 """Default cases; the others run in the grid tier."""
 

@@ -139,7 +139,7 @@ def of_game(toy: Path, out: Path, **changes: Any) -> PPOConfig:
     return game_config(toy, "Counting", **settings | changes)
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_dialogue(
     toy: Path, tmp_path: Path
 ) -> None:

@@ -79,7 +79,7 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_that_was_cut_off_ends_as_the_whole_run(
     method: str, toy: Path, tmp_path: Path

@@ -99,12 +99,11 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lora": LORA},
         {"lora": LORA, "zero_stage": 3},
         {"lora": LORA, "zero_stage": 2, "tp_size": 2, "resident": True},
         {"zero_stage": 3, "zero": OFFLOADED},
     ],
-    ids=["LoRA", "LoRA at stage 3", "LoRA divided, resident", "offloaded"],
+    ids=["LoRA at stage 3", "LoRA divided, resident", "offloaded"],
 )
 def test_weight_syncs_change_no_frozen_byte_and_keep_no_memory(
     llama: str, changes: dict[str, Any]

@@ -21,7 +21,7 @@ def checkpointed(stage: int, way: str) -> str:
     return digest(train(model, settings(stage, max_norm=0.5), accumulation=2).weights)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_reentrant_or_not_checkpointing_changes_no_bit(stage: int) -> None:
     ended = [run_ranks(checkpointed, stage, way) for way in ("none", "full", "reentrant")]
 

@@ -51,7 +51,7 @@ REDUCED = [
     for dtype, once_with, marks in (
         ("fp32", "gpt2", ()),
         ("bf16", "llama", ()),
-        ("fp16", "llama", pytest.mark.jobs),
+        ("fp16", "llama", pytest.mark.grid),
     )
     for family in ("llama", "gpt2")
     for once in (family == once_with,)
@@ -132,10 +132,9 @@ AT_STAGE_3: dict[str, dict[str, Any]] = {
     ("world", "dtype"),
     [
         (2, "bf16"),
-        (4, "fp32"),
         *(
             pytest.param(world, dtype, marks=pytest.mark.grid)
-            for world, dtype in ((2, "fp32"), (3, "fp32"), (3, "bf16"), (4, "bf16"))
+            for world, dtype in ((2, "fp32"), (3, "bf16"), (4, "fp32"), (4, "bf16"))
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
     assert [each.name for each in session.get_inputs()] == ["input_ids", "attention_mask"]
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 def test_a_reward_model_is_read_at_the_last_token_though_pad_ends_a_text(
     tmp_path: Path,
 ) -> None:

@@ -20,15 +20,15 @@ held = lambda: (psutil.Process().memory_info().rss - before) / 1e6
 filled = lambda megabytes: torch.ones(megabytes * 10**6 // 4)
 
 layers = []
-for _ in range(60):
-    x = filled(30)
+for _ in range(50):
+    x = filled(12)
     layers.append((x + 1) * 2 + 1)
     del x
 with_layers = held()
 del layers
-pointers = {each.data_ptr() for each in [filled(160) for _ in range(8)]}
-reused = pointers == {each.data_ptr() for each in [filled(160) for _ in range(8)]}
-layers = [filled(240) for _ in range(5)]
+pointers = {each.data_ptr() for each in [filled(60) for _ in range(8)]}
+reused = pointers == {each.data_ptr() for each in [filled(60) for _ in range(8)]}
+layers = [filled(100) for _ in range(5)]
 other_sizes = held()
 del layers
 return_freed_memory()
@@ -44,8 +44,8 @@ def test_freed_memory_is_reused_and_its_holes_are_returned() -> None:
 
     reused, other_sizes, with_layers, at_last = json.loads(said)
     assert reused
-    # 256 MiB more than the highest use, of sizes rounded to a 16th; all of them would take 2,480.
-    most = (63 * 30 + 1.048576 * 256) * 17 / 16
+    # 256 MiB more than the highest use, of sizes rounded to a 16th; all of them would take 1,580.
+    most = (53 * 12 + 1.048576 * 256) * 17 / 16
     assert with_layers < most
     assert other_sizes < most
     assert at_last < 20

@@ -75,7 +75,9 @@ def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)]
+)
 def test_torchrun_passes_a_schedulers_signal_on_and_waits(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -81,7 +81,7 @@ def test_a_trial_that_fails_is_not_chosen_and_best_runs(bench: Bench) -> None:
     assert (bench.out / "summary.json").is_file()
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 def test_later_steps_start_from_models_of_trials(bench: Bench) -> None:
     given = ("--sft.micro_batch_size", "2", "--reward.micro_batch_size", "2")
     bench.tune("--autotune", "tune", *given, step="1 2")

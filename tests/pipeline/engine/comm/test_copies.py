@@ -48,7 +48,6 @@ ALL = list(product(("fp32", "bf16", "fp16"), range(4), (True, False)))
     ("cases", "several"),
     [
         pytest.param(SOME[1::2], (2,), id="two"),
-        pytest.param(SOME, (2, 4), id="some", marks=pytest.mark.jobs),
         pytest.param(ALL, (2, 4), id="all", marks=pytest.mark.grid),
     ],
 )

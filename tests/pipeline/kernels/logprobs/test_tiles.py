@@ -167,7 +167,7 @@ def test_logits_of_any_size_neither_overflow_nor_vanish() -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("uniform", "entropy"), [(False, True), (True, False)])
 def test_memory_is_at_most_a_sixth_of_the_plain_ways(uniform: bool, entropy: bool) -> None:
     count, words, width = 2048, 50_272, 16
     generator = torch.Generator().manual_seed(0)
