@@ -73,7 +73,7 @@ class Run:
         if self.is_main:
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
             self._held.enter_context(RunLock(self.path(LOCK)))
-            self._spare_what_was_cut_off()
+            self._refuse_unfinished_run()
             self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
             self.config.require_trackers()
             self._trackers = open_trackers(
@@ -117,7 +117,7 @@ class Run:
         step = None if newest is None else step_of(newest)
         return "begins at step 1" if step is None else f"continues after step {step}"
 
-    def _spare_what_was_cut_off(self) -> None:
+    def _refuse_unfinished_run(self) -> None:
         """Refuse to overwrite the checkpoints of an unfinished run.
 
         Raises:
