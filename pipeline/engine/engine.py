@@ -19,6 +19,7 @@ from pipeline.engine.optimizer.gradients import (
     NormsOfParts,
     squares_of_pieces,
 )
+from pipeline.engine.optimizer.host_adamw import HostAdamW
 from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.setup import build_units, get_placement, store_on_disk
 from pipeline.engine.zero import ZeroModel
@@ -172,6 +173,8 @@ class Engine:
         self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
         self._kernels: Kernels = config.kernels
         self._launches = Launches()
+        on_host = placement.optimizer_device != device
+        self._host = HostAdamW(device) if on_host else None
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
@@ -331,7 +334,7 @@ class Engine:
                 step=int(group.state["step"].item()),
                 multiplier=multiplier,
             )
-            launches = self._launches if group.steps_in_place else Launches()
+            launches = self._launches if group.steps_in_place else self._host or Launches()
             launches.step(shards, step, kernels=self._kernels)
         for work in [group.end_step() for group in begun]:
             work.wait()

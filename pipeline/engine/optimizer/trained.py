@@ -159,8 +159,8 @@ class Masters:
         if self.kind != "whole" or flat.settings.dtype not in COPIES:
             return None
         device = flat.placement.optimizer_device
-        if flat.disk is None and self.weights.device == device:
-            return self.weights
+        if flat.disk is None and (self.weights.device == device or device.type == "cpu"):
+            return self.weights  # to which `HostAdamW` copies
         return flat.placement.host_empty(self.numel, flat.settings.dtype, device)
 
     def write_weights(self, rounded: Tensor | None = None) -> None:
@@ -322,18 +322,20 @@ class TrainedParams:
         gradient = self._gradient()
         if not self.flat.placement.shard_optimizer and self.comm.size > 1:
             gradient = self._gathered_gradient = self._gathered(gradient)
-        gradient = gradient.to(self.flat.placement.optimizer_device)
+        device = self.flat.placement.optimizer_device
+        if not self._by_kernel or device.type != "cpu":  # else `HostAdamW` copies it in pieces
+            gradient = gradient.to(device)
         if not self._by_kernel:
             self.masters.param.grad = gradient.mul_(multiplier)
             self.optimizer.step()
             self.masters.param.grad = None
             return []
         state, masters = self.state, self.masters
+        stepped = masters.fp32() if masters.low_bits is None else masters.weights
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
-            state |= new_moments(gradient, self.moment_dtype)
+            state |= new_moments(stepped, self.moment_dtype)
         state["step"] = state["step"].cpu() + 1  # PyTorch's fused class loads it to the GPU
-        stepped = masters.fp32() if masters.low_bits is None else masters.weights
         self._rounded = copy = masters.room_for_weights()
         vectors = Weights(stepped, **self.named_moments(), copy=copy, low_bits=masters.low_bits)
         lr, first = self.flat.settings.lr, self._first

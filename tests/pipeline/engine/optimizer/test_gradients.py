@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipeline.config import LossScaleConfig
 from pipeline.engine.optimizer.gradients import LossScaler, squared_norms
 from pipeline.engine.sharding.tensor_parallel import Part, counted, mark_part
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
+from tests.operators import Operators
 
 
 def scaler(**settings: object) -> LossScaler:
@@ -118,29 +116,15 @@ def test_the_sum_is_fp64s() -> None:
     assert total == pytest.approx(math.fsum(exact), rel=1e-15)
 
 
-class Reads(TorchDispatchMode):
-    """Records the operators that read tensors of a million elements and more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        numel = sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-        if numel >= 2**20 and not func.is_view:
-            self.operators.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_norm_of_a_gradient_off_the_cpu_reads_it_once() -> None:
     """`_foreach_norm` has a CUDA kernel that adds fp32 in fp64, where `vector_norm` copies."""
-    with Reads() as reads:
-        total = squared_norms(torch.empty(2**24, device="meta"), 16)
+    gradient = torch.empty(2**24, device="meta")
+
+    with Operators(2**20) as operators:
+        total = squared_norms(gradient, 16)
 
     assert (total.shape, total.dtype) == ((16,), torch.float64)
-    assert reads.operators == ["_foreach_norm"]
+    assert operators.names == ["_foreach_norm"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,24 @@
+"""The operators that PyTorch runs."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of operators that take or return `numel` elements or more; no views."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.names = numel, list[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        if sum(tensor.numel() for tensor in tensors) >= self.numel and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return result

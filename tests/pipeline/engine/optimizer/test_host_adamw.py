@@ -1,0 +1,65 @@
+"""AdamW in main memory, piece by piece, as in one; a GPU's tensors are the CPU's here."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import Kernels
+from pipeline.engine.optimizer.host_adamw import HostAdamW
+from pipeline.kernels.adamw import AdamW, Launches, Shard, Weights
+from tests.operators import Operators
+
+STEPS = [
+    AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step=number, multiplier=0.5)
+    for number in (1, 2, 3)
+]
+
+
+def shards(copy: torch.dtype | None) -> list[Shard]:
+    """Vectors of seven and of less than one piece of 64, the latter without weight decay."""
+    generator = torch.Generator().manual_seed(0)
+    made: list[Shard] = []
+    for numel, decay in ((400, 0.1), (48, 0.0)):
+        master, gradient = torch.randn(2, numel, generator=generator)
+        room = None if copy is None else torch.zeros(numel, dtype=copy)
+        weights = Weights(master, *torch.zeros(2, numel), copy=room)
+        made.append(Shard(weights=weights, gradient=gradient, lr=2.0, weight_decay=decay))
+    return made
+
+
+def tensors(stepped: list[Shard]) -> list[Tensor]:
+    return [tensor for shard in stepped for tensor in shard.weights.tensors().values()]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("copy", [torch.bfloat16, torch.float16, None])
+def test_pieces_have_the_bits_of_a_whole_step(copy: torch.dtype | None, kernels: Kernels) -> None:
+    expected, got = shards(copy), shards(copy)
+    in_pieces = HostAdamW(torch.device("cpu"), piece=64)
+
+    for step in STEPS:
+        Launches().step(expected, step, kernels=kernels)
+        in_pieces.step(got, step, kernels=kernels)
+
+    assert all(map(torch.equal, tensors(got), tensors(expected)))
+
+
+def test_only_the_first_step_allocates() -> None:
+    vectors = shards(torch.bfloat16)
+    in_pieces = HostAdamW(torch.device("cpu"), piece=64)
+    in_pieces.step(vectors, STEPS[0], kernels="required")
+
+    with Operators(numel=1) as operators:
+        in_pieces.step(vectors, STEPS[1], kernels="required")
+
+    assert set(operators.names) == {"copy_"}
+
+
+def test_tensors_in_main_memory_are_stepped_where_they_are() -> None:
+    vectors = shards(torch.bfloat16)
+    in_pieces = HostAdamW(torch.device("meta"), piece=64)
+
+    with Operators(numel=1) as operators:
+        in_pieces.step(vectors, STEPS[0], kernels="required")
+
+    assert operators.names == []
