@@ -138,18 +138,22 @@ class FlatParams:
             self.spared_from = self.numel
         self.shard_numel = self.numel // comm.size
         device = placement.device
+        self.keeps_all = not placement.shard_params or (
+            comm.size == 1 and disk is None and placement.param_device == device
+        )
+        """Whether the shard and the full vector are one, which is never freed."""
         self.disk: DiskPiece | None = None
         if disk is not None:
             name = next(iter(self.params), unit)  # of the first parameter: no other vector has it
             self.disk = disk.piece(name, self.shard_numel, settings.dtype)
-        if placement.shard_params:
+        if self.keeps_all:
+            self.full = comm.empty(self.numel, settings.dtype, device)
+            self.shard = comm.piece(self.full)
+        else:
             self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
             # On a disk it has no memory: see `_load` and `start_gather`.
             size = self.shard_numel if self.disk is None else 0
             self.shard = comm.empty(size, settings.dtype, placement.param_device)
-        else:
-            self.full = comm.empty(self.numel, settings.dtype, device)
-            self.shard = comm.piece(self.full)
         # Views of `.data`: they have version counters of their own, so that filling the vector
         # again between forward and backward doesn't look like a change to what autograd saved.
         self.views = self.cut(self.full.data)
@@ -193,6 +197,13 @@ class FlatParams:
             for name, param in self.params.items()
         }
 
+    @property
+    def gaps(self) -> list[slice]:
+        """Ranges between and behind the parameters."""
+        ends = [self.offsets[name] + param.numel() for name, param in self.params.items()]
+        starts = [*self.offsets.values(), self.numel][1:]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def stretches(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
         """Each parameter with elements between two offsets: its name, start and stop."""
         for name, param in self.params.items():
@@ -222,7 +233,8 @@ class FlatParams:
         """Start the all-gather, if needed."""
         if self.gathered or self._work is not None:
             return
-        self.full.untyped_storage().resize_(self.numel * self.full.element_size())
+        if not self.keeps_all:
+            self.full.untyped_storage().resize_(self.numel * self.full.element_size())
         shard = self.shard if self.disk is None else self.disk.read()
         self._work = self.comm.all_gather(self.full, shard, self.unit)
 
@@ -264,11 +276,13 @@ class FlatParams:
             return
         self._finish_gather()  # of what was gathered ahead for a use that did not come
         self.hide()  # first: reading memory that is gone would end the process
+        self.gathered = False
+        if self.keeps_all:
+            return
         if not self.full.untyped_storage().resizable():  # a NumPy array shares it
             self.full = torch.empty_like(self.full)
             self.views = self.cut(self.full.data)
         self.full.untyped_storage().resize_(0)
-        self.gathered = False
 
     def publish(self) -> None:
         """All-gather updated shards if the weights are currently gathered."""
