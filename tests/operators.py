@@ -1,5 +1,6 @@
 """The operators that PyTorch runs."""
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,8 @@ class Operators(TorchDispatchMode):
     def __init__(self, numel: int) -> None:
         super().__init__()
         self.numel, self.names = numel, list[str]()
+        self.num_bytes = Counter[str]()
+        """Bytes of what they take and return, by name."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -20,5 +23,6 @@ class Operators(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
         if sum(tensor.numel() for tensor in tensors) >= self.numel and not func.is_view:
-            self.names.append(func.overloadpacket.__name__)
+            self.names.append(name := func.overloadpacket.__name__)
+            self.num_bytes[name] += sum(tensor.nbytes for tensor in tensors)
         return result

@@ -194,8 +194,7 @@ class _ModelMemory:
         """The sums of gradients, and the buffers of a backward pass."""
         shards, shape, place = self.work.shards, self.model.shape, self._place("gradients")
         yield Item("gradients", 4 * self.trained / shards, place)
-        passes = self.work.micro_batches * (1 if self.model.use.text_length is None else 2)
-        if shards > 1 or passes > 1 or place != "device":
+        if self.work.data_processes > 1 or place != "device":
             buffers = 4 * self._two_blocks(shape.root_trained, shape.block_trained)
             yield Item("gradient_buffers", buffers)
         yield from self.gathered()

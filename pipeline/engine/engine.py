@@ -119,7 +119,7 @@ class Engine:
     `engine.step()`. Nothing else in the repository touches gradients. Gradients are summed, not
     averaged, over micro-batches and processes: losses are already divided by the number of tokens
     (or pairs) of the whole optimizer step, so that every token has the same weight however the step
-    is split. Weights below fp32 have fp32 masters; gradients always accumulate in fp32.
+    is split. Weights below fp32 have fp32 masters and fp32 sums of gradients.
 
     What a process keeps between uses depends on `config.zero_stage`: 0 everything; 1 and 2 only its
     shard of masters, moments and summed gradients; 3 also only its shard of the weights. The

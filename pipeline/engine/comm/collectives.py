@@ -293,14 +293,14 @@ class BufferPool:
         self._read: dict[int, torch.cuda.Event] = {}
         """CUDA events by buffer address; after its event, a free buffer is no longer being read."""
 
-    def borrow(self, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
-        """A buffer of zeros, or uninitialized."""
+    def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized buffer."""
         free = self._free.setdefault((numel, dtype), [])
         buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
         read = self._read.pop(buffer.data_ptr(), None)
         if read is not None:
             torch.cuda.current_stream().wait_event(read)
-        return buffer.zero_() if zero else buffer
+        return buffer
 
     def give_back(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
         """Return the buffer to the pool, to be reused after the event `after`."""

@@ -6,8 +6,10 @@ by the same code at the same length, and one exact collective combines the chunk
 """
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -16,6 +18,7 @@ from torch import Tensor
 from pipeline.config import LossScaleConfig
 from pipeline.engine.comm.collectives import BufferPool, Collectives, GradientCopies, Work
 from pipeline.engine.sharding.flat import FlatParams, num_chunks
+from pipeline.engine.sharding.units import ROOT
 from pipeline.parallel.group import Group
 
 PIECE = 1 << 24
@@ -56,8 +59,8 @@ class RunningSum:
 
     @property
     def direct(self) -> Tensor | None:
-        """Destination for the first gradient instead of `add`; then set `empty = False`."""
-        return self.total if self.empty and self._copies is None else None
+        """Destination for gradients instead of `add`; then set `empty = False`."""
+        return self.total if self._copies is None else None
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, which may be overwritten after the event `read`."""
@@ -121,17 +124,6 @@ class TreeSum:
         self._current = current
         self._levels: list[tuple[int, Tensor]] = []
 
-    direct = None
-
-    def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the current micro-batch."""
-        self._current.add(gradient)
-
-    @property
-    def read(self) -> torch.cuda.Event | None:
-        """Event after which the last added gradient has been read; None if it has been already."""
-        return self._current.read
-
     def end_micro_batch(self) -> None:
         """Merge the micro-batch's sum with earlier sums of equal size."""
         if self._current.empty:
@@ -164,24 +156,32 @@ class TreeSum:
 
 
 class FlatGradients:
-    """The gradient of one flat vector: a buffer for autograd, and the sum of the local shard.
+    """The gradient of one flat vector: from autograd to the sum of the local shard.
 
-    Autograd accumulates directly into the fp32 buffer; the parameters' `.grad` are views of it. A
-    finished buffer is reduce-scattered into the processes' sums.
+    A parameter's gradient, in the type of its weight, is added to an fp32 vector as soon as
+    autograd has it, and `.grad` is None again. Where one process trains the model that vector is
+    the sum. Otherwise it is a buffer, which is reduced, each shard into the sum of its process.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
         placement = flat.placement
         copies = pool.copies if placement.gradient_device != placement.device else None
-        running = RunningSum(self._empty, copies)
+        self._running = RunningSum(self._empty, copies)
         self.sum: TreeSum | RunningSum = (
-            TreeSum(self._empty, running) if placement.deterministic else running
+            TreeSum(self._empty, self._running) if placement.deterministic else self._running
         )
+        self._in_place = self.comm.size == self.comm.copies == 1 and copies is None
         self._buffer: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+        self._missing: set[str] = set()
+        """Parameters whose part of the buffer is undefined."""
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
-        for param in flat.params.values():
-            param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        take = partial(FlatGradients._take, weakref.proxy(self))  # autograd would keep `self`
+        for name, param in flat.params.items():
+            if flat.unit == ROOT:  # autograd adds both gradients of a tied matrix before the hook
+                param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+            param.register_post_accumulate_grad_hook(partial(take, name))
 
     def _empty(self) -> Tensor:
         placement = self.flat.placement
@@ -189,53 +189,55 @@ class FlatGradients:
         return placement.host_empty(numel, torch.float32, device)
 
     def begin(self) -> None:
-        """Make autograd write into a zeroed buffer, or continue in the current one."""
+        """Provide the vector for the gradients of a backward pass, or continue with the current."""
         if self._buffer is not None:
             return
         self.settle()
-        direct = self.sum.direct if self.comm.size == 1 else None
-        if direct is not None:
-            self._buffer = direct.zero_()
-        else:
-            self._buffer = self.borrow(zero=True)
-        for name, view in self.flat.cut(self._buffer).items():
-            # With `.data` each has its own version counter, which counts autograd's additions.
-            self.flat.params[name].grad = view.data
+        self._buffer = self._running.total if self._in_place else self.borrow()
+        self._views = self.flat.cut(self._buffer)
+        if not self._in_place or self._running.empty:
+            self._missing = set(self._views)
+            for gap in self.flat.gaps:
+                self._buffer[gap].zero_()
 
-    def borrow(self, *, zero: bool = False) -> Tensor:
-        """An fp32 buffer of the full vector's length, from the pool."""
-        return self.pool.borrow(self.flat.numel, torch.float32, zero=zero)
-
-    def start_reduction(self) -> None:
-        """Start summing the buffer over processes.
+    def _take(self, name: str, param: Tensor) -> None:
+        """Add a gradient that autograd has completed.
 
         Raises:
-            RuntimeError: gradients are not in the buffer, for example after `zero_grad()`.
+            RuntimeError: the hook that prepares the backward pass of its unit was lost.
         """
-        self._check_taken()
+        gradient, param.grad = param.grad, None
+        if self._buffer is None or gradient is None:
+            raise RuntimeError(
+                f"the gradient of {name} came before its block's backward pass began: don't change"
+                " a view that a module returns in place"
+            )
+        if name in self._missing:
+            self._missing.remove(name)
+            self._views[name].copy_(gradient.detach())
+        else:
+            self._views[name].add_(gradient.detach())
+
+    def borrow(self) -> Tensor:
+        """An fp32 buffer of the full vector's length, from the pool."""
+        return self.pool.borrow(self.flat.numel, torch.float32)
+
+    def start_reduction(self) -> None:
+        """Start summing the buffer over processes."""
         if self._buffer is None:
             return
         self.settle()
-        for param in self.flat.params.values():
-            param.grad = None
+        for name in self._missing:
+            self._views[name].zero_()
+        self._missing.clear()
         buffer, self._buffer = self._buffer, None
-        direct = self.sum.direct
+        if self._in_place:
+            self._running.empty = False
+            return
+        direct = self._running.direct if self._running.empty else None
         out = self.comm.piece(buffer) if direct is None else direct
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, out)
-
-    def _check_taken(self) -> None:
-        views = {} if self._buffer is None else self.flat.cut(self._buffer)
-        for name, param in self.flat.params.items():
-            grad = param.grad
-            there = None if grad is None else grad.data_ptr()
-            expected = views[name].data_ptr() if name in views else None
-            if there != expected:
-                raise RuntimeError(
-                    f"the gradient of {name} is not where the engine put it: leave `.grad` to the"
-                    " engine (no zero_grad(), no create_graph), and don't change a view that a"
-                    " module returns in place"
-                )
 
     def settle(self) -> None:
         """Wait for the pending reduction and add its result to the sum."""
@@ -243,22 +245,18 @@ class FlatGradients:
             return
         (work, buffer, out), self._reduction = self._reduction, None
         work.wait()
-        if isinstance(self.sum, RunningSum) and out is self.sum.direct:
-            self.sum.empty = False
+        if out is self._running.direct:
+            self._running.empty = False
         else:
-            self.sum.add(out)
-        if buffer is not out:
-            self.pool.give_back(buffer, after=self.sum.read)
+            self._running.add(out)
+        self.pool.give_back(buffer, after=self._running.read)
 
     def clear(self) -> None:
         """Discard the accumulated gradients."""
         self.settle()
-        if self._buffer is not None:
-            for param in self.flat.params.values():
-                param.grad = None
-            if self._buffer is not self.sum.direct:
-                self.pool.give_back(self._buffer)
-            self._buffer = None
+        if self._buffer is not None and not self._in_place:
+            self.pool.give_back(self._buffer)
+        self._buffer = None
         self.sum.clear()
 
 

@@ -18,7 +18,7 @@ class HostAdamW:
     """Steps of vectors whose masters and moments are in main memory.
 
     While the host steps a piece, the next gradient arrives on one stream and the previous weights
-    leave on another. Both use two pinned buffers of one piece, which are allocated once.
+    leave on another, each through one of two pinned buffers, which are allocated once.
 
     Args:
         device: tensors on it are copied to main memory and back.
@@ -27,62 +27,54 @@ class HostAdamW:
 
     def __init__(self, device: torch.device, piece: int = PIECE) -> None:
         self.device, self.piece = device, piece
-        self._on_gpu = device.type == "cuda"
-        self._arriving, self._leaving = (
-            torch.cuda.Stream(device) if self._on_gpu else None for _ in range(2)
-        )
+        count = 2 if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
-        self._left: list[torch.cuda.Event | None] = [None, None]
-        """Events after which a buffer of weights may be filled again."""
+        self._turn = 0
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """One step of all shards, as `Launches.step`; copies to the GPU may still be pending."""
-        for stream in (self._arriving, self._leaving):
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(self.device))
+        """One step of all shards, as `Launches.step`; the computing stream waits for the copies."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         pieces = [piece for shard in shards for piece in self._cut(shard)]
-        following = self._fetch(pieces[0].gradient, 0)
-        for turn, piece in enumerate(pieces):
-            gradient, arrived = following
-            if turn + 1 < len(pieces):
-                following = self._fetch(pieces[turn + 1].gradient, turn + 1)
-            for event in (arrived, self._left[turn % 2]):
-                if event is not None:
-                    event.synchronize()
+        following = self._fetch(pieces[0].gradient)
+        for number, piece in enumerate(pieces, 1):
+            gradient = following
+            for stream in self._streams[:1]:
+                stream.synchronize()
+            self._turn += 1
+            if number < len(pieces):
+                following = self._fetch(pieces[number].gradient)
             room = target = piece.weights.copy
             if target is not None and target.device == self.device:
-                room = self._buffer("weights", target, turn)
+                room = self._buffer("weights", target)
             own = replace(step, lr=piece.lr * step.lr, weight_decay=piece.weight_decay)
             adamw_(replace(piece.weights, copy=room), gradient, own, kernels=kernels)
+            for stream in self._streams[1:]:
+                stream.synchronize()  # the other buffer can be filled again
             if target is not None and room is not None and room is not target:
-                _, self._left[turn % 2] = self._copy(target, room, self._leaving)
-        if self._leaving is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._leaving)
+                self._copy(target, room, 1)
+        for stream in self._streams[1:]:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _cut(self, shard: Shard) -> Iterator[Shard]:
         for start in range(0, len(shard.gradient), self.piece):
             place = slice(start, start + self.piece)
-            part = shard.weights.part(place)
-            yield replace(shard, weights=part, gradient=shard.gradient[place])
+            weights = shard.weights.part(place)
+            yield replace(shard, weights=weights, gradient=shard.gradient[place])
 
-    def _fetch(self, gradient: Tensor, turn: int) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _fetch(self, gradient: Tensor) -> Tensor:
         if gradient.device != self.device:
-            return gradient, None
-        return self._copy(self._buffer("gradient", gradient, turn), gradient, self._arriving)
+            return gradient
+        return self._copy(self._buffer("gradient", gradient), gradient, 0)
 
-    def _buffer(self, use: str, like: Tensor, turn: int) -> Tensor:
-        key = (use, like.dtype, turn % 2)
+    def _buffer(self, use: str, like: Tensor) -> Tensor:
+        key = (use, like.dtype, self._turn % 2)
         if key not in self._buffers:
-            new = pinned_empty if self._on_gpu else torch.empty
+            new = pinned_empty if self._streams else torch.empty
             self._buffers[key] = new(self.piece, dtype=like.dtype)
         return self._buffers[key][: len(like)]
 
-    def _copy(
-        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
-        event = None if stream is None else torch.cuda.Event()
-        with torch.cuda.stream(stream):  # pyright: ignore[reportArgumentType]
-            target.copy_(source, non_blocking=True)
-            if event is not None:
-                event.record()
-        return target, event
+    def _copy(self, target: Tensor, source: Tensor, number: int) -> Tensor:
+        with torch.cuda.stream(self._streams[number] if self._streams else None):  # pyright: ignore[reportArgumentType]
+            return target.copy_(source, non_blocking=True)

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipeline.config import LossScaleConfig
+from pipeline.engine.engine import Engine
 from pipeline.engine.optimizer.gradients import LossScaler, squared_norms
 from pipeline.engine.sharding.tensor_parallel import Part, counted, mark_part
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
 from tests.operators import Operators
+from tests.pipeline.engine.test_stages import settings
 
 
 def scaler(**settings: object) -> LossScaler:
@@ -125,6 +128,23 @@ def test_the_norm_of_a_gradient_off_the_cpu_reads_it_once() -> None:
 
     assert (total.shape, total.dtype) == ((16,), torch.float64)
     assert operators.names == ["_foreach_norm"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_bf16_gradient_moves_ten_bytes_an_element_into_the_sum(stage: int) -> None:
+    """Two of the gradient, four of the sum before and four after it; 34 with a zeroed buffer."""
+    layers = [nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(3)]
+    model = nn.Sequential(nn.Sequential(*layers))
+    engine = Engine(model, settings(stage, max_norm=None, unit_classes=("Linear",)), total_steps=1)
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+
+    for _ in range(3):
+        loss = engine(x).float().sum()
+        with Operators(64 * 64) as operators:
+            engine.backward(loss)
+        moved = operators.num_bytes
+        total = sum(moved[name] for name in ("zero_", "clone", "_to_copy", "copy_", "add_"))
+        assert total == 10 * sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize(
