@@ -31,7 +31,6 @@ def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement
         params_on_disk=offload.params == "nvme",
         optimizer_on_disk=offload.optimizer == "nvme",
         deterministic=config.zero.reduction == "deterministic",
-        pin_memory=offload.pin_memory,
     )
 
 

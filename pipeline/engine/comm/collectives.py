@@ -75,7 +75,7 @@ class Collectives:
         HERE.enter_collective(kind, f"{unit} ({self.owner})" if unit else self.owner, num_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a vector that collectives read or write. A collective itself."""
+        """Memory for a vector, pinned if it is offloaded from a GPU."""
         if self.pin_memory and device.type == "cpu":
             return pinned_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)

@@ -117,10 +117,6 @@ class CollectivesOverCopies(Collectives):
         self._within, self._over = within, over
         self._pool = BufferPool(over, device)
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a vector that the collectives of this copy read or write."""
-        return self._within.empty(numel, dtype, device)
-
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Fill `full` with the shards of this copy's processes."""
         return self._within.all_gather(full, shard, unit)

@@ -57,20 +57,12 @@ class RunningSum:
             self._total = self._empty()
         return self._total
 
-    @property
-    def direct(self) -> Tensor | None:
-        """Destination for gradients instead of `add`; then set `empty = False`."""
-        return self.total if self._copies is None else None
-
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, which may be overwritten after the event `read`."""
         total, is_first = self.total, self.empty
         self.empty = False
         if self._copies is None:
-            if is_first:
-                total.copy_(gradient)
-            else:
-                total.add_(gradient)
+            (total.copy_ if is_first else total.add_)(gradient)
             return
 
         def copy() -> None:
@@ -171,12 +163,13 @@ class FlatGradients:
         self.sum: TreeSum | RunningSum = (
             TreeSum(self._empty, self._running) if placement.deterministic else self._running
         )
-        self._in_place = self.comm.size == self.comm.copies == 1 and copies is None
+        self._on_device = copies is None
+        self._in_place = self.comm.size == self.comm.copies == 1 and self._on_device
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._missing: set[str] = set()
         """Parameters whose part of the buffer is undefined."""
-        self._reduction: tuple[Work, Tensor, Tensor] | None = None
+        self._reduction: tuple[Work, Tensor, Tensor | None] | None = None
         take = partial(FlatGradients._take, weakref.proxy(self))  # autograd would keep `self`
         for name, param in flat.params.items():
             if flat.unit == ROOT:  # autograd adds both gradients of a tied matrix before the hook
@@ -184,16 +177,18 @@ class FlatGradients:
             param.register_post_accumulate_grad_hook(partial(take, name))
 
     def _empty(self) -> Tensor:
-        placement = self.flat.placement
-        numel, device = self.flat.shard_numel, placement.gradient_device
-        return placement.host_empty(numel, torch.float32, device)
+        device = self.flat.placement.gradient_device
+        return self.comm.empty(self.flat.shard_numel, torch.float32, device)
 
     def begin(self) -> None:
         """Provide the vector for the gradients of a backward pass, or continue with the current."""
         if self._buffer is not None:
             return
         self.settle()
-        self._buffer = self._running.total if self._in_place else self.borrow()
+        if self._in_place:
+            self._buffer = self._running.total
+        else:
+            self._buffer = self.pool.borrow(self.flat.numel, torch.float32)
         self._views = self.flat.cut(self._buffer)
         if not self._in_place or self._running.empty:
             self._missing = set(self._views)
@@ -212,15 +207,9 @@ class FlatGradients:
                 f"the gradient of {name} came before its block's backward pass began: don't change"
                 " a view that a module returns in place"
             )
-        if name in self._missing:
-            self._missing.remove(name)
-            self._views[name].copy_(gradient.detach())
-        else:
-            self._views[name].add_(gradient.detach())
-
-    def borrow(self) -> Tensor:
-        """An fp32 buffer of the full vector's length, from the pool."""
-        return self.pool.borrow(self.flat.numel, torch.float32)
+        view = self._views[name]
+        (view.copy_ if name in self._missing else view.add_)(gradient.detach())
+        self._missing.discard(name)
 
     def start_reduction(self) -> None:
         """Start summing the buffer over processes."""
@@ -234,10 +223,10 @@ class FlatGradients:
         if self._in_place:
             self._running.empty = False
             return
-        direct = self._running.direct if self._running.empty else None
-        out = self.comm.piece(buffer) if direct is None else direct
+        is_sum = self._running.empty and self._on_device
+        out = self._running.total if is_sum else self.comm.piece(buffer)
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
-        self._reduction = (work, buffer, out)
+        self._reduction = (work, buffer, None if is_sum else out)
 
     def settle(self) -> None:
         """Wait for the pending reduction and add its result to the sum."""
@@ -245,7 +234,7 @@ class FlatGradients:
             return
         (work, buffer, out), self._reduction = self._reduction, None
         work.wait()
-        if out is self._running.direct:
+        if out is None:
             self._running.empty = False
         else:
             self._running.add(out)

@@ -144,7 +144,7 @@ class Masters:
         """The weights in fp32 on the optimizer's device, read from disk if they are there."""
         disk, placement = self.flat.disk, self.flat.placement
         own = self.weights if disk is None else disk.read()
-        copy = placement.host_empty(own.numel(), torch.float32, placement.optimizer_device)
+        copy = self.flat.comm.empty(own.numel(), torch.float32, placement.optimizer_device)
         copy.copy_(own)
         if disk is not None:
             disk.give_back()
@@ -161,7 +161,7 @@ class Masters:
         device = flat.placement.optimizer_device
         if flat.disk is None and (self.weights.device == device or device.type == "cpu"):
             return self.weights  # to which `HostAdamW` copies
-        return flat.placement.host_empty(self.numel, flat.settings.dtype, device)
+        return flat.comm.empty(self.numel, flat.settings.dtype, device)
 
     def write_weights(self, rounded: Tensor | None = None) -> None:
         """Update the weights; `rounded` is the filled result of `room_for_weights`."""
@@ -273,7 +273,7 @@ class TrainedParams:
 
     def _gathered(self, gradient: Tensor) -> Tensor:
         """All-gather the shards of a gradient into a buffer of the pool."""
-        full = self.gradients.borrow()
+        full = self.gradients.pool.borrow(self.flat.numel, torch.float32)
         piece = self.comm.piece(full)
         piece.copy_(gradient)
         self.comm.all_gather(full, piece, self.flat.unit).wait()

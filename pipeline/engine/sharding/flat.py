@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from pipeline.engine.comm.collectives import Collectives, Finished, Work
 from pipeline.engine.sharding.offload import DiskPiece, WeightDisk
 from pipeline.engine.sharding.tensor_parallel import Role
-from pipeline.kernels.pinned_memory import pinned_empty
 
 ALIGNMENT = 16
 """Splitting a flat vector at multiples of this number of elements changes no bit of an update.
@@ -103,15 +102,6 @@ class Placement:
 
     deterministic: bool
     """Sum micro-batches as a tree."""
-
-    pin_memory: bool
-    """Allocate offloaded vectors in pinned memory."""
-
-    def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a vector that may be offloaded."""
-        if self.pin_memory and device.type == "cpu" and self.device.type == "cuda":
-            return pinned_empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
 
 
 class FlatParams:
