@@ -344,10 +344,7 @@ def conclude(
         write_samples(held_out, sampled, samples, talk=conversation.rows() if conversation else ())
     if conversation is None:
         return {}
-    return {
-        **verification(held_out, sampled),
-        "judge_talk": conversation.rate,
-    }
+    return {**verification(held_out, sampled), "judge_talk": conversation.rate}
 
 
 def verification(

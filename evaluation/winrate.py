@@ -140,10 +140,7 @@ def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> li
     rewards = [_rewards(row, config) for row in responses]
     return [
         Match(
-            ours,
-            theirs,
-            _compare(rewards[ours], rewards[theirs]),
-            lengths[ours] - lengths[theirs],
+            ours, theirs, _compare(rewards[ours], rewards[theirs]), lengths[ours] - lengths[theirs]
         )
         for theirs, ours in itertools.combinations(range(len(responses)), 2)
     ]

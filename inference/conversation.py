@@ -125,9 +125,7 @@ class Conversation:
 
 
 def fit_turns(
-    messages: Sequence[Message],
-    encode: Callable[[Sequence[Message]], list[int]],
-    max_tokens: int,
+    messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], max_tokens: int
 ) -> tuple[list[int], int]:
     """Drop the oldest turns until the rest has at most `max_tokens` tokens.
 

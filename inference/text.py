@@ -145,11 +145,7 @@ class ResponseText:
     """
 
     def __init__(
-        self,
-        view_bytes: TokenBytes,
-        stops: Sequence[str] = (),
-        *,
-        begins: bool = True,
+        self, view_bytes: TokenBytes, stops: Sequence[str] = (), *, begins: bool = True
     ) -> None:
         self._bytes_of = view_bytes
         self._begins = begins

@@ -17,13 +17,7 @@ logger = logging.getLogger(__name__)
 LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "steps"]
 
 Loss = Literal[
-    "bradley_terry",
-    "focal",
-    "rao_kupper",
-    "cross_entropy",
-    "proportional_odds",
-    "mse",
-    "bce",
+    "bradley_terry", "focal", "rao_kupper", "cross_entropy", "proportional_odds", "mse", "bce"
 ]
 
 LOSSES: dict[str, tuple[Loss, ...]] = {

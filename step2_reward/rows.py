@@ -96,11 +96,7 @@ def encode_dialogue(
 
 
 def encode_rows(
-    examples: Sequence[Example],
-    labels: Labels,
-    chat: ChatFormat,
-    *,
-    max_length: int,
+    examples: Sequence[Example], labels: Labels, chat: ChatFormat, *, max_length: int
 ) -> list[Row]:
     """Token ids and targets of rows of any kind except steps."""
 
@@ -184,12 +180,7 @@ def encode_steps(
 def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
     """This process's micro-batches of the rows."""
     longest = max(len(row.sequences) for row in rows)
-    parts = local_parts(
-        [row.num_tokens for row in rows],
-        config,
-        config.model,
-        sequences=longest,
-    )
+    parts = local_parts([row.num_tokens for row in rows], config, config.model, sequences=longest)
     weight = len(rows) / max(1, sum(len(row.ends or ()) for row in rows))
     return [collate_rows(rows, part, weight=weight) for part in parts]
 

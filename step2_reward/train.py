@@ -339,7 +339,7 @@ def finish(
             "best_step": best.step if config.keep_best else best.last_step,
             **({f"score_{key}": x for key, x in vars(moments).items()} if moments else {}),
             **_trust(measured[0]),
-        },
+        }
     )
 
 

@@ -97,11 +97,7 @@ def gae_estimate(rewarded: Rewarded) -> Estimate:
     """Generalized advantage estimation with a critic; see `gae`."""
     assert rewarded.values is not None
     advantages, returns = gae(
-        rewarded.rewards,
-        rewarded.values,
-        rewarded.mask,
-        gamma=rewarded.gamma,
-        lam=rewarded.lam,
+        rewarded.rewards, rewarded.values, rewarded.mask, gamma=rewarded.gamma, lam=rewarded.lam
     )
     return Estimate(advantages, returns)
 

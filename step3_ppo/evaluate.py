@@ -267,10 +267,7 @@ class Evaluator:
             self.best.update(-self.start, step=0)
             greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
-            details = {
-                "eval_by_prompt": self.watched.by_prompt(responses),
-                "began_from": start,
-            }
+            details = {"eval_by_prompt": self.watched.by_prompt(responses), "began_from": start}
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
     def evaluate(self, step: int, run: Run) -> None:

@@ -19,8 +19,7 @@ from step3_ppo.rewards import standard_error
 
 
 def rollout_statistics(
-    rollout: Rollout,
-    counted_score: Float[Tensor, " B"] | None = None,
+    rollout: Rollout, counted_score: Float[Tensor, " B"] | None = None
 ) -> dict[str, float]:
     """Scores, KL per response in nats, entropy per token, lengths, and the critic's accuracy.
 

@@ -311,11 +311,7 @@ def load_models(
 
 
 def load_actor(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatFormat,
-    *,
-    device: torch.device,
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, device: torch.device
 ) -> nn.Module:
     """The actor's Hugging Face model."""
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
@@ -436,11 +432,7 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 
 
 def load_reference(
-    config: PPOConfig,
-    actor: Passes,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    device: torch.device,
+    config: PPOConfig, actor: Passes, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> Reference:
     """The configured reference, by default the initial actor, sharded like the actor.
 

@@ -191,10 +191,7 @@ class Submitting:
     """
 
     def __init__(
-        self,
-        sources: RewardSources,
-        prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
+        self, sources: RewardSources, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._sources = sources
         self._prompts = prompts

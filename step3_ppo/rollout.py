@@ -252,11 +252,7 @@ def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Respo
 
 
 def sampled_responses(
-    models: Models,
-    batch: PromptBatch,
-    config: PPOConfig,
-    *,
-    on_response: OnResponse | None = None,
+    models: Models, batch: PromptBatch, config: PPOConfig, *, on_response: OnResponse | None = None
 ) -> list[Response]:
     """The actor's responses to a batch, or its episodes, sampled with the batch's keys."""
     environments = models.sources.environments

@@ -401,9 +401,7 @@ def _learn_policy(
     def compute_loss(minibatch: Minibatch) -> Tensor:
         if forward is None:
             outputs: TokenLogprobs = models.actor(
-                minibatch.tokens,
-                temperature=config.temperature,
-                entropy=config.entropy_coef > 0,
+                minibatch.tokens, temperature=config.temperature, entropy=config.entropy_coef > 0
             )
         else:
             outputs = forward.policy

@@ -33,10 +33,7 @@ def world_size() -> int:
 
 
 def run_ranks(
-    body: Callable[..., Any],
-    *args: object,
-    world_size: int = 2,
-    may_die: tuple[int, ...] = (),
+    body: Callable[..., Any], *args: object, world_size: int = 2, may_die: tuple[int, ...] = ()
 ) -> list[Any]:
     """Call `body(*args)` on every rank of a gloo group; what each returned, in rank order.
 

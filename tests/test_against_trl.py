@@ -157,11 +157,7 @@ def test_the_losses_without_a_reference_are_trls(name: str, method: str) -> None
 
     config = PreferenceConfig(method="cpo", **METHODS[method])
     own = trainer(
-        alpha=0.0,
-        loss_type=name,
-        simpo_gamma=config.gamma,
-        beta=config.beta,
-        label_smoothing=0.0,
+        alpha=0.0, loss_type=name, simpo_gamma=config.gamma, beta=config.beta, label_smoothing=0.0
     )
 
     expected, *_ = CPOTrainer.cpo_loss(own, CHOSEN, REJECTED)

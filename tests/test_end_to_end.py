@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +24,7 @@ SHORT = [
 EVAL_KEYS = {
     "step1_sft": {"perplexity_before", "perplexity_after"},
     "step2_reward": {
-        *("accuracy_before", "accuracy_after", "mean_chosen", "mean_rejected", "pairs"),
+        *("accuracy_before", "accuracy_after", "mean_chosen", "mean_rejected", "pairs")
     },
     "step3_ppo": {
         *("score_before", "score_after", "kl", "win_rate"),

@@ -40,10 +40,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        (
-            ("rewards.environments.games", "--rows", "400"),
-            ("--config", "guessing-grpo.yaml"),
-        ),
+        (("rewards.environments.games", "--rows", "400"), ("--config", "guessing-grpo.yaml")),
         pytest.param(
             ("pipeline.demo.arithmetic", "--calculator", "true"),
             ("--method", "grpo", "--environment", "calculator", "--reward", "math"),

@@ -124,10 +124,7 @@ LORA = LoraConfig(rank=2)
         *(
             pytest.param(step, lora, len(WAYS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
             for step in STEPS
-            for name, lora in (
-                ("all weights", None),
-                ("LoRA", LORA),
-            )
+            for name, lora in (("all weights", None), ("LoRA", LORA))
         ),
     ],
 )

@@ -321,13 +321,7 @@ class Slots(Scheduler):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_slots: int,
-        capacity: int,
-        reuses: bool,
-        passes: PassCounts,
+        self, model: nn.Module, *, num_slots: int, capacity: int, reuses: bool, passes: PassCounts
     ) -> None:
         self.device = next(model.parameters()).device
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)

@@ -105,8 +105,7 @@ class AccessControl:
         cross = origin is not None and origin.lower() != own.lower()
         if method not in SAFE and (cross or headers.get("sec-fetch-site") == "cross-site"):
             raise ApiError(
-                403,
-                "the request comes from another page; to allow it, start with --cors ORIGIN",
+                403, "the request comes from another page; to allow it, start with --cors ORIGIN"
             )
         return False
 

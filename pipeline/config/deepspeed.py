@@ -27,11 +27,7 @@ from pipeline.system.errors import ConfigError, require, suggestion
 
 AUTO = "auto"
 
-BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 FP16_KEYS = (
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),

@@ -37,13 +37,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces = _sentencepiece_pieces()
     ids = {piece: i for i, piece in enumerate(pieces)}
     backend = Tokenizer(
-        BPE(
-            vocab=ids,
-            merges=_merges(pieces),
-            unk_token=UNKNOWN,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        BPE(vocab=ids, merges=_merges(pieces), unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never")
     backend.decoder = decoders.Sequence(

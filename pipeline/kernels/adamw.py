@@ -205,9 +205,7 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
     return masters.to(dtype)
 
 
-def split_master(
-    master: Float[Tensor, " n"],
-) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
+def split_master(master: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
     """Split fp32 into the bf16 of `round_weights` and 16 low bits.
 
     `join_master` restores it exactly, except for NaN payloads.

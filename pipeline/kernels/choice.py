@@ -71,10 +71,7 @@ def find(device: torch.device, name: str, defines: Macros, self_test: SelfTest) 
 
 @functools.cache
 def _compiled(
-    device: torch.device,
-    name: str,
-    defines: frozenset[tuple[str, str | int]],
-    self_test: SelfTest,
+    device: torch.device, name: str, defines: frozenset[tuple[str, str | int]], self_test: SelfTest
 ) -> Gpu | str:
     macros = dict(defines)
     try:

@@ -39,10 +39,7 @@ class Draw:
 
 
 def reference_sample(
-    logits: Float[Tensor, "B V"],
-    keys: Int[Tensor, " B"],
-    positions: Int[Tensor, " B"],
-    draw: Draw,
+    logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"], draw: Draw
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """Token ids, and their log-probabilities before any filter, fp32.
 

@@ -34,10 +34,7 @@ class Ending:
 
 
 def run_child(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    output: IO[bytes] | None = None,
+    command: Sequence[str], environment: Mapping[str, str], *, output: IO[bytes] | None = None
 ) -> Ending:
     """Run a command to completion; its output goes to `output`, or to this process's.
 

@@ -176,9 +176,7 @@ def subgroup(
     """
     own = next(tuple(ranks) for ranks in rows if dist.get_rank() in ranks)
     group = dist.new_group(
-        list(own),
-        timeout=patience(timeout_seconds, len(own)),
-        use_local_synchronization=True,
+        list(own), timeout=patience(timeout_seconds, len(own)), use_local_synchronization=True
     )
     assert isinstance(group, dist.ProcessGroup)  # as where this process is a member
     return Group(own.index(dist.get_rank()), own, group, counted)

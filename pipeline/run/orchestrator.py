@@ -33,12 +33,7 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.stage import Stage
-from pipeline.system.errors import (
-    EXIT_DISK_FULL,
-    EXIT_DIVERGED,
-    EXIT_FAILED,
-    ConfigError,
-)
+from pipeline.system.errors import EXIT_DISK_FULL, EXIT_DIVERGED, EXIT_FAILED, ConfigError
 from pipeline.system.installation import CHAT
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 

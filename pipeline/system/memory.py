@@ -5,10 +5,7 @@ from pathlib import Path
 
 import psutil
 
-LIMITS = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Limit and usage of a control group, in version 2 and in version 1."""
 
 

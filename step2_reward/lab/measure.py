@@ -51,12 +51,7 @@ from step2_reward.labels import (
     resolve_labels,
 )
 from step2_reward.losses import ordinal_log_probabilities, tie_log_probabilities
-from step2_reward.objectives import (
-    HeldOut,
-    compute_outputs,
-    make_objective,
-    predicted_steps,
-)
+from step2_reward.objectives import HeldOut, compute_outputs, make_objective, predicted_steps
 from step2_reward.rows import (
     UNCUT,
     Row,
@@ -216,11 +211,7 @@ def single_figures(
 
 
 def class_figures(
-    logprobs: Float[Tensor, "N C"],
-    classes: Tensor,
-    names: Sequence[str],
-    *,
-    key: str = "accuracy",
+    logprobs: Float[Tensor, "N C"], classes: Tensor, names: Sequence[str], *, key: str = "accuracy"
 ) -> Figures:
     """The class report, with the accuracy as a share with its interval under `key`."""
     report = class_report(logprobs, classes, names)

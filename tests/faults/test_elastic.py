@@ -10,14 +10,7 @@ import pytest
 from pipeline.config import StepConfig
 from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from tests.faults.jobs import (
-    Command,
-    assert_same_end,
-    free_port,
-    run_forked,
-    small,
-    step_words,
-)
+from tests.faults.jobs import Command, assert_same_end, free_port, run_forked, small, step_words
 from tests.test_resume import metrics
 
 STEPS = 6

@@ -43,13 +43,7 @@ def saved_files(config: StepConfig) -> list[Path]:
     return [out / "metrics.jsonl", *(out / "checkpoints").glob("step_*/*")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "a word",
-        pytest.param("rows less", marks=pytest.mark.faults),
-    ],
-)
+@pytest.mark.parametrize("change", ["a word", pytest.param("rows less", marks=pytest.mark.faults)])
 def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Path) -> None:
     config = started(start, tmp_path)
     rows = tmp_path / DATA

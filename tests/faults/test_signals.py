@@ -15,14 +15,7 @@ import pytest
 from pipeline.config import StepConfig
 from pipeline.run.run import changed_settings
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
-from tests.faults.jobs import (
-    Command,
-    Forked,
-    assert_prefix,
-    run_forked,
-    small,
-    step_words,
-)
+from tests.faults.jobs import Command, Forked, assert_prefix, run_forked, small, step_words
 from tests.test_resume import metrics
 
 STEPS = 30

@@ -14,13 +14,7 @@ from pipeline.models.forward.forward import Policy
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import run_ranks
-from tests.families import (
-    FAMILIES,
-    PECULIAR,
-    random_rows,
-    saved,
-    tiny_causal_lm,
-)
+from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 

@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from inference.ratings import (
-    RatingsFile,
-    agreement,
-    export,
-    main,
-    read_ratings,
-    standing_ratings,
-)
+from inference.ratings import RatingsFile, agreement, export, main, read_ratings, standing_ratings
 from pipeline.config import RowColumns
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import read_paths

@@ -77,10 +77,7 @@ def test_messages_are_read_as_in_training_rows(tmp_path: Path) -> None:
     (prompt,) = read_prompts(write(tmp_path / "in.jsonl", [given]))
 
     tools = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
-    assert prompt.messages == (
-        Message("user", "Q", keys=json.dumps(tools)),
-        Message("tool", "22"),
-    )
+    assert prompt.messages == (Message("user", "Q", keys=json.dumps(tools)), Message("tool", "22"))
     assert prompt.given == given["messages"]
 
 

@@ -13,11 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import (
-    OptimConfig,
-    TextDataConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import OptimConfig, TextDataConfig, TrainedModelConfig
 from pipeline.data.store.pack import pack
 from pipeline.data.store.rows import TokenRow
 from pipeline.data.store.token_file import read_vocabulary

@@ -34,11 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 1},
     ),
     "tied gpt2, fp16": ("gpt2", {}, {"precision": "fp16"}),
-    "adapters": (
-        "opt",
-        {},
-        {"lora": LoraConfig(rank=2), "precision": "bf16", "zero_stage": 1},
-    ),
+    "adapters": ("opt", {}, {"lora": LoraConfig(rank=2), "precision": "bf16", "zero_stage": 1}),
     "projections, adapters": (
         "opt",
         {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
@@ -52,10 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SOME = (
-    "tied, bf16, checkpointing",
-    "adapters",
-)
+SOME = ("tied, bf16, checkpointing", "adapters")
 """That every run of the tests goes through; the others are the grid."""
 
 

@@ -34,12 +34,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     # Family, its changes, settings of the model, and how far losses may be apart.
     "grouped heads, untied": ("llama", {}, {"precision": "fp32"}, 1e-6),
-    "adapters, stage 3": (
-        "gpt2",
-        {},
-        {"lora": LoraConfig(rank=2), "zero_stage": 3},
-        1e-6,
-    ),
+    "adapters, stage 3": ("gpt2", {}, {"lora": LoraConfig(rank=2), "zero_stage": 3}, 1e-6),
     "norms of heads, biases": ("qwen3", {"attention_bias": True}, {"zero_stage": 2}, 2e-6),
     "tied, padded": ("gemma2", {}, {"precision": "fp32"}, 1e-6),
     "tied, bf16, checkpointing": (
@@ -79,11 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         3e-3,
     ),
 }
-SOME = (
-    "grouped heads, untied",
-    "adapters, stage 3",
-    "4 bits, packed layers, biases, stage 3",
-)
+SOME = ("grouped heads, untied", "adapters, stage 3", "4 bits, packed layers, biases, stage 3")
 """That every run of the tests goes through; the others are the grid."""
 
 
@@ -160,9 +151,7 @@ def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) ->
 
     mixed = replace(parallel, **division)
     run_ranks(
-        run,
-        settings(start, tmp_path / "mixed", parallel=mixed, model=model),
-        world_size=world,
+        run, settings(start, tmp_path / "mixed", parallel=mixed, model=model), world_size=world
     )
 
     assert ended(tmp_path / "mixed") == ended(tmp_path / "plain")
@@ -257,9 +246,7 @@ def overflows(config: SFTConfig) -> tuple[list[bool], list[float]]:
     return skipped, norms
 
 
-def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(
-    tmp_path: Path,
-) -> None:
+def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(tmp_path: Path) -> None:
     config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=2)
 
     (skipped, norms), other = run_ranks(overflows, config)

@@ -33,10 +33,7 @@ def settings(
         model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
         actor=FrozenModelConfig(path=str(start / "base") if kind == "pairs" else None),
         data=DataConfig(
-            path=(str(start / "rows.jsonl"),),
-            max_length=48,
-            split=(0, 1, 0),
-            eval_fraction=0.25,
+            path=(str(start / "rows.jsonl"),), max_length=48, split=(0, 1, 0), eval_fraction=0.25
         ),
         parallel=ParallelConfig(pp=pp, micro_batches=3, **parallel),
         max_steps=3,
@@ -93,8 +90,7 @@ TIERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=TIERS.get(name, pytest.mark.grid)) for name in CASES],
+    "case", [pytest.param(name, marks=TIERS.get(name, pytest.mark.grid)) for name in CASES]
 )
 def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     kind, model = CASES[case]

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from inference.ratings import read_ratings, standing_ratings
-from tests.inference.serve.serving import (
-    Running,
-    get,
-    in_browser,
-    serving_page,
-)
+from tests.inference.serve.serving import Running, get, in_browser, serving_page
 
 MARKUP = (
     "<script>window.hit = 1</script>",

@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.budget.machine import (
-    GIB,
-    MIB,
-    Machine,
-    free_gpu_bytes,
-    parse_machine,
-    this_machine,
-)
+from pipeline.budget.machine import GIB, MIB, Machine, free_gpu_bytes, parse_machine, this_machine
 from pipeline.system.memory import available_bytes
 
 

@@ -10,11 +10,7 @@ from transformers import LlamaConfig
 from pipeline.budget.fit import CHECKPOINTING, OFFLOADED, changed, of_models, shortage
 from pipeline.budget.machine import GIB, Machine, parse_machine
 from pipeline.budget.memory import Place, step_memory
-from pipeline.config import (
-    FrozenModelConfig,
-    ParallelConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import FrozenModelConfig, ParallelConfig, TrainedModelConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 

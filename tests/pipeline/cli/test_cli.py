@@ -71,10 +71,7 @@ def exit_code_after(ending: BaseException | None) -> object:
     ],
 )
 def test_a_command_ends_with_its_code_and_at_most_one_line(
-    ending: BaseException | None,
-    code: int,
-    printed: str,
-    capsys: pytest.CaptureFixture[str],
+    ending: BaseException | None, code: int, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_after(ending) == code
     assert capsys.readouterr().err == printed

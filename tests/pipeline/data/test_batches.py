@@ -5,11 +5,7 @@ from collections import Counter
 
 import pytest
 
-from pipeline.data.batches import (
-    RowStream,
-    collate,
-    micro_batches,
-)
+from pipeline.data.batches import RowStream, collate, micro_batches
 from pipeline.data.examples import Encoded
 
 

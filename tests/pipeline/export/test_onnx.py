@@ -57,9 +57,7 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
 
 
 @pytest.mark.grid
-def test_a_reward_model_is_read_at_the_last_token_though_pad_ends_a_text(
-    tmp_path: Path,
-) -> None:
+def test_a_reward_model_is_read_at_the_last_token_though_pad_ends_a_text(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "qwen2", labels=1, score_mean=0.5, score_std=2.0)
 
     session = export(tmp_path / "model", tmp_path / "out")
@@ -87,9 +85,7 @@ def test_a_reward_model_is_read_at_the_last_token_though_pad_ends_a_text(
 
 
 @pytest.mark.grid
-def test_a_classifier_has_its_outputs_and_the_expected_value_of_its_classes(
-    tmp_path: Path,
-) -> None:
+def test_a_classifier_has_its_outputs_and_the_expected_value_of_its_classes(tmp_path: Path) -> None:
     values = [0.0, 1.0, 3.0]
     model = save_model(tmp_path / "model", "llama", labels=3, class_values=values).eval()
 

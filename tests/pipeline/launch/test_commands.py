@@ -6,20 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch.commands import (
-    host_command,
-    launch_command,
-    node_command,
-    step_environment,
-)
+from pipeline.launch.commands import host_command, launch_command, node_command, step_environment
 from pipeline.launch.layout import Deployment, Layout, layout
 
 STEP = ["-m", "step1_sft.train", "--config", "out/config.yaml"]
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NODELIST": "gpu[07-08]",
-    "SLURM_GPUS_ON_NODE": "8",
-}
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_GPUS_ON_NODE": "8"}
 
 
 @pytest.fixture(autouse=True)

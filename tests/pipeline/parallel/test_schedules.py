@@ -5,12 +5,7 @@ from itertools import product
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B, _ComputationType
 
-from pipeline.parallel.schedules import (
-    Instruction,
-    bubble,
-    instructions,
-    most_sent,
-)
+from pipeline.parallel.schedules import Instruction, bubble, instructions, most_sent
 
 KINDS = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
 

@@ -26,11 +26,7 @@ def texts(example: Example | None) -> tuple[list[str], list[str], list[str]]:
 
 
 WEBGPT = {
-    "question": {
-        "dataset": "eli5",
-        "id": "abc",
-        "full_text": "Why is the sky blue?",
-    },
+    "question": {"dataset": "eli5", "id": "abc", "full_text": "Why is the sky blue?"},
     "quotes_0": {"title": ["Sky"], "extract": ["Blue light scatters"]},
     "answer_0": "Because of scattering [1]. Short waves scatter more [2, 3] (by far).",
     "tokens_0": {"prefix": [1], "completion": [2]},

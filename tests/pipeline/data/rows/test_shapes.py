@@ -53,12 +53,7 @@ SAME_PREFERENCE = {
         "chosen": turns(("user", "Q"), ("assistant", "good")),
         "rejected": turns(("user", "Q"), ("assistant", "bad")),
     },
-    "LLaMA-Factory, Alpaca": {
-        "instruction": "Q",
-        "input": "",
-        "chosen": "good",
-        "rejected": "bad",
-    },
+    "LLaMA-Factory, Alpaca": {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
     "LLaMA-Factory, ShareGPT": {
         "conversations": [{"from": "human", "value": "Q"}],
         "chosen": {"from": "gpt", "value": "good"},

@@ -6,11 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config import (
-    LoraConfig,
-    OptimConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models.adapters.quantized import (
-    BLOCK,
-    NF4,
-    Form,
-    pack,
-    unpack,
-)
+from pipeline.models.adapters.quantized import BLOCK, NF4, Form, pack, unpack
 
 SINGLE = Form("nf4")
 

@@ -8,11 +8,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.config import (
-    LoraConfig,
-    OptimConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine

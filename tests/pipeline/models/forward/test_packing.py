@@ -38,15 +38,9 @@ _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
     "llama": ({}, None),
     "mistral": ({"sliding_window": WINDOW}, None),
-    "qwen2": (
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-        None,
-    ),
+    "qwen2": ({"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, None),
     "mixtral": (_EXPERTS, None),
-    "nemotron": (
-        {},
-        "NemotronAttention does not pass on the sequence boundaries, and",
-    ),
+    "nemotron": ({}, "NemotronAttention does not pass on the sequence boundaries, and"),
     "doge": ({"keep_window_size": 6}, "packed, log-probabilities of a small copy differ by"),
     "phimoe": (
         {**_EXPERTS, "sliding_window": WINDOW},

@@ -7,10 +7,7 @@ import torch
 
 from pipeline.config import FrozenModelConfig
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.hf.load import (
-    add_tokens,
-    load_causal_lm,
-)
+from pipeline.models.hf.load import add_tokens, load_causal_lm
 from pipeline.system.errors import ModelError
 from tests.families import tiny_causal_lm
 
