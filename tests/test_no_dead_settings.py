@@ -1,60 +1,41 @@
 """Every setting is read by code."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
-import evaluation.config
-import evaluation.winrate
-import inference.chat
-import inference.generate
-import inference.serve.config
-import inference.settings
-import pipeline.config
-import pipeline.export.command
-import pipeline.launch.layout
-import pipeline.plan.request
-import rewards.config
-import rewards.sampling
-import rewards.select
-import step0_pretrain.config
-import step1_sft.config
-import step1_sft.evaluate
-import step2_reward.config
-import step2_reward.evaluate
-import step3_ppo.config
-import step3_preference.config
 from tests.sources import PACKAGES, ROOT
 from train import STAGES
 
 CONFIG_MODULES = (
-    evaluation.config,
-    evaluation.winrate,
-    inference.chat,
-    inference.generate,
-    inference.serve.config,
-    inference.settings,
-    pipeline.config,
-    pipeline.export.command,
-    pipeline.launch.layout,
-    pipeline.plan.request,
-    rewards.config,
-    rewards.sampling,
-    rewards.select,
-    step0_pretrain.config,
-    step1_sft.config,
-    step1_sft.evaluate,
-    step2_reward.config,
-    step2_reward.evaluate,
-    step3_ppo.config,
-    step3_preference.config,
+    "evaluation.config",
+    "evaluation.winrate",
+    "inference.chat",
+    "inference.generate",
+    "inference.serve.config",
+    "inference.settings",
+    "pipeline.config",
+    "pipeline.export.command",
+    "pipeline.launch.layout",
+    "pipeline.plan.request",
+    "rewards.config",
+    "rewards.sampling",
+    "rewards.select",
+    "step0_pretrain.config",
+    "step1_sft.config",
+    "step1_sft.evaluate",
+    "step2_reward.config",
+    "step2_reward.evaluate",
+    "step3_ppo.config",
+    "step3_preference.config",
 )
 NOT_SETTINGS = {"Stage", "CommandLine"}
 
 
 def settings() -> Iterator[str]:
     """`Class.field` for every dataclass that the config modules define."""
-    for module in CONFIG_MODULES:
+    for module in map(importlib.import_module, CONFIG_MODULES):
         for name, value in vars(module).items():
             own = isinstance(value, type) and value.__module__.startswith(module.__name__)
             if own and is_dataclass(value) and name not in NOT_SETTINGS:
