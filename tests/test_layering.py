@@ -1,6 +1,7 @@
 """Imports point one way: train.py, steps, evaluation, rewards, inference, pipeline by layers."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,6 +130,17 @@ def test_subpackages_import_lower_layers_alone(package: str, layers: tuple[set[s
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def test_the_architecture_page_shows_these_layers_and_names_files_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    shown = page.partition("## Layers")[2].split("```")[1].splitlines()
+    rows = [set(line[12:].split()) for line in shown]
+    named = re.findall(r"`((?:[a-z]+|step[0-3]_[a-z]+)/[\w./]+)`", page)
+
+    assert rows[-len(LAYERS) - len(INFERENCE_LAYERS) :] == [*INFERENCE_LAYERS[::-1], *LAYERS[::-1]]
+    assert len(named) > 50
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_there_are_no_circular_imports() -> None:
     """Imports within functions count."""
     names = module_files()
@@ -193,14 +205,8 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *(
-            "train",
-            "step0_pretrain.config",
-            "step1_sft.config",
-            "step2_reward.config",
-            "step3_ppo.config",
-        ),
-        *("rewards.sources", "evaluation.config", "inference.serve.config"),
+        *("train", "step0_pretrain.config", "step1_sft.config", "step2_reward.config"),
+        *("step3_ppo.config", "rewards.sources", "evaluation.config", "inference.serve.config"),
         "pipeline.export.command",
     ],
 )
