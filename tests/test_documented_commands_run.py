@@ -26,6 +26,7 @@ from train import STAGES
 ELSEWHERE = {
     "--step 0 1 2 3": "tests/step0_pretrain/test_with_other_steps.py, in a short form",
     "make ": "by whoever tests or installs",
+    "pytest -q": "the same",
     ".venv/bin/python chat.py": "the chat.py below, in another environment",
     "python3 -m venv": "make",
     ". .venv/bin/activate": "make",

@@ -87,4 +87,8 @@ def test_no_package_outgrows_its_limit() -> None:
         for package in PACKAGE_LINES
     }
 
-    assert {name: count for name, count in lines.items() if count > PACKAGE_LINES[name]} == {}
+    assert not [
+        f"{name} has {count} lines of {PACKAGE_LINES[name]}: make room, or raise PACKAGE_LINES"
+        for name, count in lines.items()
+        if count > PACKAGE_LINES[name]
+    ]
