@@ -3,9 +3,11 @@
 from typing import get_args
 
 from pipeline.data.examples import Message
+from pipeline.settings.fields import list_settings
 from rewards.config import KINDS, Kind, RewardConfig
 from rewards.contract import Episode
 from rewards.sources import _VERIFIERS, read_source, scorer_of
+from tests.sources import ROOT
 
 
 def reward(config: RewardConfig, response: str, num_tokens: int = 0, **extra: object) -> object:
@@ -45,6 +47,9 @@ def test_a_long_response_costs_up_to_1_in_proportion() -> None:
     assert [reward(at_once, "", num_tokens=count) for count in (100, 101)] == [0, -1]
 
 
-def test_every_kind_has_settings_and_a_scorer() -> None:
+def test_every_kind_has_settings_a_scorer_and_a_description() -> None:
     others = {"model", "environment", "function", "remote", "judge"}
     assert set(get_args(Kind)) == set(KINDS) == others | set(_VERIFIERS)
+    page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    (described,) = [each.description for each in list_settings(RewardConfig) if each.name == "kind"]
+    assert not [k for k in KINDS if f"\n| `{k}` |" not in page or k not in described]

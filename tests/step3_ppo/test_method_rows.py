@@ -14,6 +14,7 @@ from step3_ppo.losses import LOSSES
 from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS
 from step3_preference.config import METHODS as PREFERENCE_METHODS
 from step3_preference.config import PreferenceConfig
+from tests.sources import ROOT
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -29,11 +30,15 @@ def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method:
     assert config.method_name == method
 
 
-def test_every_name_is_a_choice_of_its_setting() -> None:
+def test_every_name_is_a_choice_of_its_setting_and_documented() -> None:
     choices = {name: get_args(kind) for name, kind in get_type_hints(PPOConfig).items()}
     assert set(choices["method"]) == set(METHODS)
     assert set(choices["advantage"]) == set(ESTIMATORS) == set(ESTIMATOR_NEEDS)
     assert set(choices["loss"]) == set(LOSSES)
     assert set(get_args(get_type_hints(PreferenceConfig)["method"])) == set(PREFERENCE_METHODS)
+    pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("methods.md", "ppo.md")]
+    assert not [name for name in METHODS if f"\n## {name}\n" not in pages[0]]
+    assert not [name for name in METHODS if f"\n| `{name}` (" not in pages[1]]
+    assert not [name for name in (*ESTIMATORS, *LOSSES) if f"\n| `{name}` |" not in pages[1]]
     (described,) = [each.description for each in list_settings(Request) if each.name == "method"]
     assert not {*METHODS, *PREFERENCE_METHODS} - set(re.findall(r"\w+", described))
