@@ -23,7 +23,7 @@ TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache"
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", *TRANSIENT, "replica", "copies"),
-    *("staging", "runtime", "slack"),
+    *("graphs", "staging", "runtime", "slack"),
 )
 
 RUNTIME_CPU, RUNTIME_GPU = 400 * MIB, 768 * MIB
@@ -35,6 +35,9 @@ STATES: Mapping[str, int] = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}
 
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
 """Logits computed at once, and per tile if there are more."""
+
+CUBLAS = 32 * MIB
+"""Workspace of matrix products on the stream of captures."""
 
 SAMPLED = 16
 """Bytes per logit while a token is sampled."""
@@ -256,6 +259,9 @@ class _ModelMemory:
         width = -(-(longest + 1) // SLOT_BLOCK) * SLOT_BLOCK
         keys = max(1.0, shape.kv_width / generation.tensor_parallel)
         slot = width * 2 * shape.layers * keys * shape.itemsize
+        if self.machine.has_gpu:  # its graphs share the tensors of the widest decoding pass
+            row = (shape.kept + shape.vocabulary) * shape.itemsize
+            yield Item("graphs", CUBLAS + generation.slots * row, least=CUBLAS + row)
         drawn = SAMPLED * shape.vocabulary
         yield Item("kv_cache", generation.slots * slot, least=slot)
         yield Item("logits", generation.slots * drawn, least=drawn)

@@ -112,6 +112,10 @@ def test_ppo_of_opt_on_an_h200_is_what_was_measured() -> None:
     memory = step_memory(config, machine=parse_machine("1xH200-141GB"))
 
     assert memory.peak("device") == pytest.approx(85.5e9, rel=0.15)
+    # CUDA graphs keep one decoding pass: logits, and of a block norms, attention and MLP, in bf16.
+    kept = 2 * (50_272 + 2 * 2 * 2048 + 4 * 2048 + 4 * 2048)
+    (generate,) = (phase for phase in memory.phases if phase.name == "generate")
+    assert generate.by_kind("device")["graphs"] == 512 * kept + 2**25
 
 
 FITS = {
