@@ -99,6 +99,7 @@ def _run(
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
     )
+    dist.barrier()  # a rank that ends before another has connected would fail that one
     try:
         answer = (body(*args), None)
     except BaseException:  # noqa: BLE001  # whatever it was, the test shall show it

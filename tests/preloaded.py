@@ -25,4 +25,5 @@ def _load() -> None:
 
 gc.disable()  # it would search what is imported again and again
 _load()
+gc.freeze()  # and copy those pages in every rank
 gc.enable()
