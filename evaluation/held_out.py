@@ -226,20 +226,23 @@ def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
     return name if re.fullmatch(r"step\d_\w+", name) else "start"
 
 
-def responses_of_base(
-    held_out: HeldOutPrompts, base: FrozenModelConfig
-) -> list[ScoredResponse] | None:
-    """Sampled responses of the model before step 1, loaded in full on every process.
+def responses_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> HeldOutResponses | None:
+    """Responses of the model before step 1, loaded in full on every process.
 
-    None if it is not named, its vocabulary differs from the actor's, it can't be loaded, or it
-    doesn't fit in memory: a failed comparison must not lose a finished run.
+    The greedy ones are to the prompts of the report. None if it is not named, its vocabulary
+    differs from the actor's, it can't be loaded, or it doesn't fit in memory: a failed comparison
+    must not lose a finished run.
     """
     if base.path is None:
         return None
     # All processes look before any of them loads, and do the same afterwards.
     seen = _on_all(lambda: _look(held_out, base), base)
-    responses = None if seen is None else _on_all(lambda: _respond(held_out, base), base)
-    return None if responses is None else held_out.scored(responses)
+    shown = held_out.on(held_out.prompts[:NUM_SAMPLES])
+    responses = None if seen is None else _on_all(lambda: _respond(held_out, shown, base), base)
+    if responses is None:
+        return None
+    sampled, greedy = responses
+    return HeldOutResponses(shown.scored(greedy), held_out.scored(sampled), kl=math.nan)
 
 
 def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
@@ -274,11 +277,14 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     return True
 
 
-def _respond(held_out: HeldOutPrompts, base: FrozenModelConfig) -> list[Response]:
-    """Sampled responses of the base to this process's prompts; the base is then freed."""
+def _respond(
+    held_out: HeldOutPrompts, shown: HeldOutPrompts, base: FrozenModelConfig
+) -> tuple[list[Response], list[Response]]:
+    """The base's sampled responses to this process's prompts, and greedy ones to those `shown`."""
     model = load_causal_lm(base, device=local_device(), seed=held_out.seed)
     add_tokens(model, held_out.chat.tokenizer, seed=held_out.seed)
-    return held_out.respond(model, temperature=held_out.temperature)
+    sampled = held_out.respond(model, temperature=held_out.temperature)
+    return sampled, shown.respond(model, temperature=0.0)
 
 
 NUM_SAMPLES = 12
@@ -331,7 +337,7 @@ def talk(held_out: HeldOutPrompts) -> Talk | None:
 
 
 def conclude(
-    held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]], samples: Path
+    held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses], samples: Path
 ) -> dict[str, object]:
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
@@ -341,27 +347,28 @@ def conclude(
     """
     conversation = talk(held_out)
     if current_mesh().is_main:
-        write_samples(held_out, sampled, samples, talk=conversation.rows() if conversation else ())
+        spoken = conversation.rows() if conversation else ()
+        write_samples(held_out, responses, samples, talk=spoken)
     if conversation is None:
         return {}
-    return {**verification(held_out, sampled), "judge_talk": conversation.rate}
+    return {**verification(held_out, responses), "judge_talk": conversation.rate}
 
 
 def verification(
-    held_out: HeldOutPrompts, sampled: Mapping[str, list[ScoredResponse]]
+    held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses]
 ) -> dict[str, object]:
-    """Rates of the models by the embedded task's judge; empty for other data.
+    """Rates of the models' sampled responses by the embedded task's judge; empty for other data.
 
     Args:
         held_out: the prompts.
-        sampled: responses by model; the last is step 3's model, the one before it its starting
+        responses: responses by model; the last is step 3's model, the one before it its starting
             model.
 
     Returns:
         `judge`: the share of right responses by model; `judge_counts`: the number of prompts, and
         on how many of them only step 3 (gained) or only its starting model (lost) is right.
     """
-    verdicts = {name: held_out.verdicts(responses) for name, responses in sampled.items()}
+    verdicts = {name: held_out.verdicts(each.sampled) for name, each in responses.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
     if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
         return {}
@@ -379,7 +386,7 @@ def verification(
 
 def write_samples(
     held_out: HeldOutPrompts,
-    sampled: Mapping[str, list[ScoredResponse]],
+    responses: Mapping[str, HeldOutResponses],
     path: Path,
     *,
     talk: Sequence[dict[str, Any]] = (),
@@ -387,15 +394,17 @@ def write_samples(
     """Write each model's first responses, side by side, and those of the talk, for the report."""
     rows = [
         {
-            "prompt": _prompt(prompt, [responses[row] for responses in sampled.values()]),
+            "prompt": _prompt(prompt, [each.sampled[row] for each in responses.values()]),
             "answers": {
-                name: describe(prompt.messages[-1].content, responses[row])
-                for name, responses in sampled.items()
+                name: describe(prompt.messages[-1].content, each.sampled[row])
+                | {"greedy": describe(prompt.messages[-1].content, each.greedy[row])}
+                for name, each in responses.items()
             },
+            "temperature": held_out.temperature,
         }
         for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
     ]
-    document = {"models": list(sampled), "rows": rows, "talk": list(talk)}
+    document = {"models": list(responses), "rows": rows, "talk": list(talk)}
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 

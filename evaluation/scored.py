@@ -31,7 +31,8 @@ class HeldOutResponses:
     greedy: list[ScoredResponse]
     sampled: list[ScoredResponse]
     kl: float
-    """KL to the reference in nats per sampled response."""
+    """KL to the reference in nats per sampled response; NaN for the base, where it is not
+    measured."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "HeldOutResponses":

@@ -303,11 +303,11 @@ class Evaluator:
         changed = self.best.step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.first, changed=changed)
         before = name_start(self.config.actor.path, self.config.base)
-        sampled = {before: self.before.sampled, self.config.step_name: after.sampled}
+        responses = {before: self.before, self.config.step_name: after}
         base = None if before == "base" else responses_of_base(self.held_out, self.config.base)
         if base is not None:
-            sampled = {"base": base, **sampled}
-        verification = conclude(self.held_out, sampled, run.path("samples.json"))
+            responses = {"base": base, **responses}
+        verification = conclude(self.held_out, responses, run.path("samples.json"))
         run.finish(
             eval={**evaluation, **verification, **tasks},
             samples=run.step * self.config.rollout_size,

@@ -319,11 +319,11 @@ class Evaluator:
             self.first_tasks, changed=best.step != best.last_step or guards.stopped
         )
         before = name_start(config.model.path, config.base)
-        sampled = {before: self.before.sampled, config.step_name: after.sampled}
+        responses = {before: self.before, config.step_name: after}
         base = None if before == "base" else responses_of_base(self.held_out, config.base)
         if base is not None:
-            sampled = {"base": base, **sampled}
-        verification = conclude(self.held_out, sampled, run.path("samples.json"))
+            responses = {"base": base, **responses}
+        verification = conclude(self.held_out, responses, run.path("samples.json"))
         run.finish(
             eval={**evaluation, **verification, **tasks},
             **({"guards": guards.acted} if guards.acted else {}),

@@ -27,8 +27,7 @@ def test_on_the_embedded_task_the_verifier_judges_the_run_and_hand_written_promp
     toy: Path, tmp_path: Path
 ) -> None:
     held = held_out(toy, [question.text for question in held_out_questions()[:2]])
-    with held.models.hybrid_engine.generating() as actor:
-        answers = held.scored(held.respond(actor, temperature=1.0))
+    answers = held.answer_all()
 
     figures = conclude(
         held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"
@@ -36,7 +35,11 @@ def test_on_the_embedded_task_the_verifier_judges_the_run_and_hand_written_promp
 
     assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
     assert figures["judge_talk"] == 0.0
-    said = json.loads((tmp_path / "samples.json").read_text())["talk"]
+    samples = json.loads((tmp_path / "samples.json").read_text())
+    shown = [row["answers"]["step3_ppo"] for row in samples["rows"]]
+    assert [answer["text"] for answer in shown] == [each.text for each in answers.sampled]
+    assert [answer["greedy"]["text"] for answer in shown] == [each.text for each in answers.greedy]
+    said = samples["talk"]
     assert [row["prompt"] for row in said] == [prompt.text for prompt in TALK]
     assert all(row["correct"] is False and isinstance(row["text"], str) for row in said)
     assert TRIES > 1
