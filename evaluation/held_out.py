@@ -422,6 +422,8 @@ def describe(question: str, response: ScoredResponse) -> dict[str, Any]:
         "stopped": response.stopped,
     }
     described |= {"rewards": dict(response.rewards)} if response.rewards else {}
+    if response.raw_score not in (None, response.score):
+        described["raw_score"] = response.raw_score
     verdict = verify(question, response.text)
     if verdict is not None:
         described |= {"correct": verdict.correct, "polite": verdict.polite}

@@ -22,6 +22,9 @@ class ScoredResponse:
     """Reward of each source, by the name of its metric."""
     opening: Sequence[Mapping[str, Any]] = ()
     """Messages with which an episode's environment began; empty without an environment."""
+    raw_score: float | None = None
+    """The reward model's own score, without the bound on unfinished responses that `score` has;
+    None if sources give the reward."""
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ class HeldOut(HeldOutPrompts):
         rewards = self._rewards(responses, strict=strict)
         known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
         scores = [score if is_known else None for score, is_known in known]
+        raw = [None] * len(scores) if rewards.raw_score is None else rewards.raw_score.tolist()
         by_source = rewards.by_source()
         mine = [
             ScoredResponse(
@@ -126,6 +127,7 @@ class HeldOut(HeldOutPrompts):
                     **self._parts(response),
                 },
                 opening=get_opening(response),
+                raw_score=raw[place],
             )
             for place, response in enumerate(responses)
         ]

@@ -139,6 +139,9 @@ class ResponseRewards:
     seconds: float = 0.0
     """Seconds of waiting for the sources after everything else was done."""
 
+    raw_score: Float[Tensor, " B"] | None = None
+    """The reward model's own score; None if the reward has sources."""
+
     @property
     def known(self) -> Bool[Tensor, " B"]:
         """Whether each response has a reward; if not, a source failed or none applied."""
@@ -213,7 +216,7 @@ def compute_rewards(
     if not config.rewards:
         assert of_model is not None
         counted = counted_scores(score, stopped, models, config)
-        return ResponseRewards(of_model, counted, given, models.sources.seconds)
+        return ResponseRewards(of_model, counted, given, models.sources.seconds, score)
     sources: dict[str, Scored] = {}
     for source in config.rewards:
         if source.kind == MODEL:

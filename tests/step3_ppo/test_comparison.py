@@ -24,3 +24,6 @@ def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(to
     assert base is not None
     assert (base.greedy, base.sampled) == (expected.greedy, expected.sampled)
     assert responses_of_base(held, FrozenModelConfig()) is None
+    cut_off = [(each.score, each.raw_score or 0) for each in expected.greedy if not each.stopped]
+    assert all(score == min(raw, -1.5) for score, raw in cut_off)  # missing_eos_score, in its unit
+    assert any(score < raw for score, raw in cut_off)

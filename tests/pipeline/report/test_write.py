@@ -115,7 +115,7 @@ def test_a_run_without_step_1_is_compared_with_its_starting_model(
     write_summary(tmp_path, step3_grpo={**PPO_EVAL, **grpo})
     (tmp_path / "step3_grpo").mkdir()
     (tmp_path / "step3_grpo" / "config.yaml").write_text(f"actor: {{path: {model}}}")
-    greedy = {"text": "Hello to you.", "score": -1.0, "stopped": False}
+    greedy = {"text": "Hello to you.", "score": -1.0, "stopped": False, "raw_score": 2.5}
     texts = {name: {"text": "Hi.", "score": 1.0, "stopped": True} for name in judge}
     texts["start"] |= {"greedy": greedy}
     prompt = [{"role": "user", "content": "Hello"}]
@@ -132,7 +132,7 @@ def test_a_run_without_step_1_is_compared_with_its_starting_model(
     assert sentences[1].endswith("mean reward of +0.50, against +0.25 from the starting model")
     assert sentences[2].startswith("GRPO's answers score higher than the starting model's on 54")
     assert (
-        "Starting model Greedy Hello to you. score \u22121.00 cut off"
+        "Starting model Greedy Hello to you. score +2.50 cut off: counts as \u22121.00"
         " Sampled at temperature 0.7 Hi. score +1.00 GRPO" in page
     )
     assert "step 1" not in page
