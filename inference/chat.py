@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.settings import SamplingOptions
+from inference.settings import ModelOptions
 from pipeline.cli.options import read_command
 from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
@@ -16,20 +16,11 @@ from pipeline.system.installation import CHAT
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig(SamplingOptions):
+class ChatConfig(ModelOptions):
     """The model, and the sampling of its responses."""
-
-    path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
-
-    method: str | None = None
-    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     system: str | None = None
     """System message."""
-
-    threads: int | None = None
-    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     seed: int | None = None
     """Sampling seed, which makes responses repeatable; null draws one."""
@@ -60,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 
     configure_logging(is_main=True)
     path = find_model(config.path, config.method)
-    model, tokenizer = load_for_inference(path)
+    model, tokenizer = load_for_inference(path, precision=config.precision)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(config.system)
     Terminal(conversation, greeting=TAUGHT if taught_embedded_task(path) else "").run()

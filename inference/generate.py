@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.settings import SamplingOptions
+from inference.settings import ModelOptions
 from pipeline.cli.options import read_command, run_main
 from pipeline.report.results import find_model
 from pipeline.system.errors import require
@@ -19,14 +19,8 @@ from pipeline.system.installation import MODULE
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingOptions):
+class GenerateConfig(ModelOptions):
     """The model, the prompts, and the sampling of responses."""
-
-    path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
-
-    method: str | None = None
-    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     prompts: Path = Path()
     """File of prompts, one JSON object per line."""
@@ -51,9 +45,6 @@ class GenerateConfig(SamplingOptions):
 
     cache_gib: float | None = None
     """Memory for keys and values; null uses a GPU's free memory, or half of the machine's."""
-
-    threads: int | None = None
-    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     seed: int = 0
     """The same seed gives the same responses."""
@@ -94,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     configure_logging(is_main=True)
     prompts = read_prompts(config.prompts)
     path = find_model(config.path, config.method)
-    model, tokenizer = load_for_inference(path)
+    model, tokenizer = load_for_inference(path, precision=config.precision)
     responder = Responder(
         model,
         tokenizer,

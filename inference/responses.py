@@ -233,8 +233,9 @@ class Responder:
         """Return eight hexadecimal digits that identify the inputs of the responses."""
         directory = Path(model_path)
         files = sorted(directory.glob("*")) if directory.is_dir() else []
+        times = [(file.name, file.stat().st_mtime_ns) for file in files]
         identity = {
-            "model": [model_path, *((file.name, file.stat().st_mtime_ns) for file in files)],
+            "model": [model_path, str(self.model.dtype), *times],
             "sampling": dataclasses.asdict(self.sampling),
             "rest": [self.raw, self.num_samples, self.stop_strings],
             "prompts": [[prompt.given, prompt.columns] for prompt in prompts],

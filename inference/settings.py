@@ -1,7 +1,8 @@
-"""Sampling settings."""
+"""Settings of a model for generation and of sampling."""
 
 from dataclasses import dataclass, fields
 
+from pipeline.config import Precision
 from pipeline.system.errors import require
 
 
@@ -52,6 +53,24 @@ class SamplingOptions:
         """These settings, with the seed."""
         names = [field.name for field in fields(SamplingOptions)]
         return Sampling(seed=seed, **{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(SamplingOptions):
+    """Settings of a command that loads a model and samples from it."""
+
+    path: str = ""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+
+    method: str | None = None
+    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
+
+    precision: Precision = "auto"
+    """Number format of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
+    fp16."""
+
+    threads: int | None = None
+    """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,19 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
 
 
+def test_the_weights_have_the_precision_that_is_given(tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
+    found: list[list[float]] = []
+    for precision in ("fp32", "bf16"):
+        out = tmp_path / f"{precision}.jsonl"
+        main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out),
+              "--max-new-tokens", "1", "--precision", precision])  # fmt: skip
+        found += read(out)[0]["logprobs"]
+
+    assert found[0] != found[1]
+    assert found[0] == pytest.approx(found[1], abs=0.1)
+
+
 def test_messages_are_read_as_in_training_rows(tmp_path: Path) -> None:
     given = {
         "messages": [{"from": "human", "value": "Q"}, {"from": "observation", "value": "22"}],
