@@ -76,10 +76,11 @@ def _own_and_common(
     config_class: type, settings: Sequence[Setting]
 ) -> tuple[list[Setting], list[Setting]]:
     """The step's own settings, and those of its base class."""
+    package = config_class.__module__.partition(".")[0]
     shared = {
         field.name
         for base in config_class.__mro__[1:]
-        if is_dataclass(base) and _package(base) != _package(config_class)
+        if is_dataclass(base) and base.__module__.partition(".")[0] != package
         for field in fields(base)
     }
     own = [each for each in settings if each.name.partition(".")[0] not in shared]
@@ -90,10 +91,6 @@ def _own_and_common(
     )
     own.sort(key=lambda each: each.name.partition(".")[0] not in declared)
     return own, [each for each in settings if each.name.partition(".")[0] in shared]
-
-
-def _package(of: type) -> str:
-    return of.__module__.partition(".")[0]
 
 
 def _sections(settings: Sequence[Setting], sections: Mapping[str, str]) -> Iterator[str]:

@@ -118,25 +118,23 @@ def _by_reward(results: Results) -> Finding | None:
 
 def _by_win_rate(results: Results) -> Finding | None:
     step = results.evaluated_by("win_rate")
-    win_rate = step.number("win_rate") if step else None
-    if step is None or win_rate is None:
+    if step is None:
         return None
-    wins, losses, count = (step.number(name) for name in ("wins", "losses", "prompts"))
+    wins, losses, count = (int(step.number(name) or 0) for name in ("wins", "losses", "prompts"))
+    if not count:
+        return None
     kl = step.number("kl")
     price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
-    name = title(step.name, results)
-    start = f"{name}'s answers score higher than {step.start}'s on"
-    if wins is None or losses is None or not count:
-        return Finding(None, f"{start} {percent(win_rate)} of held-out prompts{price}")
     # A win rate with ties counted half is 1/2 and half of the change in wins.
-    change = change_interval(int(wins), int(losses), int(count))
-    low, high = (0.5 + end / 2 for end in change)
+    change = change_interval(wins, losses, count)
+    rate, low, high = (0.5 + each / 2 for each in ((wins - losses) / count, *change))
     sentence = (
-        f"{start} {wins:,.0f} of {count:,.0f} held-out prompts, equally on"
-        f" {count - wins - losses:,.0f} and lower on {losses:,.0f}{price}"
+        f"{title(step.name, results)}'s answers score higher than {step.start}'s on {wins:,} of"
+        f" {count:,} held-out prompts, equally on {count - wins - losses:,} and lower on"
+        f" {losses:,}{price}"
     )
-    rate = f"win rate {percent(win_rate)}, ties counted half; 95 % interval"
-    return Finding(verdict_of(change), sentence, f"{rate} {percent(low)} to {percent(high)}")
+    detail = f"win rate {percent(rate)}, ties counted half; 95 % interval"
+    return Finding(verdict_of(change), sentence, f"{detail} {percent(low)} to {percent(high)}")
 
 
 def _of_preferences(results: Results) -> Iterator[Finding]:
@@ -158,16 +156,14 @@ def _by_accuracy(results: Results) -> Finding | None:
     of_rewards = [step for step in results.steps.values() if not step.has("margin_after")]
     step = next((step for step in reversed(of_rewards) if step.has("accuracy_after")), None)
     after = step.number("accuracy_after") if step else None
-    if step is None or after is None:
+    pairs = (step.number("pairs") or step.number("rows")) if step else None
+    if step is None or after is None or not pairs:
         return None
     labels = str(step.eval.get("labels", "pairs"))
-    before, pairs = step.number("accuracy_before"), step.number("pairs") or step.number("rows")
-    among = f"{pairs:,.0f} " if pairs else ""
-    sentence = f"The reward model is right on {percent(after)} of {among}held-out {labels}"
+    before = step.number("accuracy_before")
+    sentence = f"The reward model is right on {percent(after)} of {pairs:,.0f} held-out {labels}"
     if before is not None:
         sentence += f", {percent(before)} before training"
-    if not pairs:
-        return Finding(None, sentence)
     low, high = interval = share_interval(after * pairs, pairs)
     chance = 0.0 if labels in ("classes", "ordinal", "ties") else 0.5
     verdict = verdict_of(interval, equal=0.5 if before is None else max(chance, before))
