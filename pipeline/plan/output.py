@@ -219,7 +219,8 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stag
             )
     elif difference:
         name = difference.partition(" ")[0].partition(".")[2]
-        rows = f", with --{learns.section}.{name} for other rows in {learns.title} alone"
+        own = f"--{learns.section}.data.path and --{learns.section}.data.eval_path"
+        rows = f", with {own} for other rows in {learns.title} alone"
         raise ConfigError(
             f"--output-dir {request.output_dir} holds another run, with {difference}; repeat that"
             f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"

@@ -170,8 +170,10 @@ def test_other_rows_for_step_3_name_its_own_setting(tmp_path: Path) -> None:
     record(tmp_path, planned(tmp_path, *models)[0])
     dpo = ("--step", "3", "--method", "dpo")
 
-    with pytest.raises(ConfigError, match=r"with --preference\.data\.eval_path for other rows"):
-        planned(tmp_path, *dpo, *models[:-1], "f/g")
+    named = r"with --preference\.data\.path and --preference\.data\.eval_path for other rows"
+    for other in ([*models[:-1], "f/g"], [*models[:3], "x/y", *models[4:]]):
+        with pytest.raises(ConfigError, match=named):
+            planned(tmp_path, *dpo, *other)
 
     own = ("--preference.data.path", "x/y", "--preference.data.eval_path", "f/g")
     assert planned(tmp_path, *dpo, *models, *own)[1]["step3_dpo"]["data.path"] == ["x/y"]
