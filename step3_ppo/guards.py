@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.guards.guards import Metrics, Signals
+from pipeline.guards.guards import Metrics, Signals, significant_decrease
 from pipeline.guards.settings import Guard
 
 OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
@@ -54,6 +54,9 @@ class RLSignals(Signals):
     rate: str = "optim.lr"
     critic_rate: str = "optim.lr"
 
+    responses: int = 256
+    """Number of responses of a rollout."""
+
     OF_THE_START = ("entropy", "response_length", "stop_rate")
     OF_TRENDS = OF_DIVERGENCE
     UNIT = "iteration"
@@ -68,7 +71,9 @@ class RLSignals(Signals):
             case "entropy" | "response_length":
                 return metrics[signal] / first[signal] if first[signal] > 0 else 1.0
             case "stop_rate":
-                return first["stop_rate"] - metrics["stop_rate"]
+                return significant_decrease(
+                    first["stop_rate"], metrics["stop_rate"], self.responses
+                )
             case _:
                 return metrics.get(signal)
 

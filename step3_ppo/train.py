@@ -88,9 +88,8 @@ def set_up(
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, config.actor), prompts.record)
     scores_ends = config.uses_reward_model and config.missing_eos_score is not None
-    guards = Guards(
-        config.guards, RLSignals(scores_ends, config.actor.rate[0], config.critic.rate[0])
-    )
+    rates = config.actor.rate[0], config.critic.rate[0]
+    guards = Guards(config.guards, RLSignals(scores_ends, *rates, config.rollout_size))
     checkpoints = Checkpoints(
         run,
         engines=models.trained,

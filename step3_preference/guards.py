@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.guards.guards import Metrics, Signals
+from pipeline.guards.guards import Metrics, Signals, significant_decrease
 
 REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.{rate}"
 
@@ -48,13 +48,11 @@ class PreferenceSignals(Signals):
             return None
         length, was_length = metrics["sampled_length"], first["sampled_length"]
         ends, ended = metrics["sampled_stop_rate"], first["sampled_stop_rate"]
-        error = ((ends * (1 - ends) + ended * (1 - ended)) / self.prompts) ** 0.5
         of_answers = {
             "kl": metrics["kl"],
             "kl_per_token": metrics["kl"] / length,
             "response_length": length / was_length,
-            # A loss within two standard errors counts as none: few responses vary by chance.
-            "stop_rate": ended - ends if ended - ends > 2 * error else 0.0,
+            "stop_rate": significant_decrease(ended, ends, self.prompts),
             "repetition": metrics["sampled_repetition"],
         }
         return of_answers[signal]

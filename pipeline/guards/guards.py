@@ -25,6 +25,12 @@ MAX_ROLLBACKS = 2
 logger = logging.getLogger(__name__)
 
 
+def significant_decrease(before: float, now: float, count: int) -> float:
+    """The decrease of a share of `count` trials; 0 within two standard errors, as by chance."""
+    error = ((now * (1 - now) + before * (1 - before)) / count) ** 0.5
+    return before - now if before - now > 2 * error else 0.0
+
+
 class Signals(ABC):
     """The signals of a step: their values and messages."""
 

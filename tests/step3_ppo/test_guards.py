@@ -92,6 +92,13 @@ def test_a_signal_out_of_order_for_its_window_is_one_sentence_until_it_has_recov
     assert all(each.startswith(sentence) for found in said for each in found)
 
 
+def test_responses_that_chance_may_have_cut_off_trip_no_guard() -> None:
+    signals, rollout = RLSignals(responses=8), {**SOUND, "stop_rate": 6 / 8}
+
+    assert signals.compute_value("stop_rate", rollout, SOUND) == 0  # error 0.15
+    assert signals.compute_value("stop_rate", {**SOUND, "stop_rate": 0.5}, SOUND) == 0.5
+
+
 @pytest.mark.parametrize(
     ("ended", "scores_ends", "remedy"),
     [
