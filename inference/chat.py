@@ -11,7 +11,6 @@ from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
 from pipeline.report.results import find_model
 from pipeline.settings.fields import read_recorded
-from pipeline.system.errors import require
 from pipeline.system.installation import CHAT
 
 
@@ -24,10 +23,6 @@ class ChatConfig(ModelOptions):
 
     seed: int | None = None
     """Sampling seed, which makes responses repeatable; null draws one."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.path), "--path is missing: give a model, such as OUT/step3_ppo/actor")
-        super().__post_init__()
 
 
 def main(argv: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -47,22 +47,16 @@ class Reply:
     """Whether Ctrl-C ended it."""
 
 
+@dataclass
 class Conversation:
     """The messages of a dialogue, which the model continues."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        chat_format: ChatFormat,
-        sampling: Sampling,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.chat_format = chat_format
-        self.sampling = sampling
-        self.messages: list[Message] = []
-        self._num_responses = 0
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat_format: ChatFormat
+    sampling: Sampling
+    messages: list[Message] = field(default_factory=list[Message])
+    num_responses: int = 0
 
     def reset(self, system: str | None = None) -> None:
         """Restart the dialogue, with `system` as the system message if given."""
@@ -105,7 +99,7 @@ class Conversation:
             # At most half of the context is kept free for the response.
             room = limit - min(self.sampling.max_new_tokens, limit // 2)
             token_ids, num_left_out = fit_turns(dialogue, self.chat_format.encode_prompt, room)
-            sampling = replace(self.sampling, seed=self.sampling.seed + self._num_responses)
+            sampling = replace(self.sampling, seed=self.sampling.seed + self.num_responses)
             list(
                 generate_each(
                     self.model,
@@ -118,7 +112,7 @@ class Conversation:
             emit(stream.finish())
         except KeyboardInterrupt:
             interrupted = True
-        self._num_responses += 1
+        self.num_responses += 1
         response = "".join(pieces).strip()
         self.messages = [*dialogue, Message("assistant", response)]
         return Reply(response, num_left_out, interrupted)

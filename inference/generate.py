@@ -50,10 +50,9 @@ class GenerateConfig(ModelOptions):
     """The same seed gives the same responses."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "--path is missing: give the model that answers")
+        super().__post_init__()
         require(self.prompts != Path(), "--prompts is missing: give a file of prompts")
         require(self.out != Path(), "--out is missing: give the file to write")
-        super().__post_init__()
         require(self.samples > 0, f"--samples must be above 0, got {self.samples}")
         require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
         require(

@@ -5,7 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,28 +118,21 @@ class TextResponse:
     """The reason why it ended: eos, length or stop_string."""
 
 
+@dataclass
 class Responder:
     """A model with the settings of its responses."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        *,
-        raw: bool = False,
-        num_samples: int = 1,
-        stop_strings: Sequence[str] = (),
-        cache_bytes: int | None = None,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.sampling = sampling
-        self.raw = raw
-        self.num_samples = num_samples
-        self.stop_strings = tuple(stop_strings)
-        self.cache_bytes = cache_bytes
-        self.chat_format = None if raw else resolve_format(tokenizer, "auto")
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    _: KW_ONLY
+    raw: bool = False
+    num_samples: int = 1
+    stop_strings: Sequence[str] = ()
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.chat_format = None if self.raw else resolve_format(self.tokenizer, "auto")
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -33,21 +33,17 @@ class SamplingOptions:
     off."""
 
     def __post_init__(self) -> None:
-        require(
-            self.max_new_tokens > 0, f"max_new_tokens must be above 0, got {self.max_new_tokens}"
-        )
-        require(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens must lie in [0, max_new_tokens], got {self.min_new_tokens}",
-        )
-        require(self.temperature >= 0, f"temperature must be 0 or above, got {self.temperature}")
-        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
-        require(self.top_k is None or self.top_k > 0, f"top_k must be above 0, got {self.top_k}")
-        require(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], got {self.min_p}")
-        require(
-            self.repetition_penalty > 0,
-            f"repetition_penalty must be above 0, got {self.repetition_penalty}",
-        )
+        is_within = 0 <= self.min_new_tokens <= self.max_new_tokens
+        for name, is_valid, rule in (
+            ("max_new_tokens", self.max_new_tokens > 0, "be above 0"),
+            ("min_new_tokens", is_within, "lie in [0, max_new_tokens]"),
+            ("temperature", self.temperature >= 0, "be 0 or above"),
+            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
+            ("top_k", self.top_k is None or self.top_k > 0, "be above 0"),
+            ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "be above 0"),
+        ):
+            require(is_valid, f"{name} must {rule}, got {getattr(self, name)}")
 
     def sampling(self, seed: int) -> "Sampling":
         """These settings, with the seed."""
@@ -71,6 +67,10 @@ class ModelOptions(SamplingOptions):
 
     threads: int | None = None
     """Processor threads; null uses RLHF_THREADS, else one for each core."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "--path is missing: give a model, such as OUT/step3_ppo/actor")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

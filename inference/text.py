@@ -190,9 +190,6 @@ class ResponseText:
 
     def _may_begin(self, text: str) -> int:
         """The number of characters at the end of `text` that may begin a stop string."""
-        longest = max(map(len, self._stops))
-        for count in range(min(longest - 1, len(text)), 0, -1):
-            end = text[-count:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return count
-        return 0
+        longest = min(max(map(len, self._stops)) - 1, len(text))
+        ends = (text[-count:] for count in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(s.startswith(end) for s in self._stops)), 0)

@@ -73,9 +73,7 @@ def _open_ratings(config: ServeConfig) -> "RatingsFile | None":
     """Open the file of ratings; None for a run whose directory can't be written to."""
     from inference.ratings import RatingsFile
 
-    path = config.ratings
-    if path is None and config.run is not None:
-        path = config.run / "ratings.jsonl"
+    path = config.ratings or (config.run and config.run / "ratings.jsonl")
     if path is None:
         return None
     try:
