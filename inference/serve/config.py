@@ -12,8 +12,6 @@ from pipeline.system.errors import ConfigError, require
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that only this machine can reach."""
 
-MIB = 2**20
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
@@ -147,11 +145,6 @@ class ServeConfig:
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
         return self.host in LOOPBACK
-
-    @property
-    def max_body(self) -> int:
-        """Bytes of a request's body."""
-        return int(self.max_body_mib * MIB)
 
 
 def read_keys(config: ServeConfig) -> dict[str, str]:

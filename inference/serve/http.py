@@ -16,19 +16,18 @@ from inference.serve.config import ServeConfig
 T = TypeVar("T")
 
 KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
     504: "timeout_error",
 }
-"""The type of an error by its status."""
+"""The type of an error by its status; `invalid_request_error` for others."""
+
+RETRY_SECONDS = 5
+"""Value of `Retry-After`, for clients that are refused now."""
 
 LEFT = 499
 """Status of a request whose client disconnected, in logs and metrics."""
@@ -47,14 +46,12 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
@@ -62,7 +59,7 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": KINDS[self.status],
+                "type": KINDS.get(self.status, "invalid_request_error"),
                 "param": self.param,
                 "code": self.code,
             }
@@ -71,7 +68,7 @@ class ApiError(Exception):
     @property
     def response(self) -> Response:
         """The HTTP response."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return json_response(self.body, status=self.status, headers=headers)
@@ -107,7 +104,7 @@ async def read_body(request: Request) -> dict[str, Any]:
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json")
     try:
         async with asyncio.timeout(seconds):
-            body = await _read(request, config.max_body)
+            body = await _read(request, int(config.max_body_mib * 2**20))
     except TimeoutError:
         raise ApiError(400, f"the body was not received within {seconds:g} seconds") from None
     except ClientDisconnect:

@@ -10,21 +10,13 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from inference.ratings import RatingsFile, agreement, read_ratings, standing_ratings
 from inference.serve.completions import chat_completions, completions, new_id
-from inference.serve.http import (
-    KINDS,
-    LEFT,
-    ApiError,
-    ClientGone,
-    json_response,
-    read_body,
-    until_gone,
-)
+from inference.serve.http import LEFT, ApiError, ClientGone, json_response, read_body, until_gone
 from inference.serve.models import ServedModel
 from inference.serve.schema import (
     DetokenizeRequest,
@@ -41,7 +33,6 @@ from pipeline import __version__
 from pipeline.system.errors import DataError
 
 PAGE = Path(__file__).parent / "page"
-VIEWS = ("chat", "compare", "rate", "watch")
 
 
 def build_app(state: State) -> ASGIApp:
@@ -95,24 +86,19 @@ async def _fail(*_: object) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in KINDS else 400
     what = {404: "there is no such path", 405: f"this path takes no {request.method}"}
-    return ApiError(status, what.get(status, "the request can't be read")).response
+    return ApiError(error.status_code, what.get(error.status_code, "it can't be read")).response
 
 
 def page_routes() -> list[Route]:
-    """A route for each file of the page, which is at /, and redirects to its views."""
-    routes = [Route(f"/{view}", partial(_redirect, view), methods=["GET"]) for view in VIEWS]
+    """A route for each file of the page, which is at /."""
+    routes: list[Route] = []
     for file in sorted(PAGE.glob("*.*")):
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
         kind = mimetypes.guess_type(file.name)[0]
         answer = partial(_file, file.read_bytes(), kind)
         routes.append(Route(path, answer, methods=["GET"]))
     return routes
-
-
-async def _redirect(view: str, _: Request) -> Response:
-    return RedirectResponse(f"/#{view}")
 
 
 async def _file(content: bytes, kind: str | None, _: Request) -> Response:

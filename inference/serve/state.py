@@ -28,9 +28,6 @@ QUIET = 15.0
 QUEUED_TOKENS = 2**22
 """Maximum tokens of all prompts in the server."""
 
-RETRY_SECONDS = 5
-"""Value of `Retry-After`."""
-
 LONG = 20_000
 """Characters whose tokenization takes a few milliseconds."""
 
@@ -100,11 +97,7 @@ class Broker:
             if seconds >= limit and job.started:
                 raise ApiError(504, f"the request took longer than {limit:g} seconds")
             if seconds >= limit:
-                raise ApiError(
-                    503,
-                    f"no slot was free for {limit:g} seconds; try again later",
-                    retry_after=RETRY_SECONDS,
-                )
+                raise ApiError(503, f"no slot was free for {limit:g} seconds; try again later")
             if self.failure is not None:
                 raise ApiError(500, "generation has failed, and the server ends")
             try:
@@ -138,15 +131,11 @@ class Broker:
             raise ApiError(500, "generation has failed, and the server ends")
         if self.worker is None or self.draining:
             what = "the server is about to end" if self.draining else "the models are being loaded"
-            raise ApiError(503, f"{what}; try again later", retry_after=RETRY_SECONDS)
+            raise ApiError(503, f"{what}; try again later")
         waiting = sum(not job.started for job in self._jobs) + self._calls
         tokens = sum(job.num_prompt_tokens for job in self._jobs)
         if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
-            raise ApiError(
-                429,
-                f"{waiting} requests are already waiting; try again later",
-                retry_after=RETRY_SECONDS,
-            )
+            raise ApiError(429, f"{waiting} requests are already waiting; try again later")
         return self.worker
 
 
