@@ -33,7 +33,7 @@ from pipeline.models.hf.gguf import as_directory
 from pipeline.models.hf.load import load_causal_lm, load_tokenizer
 from pipeline.models.hf.meta import model_on_meta
 from pipeline.parallel.device import local_device
-from pipeline.report.results import StepResult, read_results
+from pipeline.report.results import StepResult, model_to_talk_to, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
 
 MOST_LOGITS = 2**26
@@ -242,19 +242,22 @@ def _named(word: str) -> ModelPath:
 
 
 def models_of_run(out: Path) -> list[ModelPath]:
-    """Return a run's models that generate: base, step 1, and step 3 of each method.
+    """Return a run's models that generate: base, step 1, and step 3, the best method last.
 
     Raises:
         ModelError: there is none.
     """
     paths: list[ModelPath] = []
-    for name, step in _steps(out).items():
+    steps = _steps(out)
+    for name, step in steps.items():
         if not paths and step.finished and step.has("perplexity_after"):
             paths += _base(step, str(out / name))
         for directory in (out / name, out / name / "actor"):
             generates = step.has("perplexity_after") or directory.name == "actor"
             if step.finished and generates and (directory / "config.json").is_file():
                 paths.append(ModelPath(name, str(directory)))
+    best = model_to_talk_to(steps)
+    paths.sort(key=lambda path: best is not None and path.name == best.name)
     if all(path.name == BASE for path in paths):
         raise ModelError(f"--run {out} has no model to talk to yet; finish its steps with --resume")
     return paths

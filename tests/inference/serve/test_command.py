@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -86,16 +87,16 @@ def test_a_port_that_is_taken_is_named() -> None:
     )
 
 
-def test_the_models_of_a_run_are_found_with_the_base_that_it_began_from(tmp_path: Path) -> None:
-    for name, figure in (("step1_sft", "perplexity_after"), ("step3_grpo", "win_rate")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("")
+def test_the_models_of_a_run_are_found_with_its_best_one_last(tmp_path: Path) -> None:
+    for name, score in (("step1_sft", None), ("step3_dpo", 2), ("step3_grpo", 1)):
+        figure = "perplexity_after" if score is None else "win_rate"
+        exported = {"eval_by_prompt": {"exported": {"score": [score]}}}
+        directory = tmp_path / name if score is None else tmp_path / name / "actor"
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(exported))
         (tmp_path / name / "result.json").write_text(f'{{"seconds": 1, "eval": {{"{figure}": 2}}}}')
-    (tmp_path / "step1_sft" / "config.json").write_text("{}")
     (tmp_path / "step1_sft" / "config.yaml").write_text("model: {path: base/dir}\nseed: 4\n")
-    (tmp_path / "step3_grpo" / "config.yaml").write_text("method: grpo\n")
-    (tmp_path / "step3_grpo" / "actor").mkdir()
-    (tmp_path / "step3_grpo" / "actor" / "config.json").write_text("{}")
 
     found = models_of_run(tmp_path)
 
@@ -104,6 +105,7 @@ def test_the_models_of_a_run_are_found_with_the_base_that_it_began_from(tmp_path
         ModelPath("base", "base/dir", 4, sft),
         ModelPath("step1_sft", sft),
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
+        ModelPath("step3_dpo", str(tmp_path / "step3_dpo" / "actor")),
     ]
 
 
