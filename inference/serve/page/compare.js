@@ -127,6 +127,7 @@ export function rateView(place, server) {
     "div",
     { class: "talk" },
     element("p", { class: "hint" }, "Two responses to each prompt, without names and in random order. 1 and 2 choose, 3 is a tie, 4 both bad, S skips, U undoes. Two samples of one model can be compared, too."),
+    element("p", { class: "hint" }, "Each choice is a preference: step 2 trains a reward model on them, --method dpo the model itself, and step 1 on the better responses. Ties and both bad train nothing."),
     element("div", { class: "row bar" }, ...pickers, button("Begin", () => start(), { class: "main" })),
     input,
     element("div", { class: "row bar" }, file),
@@ -149,7 +150,7 @@ export function rateView(place, server) {
     if (found.left !== null) parts.push(`of ${found.blind} blind choices ${Math.round(100 * found.left)} % took the left response`);
     if (found.self_agreement !== null) parts.push(`raters agree with themselves in ${Math.round(100 * found.self_agreement)} %`);
     if (found.kappa !== null) parts.push(`and with one another with a kappa of ${found.kappa.toFixed(2)}`);
-    return `${parts.join("; ")}.`;
+    return `${parts.join("; ")}. To train on them: train.py --step 2 --data-path ${found.path}`;
   }
 
   function start() {
