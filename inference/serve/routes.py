@@ -216,6 +216,7 @@ async def server(request: Request) -> Response:
     return json_response(
         {
             "models": [{"id": name} for name in state.models],
+            "max_tokens": state.config.max_tokens_default,
             "reward": state.reward is not None,
             "ratings": state.ratings is not None,
             "watch": state.watched is not None,

@@ -1,7 +1,7 @@
 // Which view is shown; each is a function that fills <main> and returns what ends it.
 
 import { chatView } from "./chat.js";
-import { Refused, get, initialize, say } from "./common.js";
+import { Refused, get, initialize, say, settings } from "./common.js";
 import { compareView, rateView } from "./compare.js";
 import { watchView } from "./watch.js";
 
@@ -12,6 +12,7 @@ let latest = 0;
 async function show() {
   leave();
   leave = () => {};
+  settings.hidePopover();
   say("");
   const own = ++latest;
   const place = document.getElementById("view");
@@ -19,6 +20,7 @@ async function show() {
   try {
     const server = await get("/api/server");
     if (own !== latest) return; // another view was chosen meanwhile
+    settings.elements.max_tokens.placeholder = server.max_tokens;
     const talks = server.models.length > 0;
     const offered = { chat: talks, compare: talks, rate: talks && server.ratings, watch: server.watch };
     const [name, query] = location.hash.slice(1).split("?");
@@ -40,5 +42,5 @@ async function show() {
 
 initialize();
 addEventListener("hashchange", show);
-document.getElementById("settings").elements.key.addEventListener("change", show);
+settings.elements.key.addEventListener("change", show);
 show();

@@ -52,9 +52,9 @@ export function rich(text) {
   return parts;
 }
 
-// The form above the views, kept in this browser; the key only until the browser is closed.
+// The panel next to the views, kept in this browser; the key only until the browser is closed.
 const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
-const settings = document.getElementById("settings");
+export const settings = document.getElementById("settings");
 
 function kept() {
   try {
@@ -78,11 +78,6 @@ export function initialize() {
     });
   }
   settings.addEventListener("submit", (event) => event.preventDefault());
-  const opener = document.getElementById("open-settings");
-  opener.addEventListener("click", () => {
-    settings.hidden = !settings.hidden;
-    opener.setAttribute("aria-expanded", String(!settings.hidden));
-  });
 }
 
 export const key = () => values.key.trim();

@@ -197,7 +197,8 @@ def test_a_page_that_may_ask_is_told_so(server: Running) -> None:
 
 def test_what_a_server_lacks_is_not_found(server: Running) -> None:
     views = get(server, "/api/server").json
-    assert views == {"models": [{"id": "tiny"}], "reward": False, "ratings": True, "watch": False}
+    has = {"reward": False, "ratings": True, "watch": False}
+    assert views == {"models": [{"id": "tiny"}], "max_tokens": 5, **has}
     kinds = {"/": "text/html", "/page/app.js": "text/javascript", "/page/style.css": "text/css"}
     for path, kind in kinds.items():
         assert get(server, path).headers["content-type"].startswith(kind)
