@@ -1,18 +1,11 @@
 // A dialogue with one model: streaming, stop, regenerate, edit, tokens by their log-probability.
 
-import { button, composer, drawSeed, element, respond, rich, sampling, say, system } from "./common.js";
+import { button, composer, drawSeed, element, length, respond, sampling, say, stored, system, tinted } from "./common.js";
+import { markdown } from "./markdown.js";
 import { thumbs } from "./ratings.js";
 
-function load() {
-  try {
-    return JSON.parse(localStorage.getItem("dialogue")) ?? [];
-  } catch {
-    return [];
-  }
-}
-
 export function chatView(place, server) {
-  let turns = load();
+  let turns = stored("dialogue", []);
   let running = null;
   const names = server.models.map((model) => model.id);
   const picker = element("select", { "aria-label": "Model" }, ...names.map((name) => element("option", {}, name)));
@@ -58,7 +51,7 @@ export function chatView(place, server) {
     const hint = "Nothing is kept outside of this browser until you rate a response.";
     talk.replaceChildren(...turns.map(drawTurn));
     if (!turns.length) talk.append(element("p", { class: "hint" }, hint));
-    talk.lastElementChild?.scrollIntoView({ block: "end" });
+    place.scrollTop = place.scrollHeight;
   }
 
   function drawTurn(turn, at) {
@@ -71,15 +64,16 @@ export function chatView(place, server) {
       if (at === turns.length - 1) tools.append(button("Regenerate", () => again(at)));
       if (server.ratings && turn.answer) tools.append(thumbs(messages(at), turn.answer));
     }
-    const why = { length: " · at its longest", stopped: " · stopped" }[turn.answer?.finish] ?? "";
-    const who = isUser ? "You" : `${turn.answer?.model ?? ""}${why}`;
+    const { model, finish } = turn.answer ?? {};
+    const why = finish === "length" ? ` · ${length(turn.answer)}` : finish === "stopped" ? " · stopped" : "";
+    const who = isUser ? "You" : `${model ?? ""}${why}`;
     return element("div", { class: `turn ${turn.role}` }, element("div", { class: "who" }, who), text, tools);
   }
 
   function content(turn) {
     const tokens = turn.answer?.tokens ?? [];
     if (turn.role === "user") return [turn.content];
-    return showTokens.checked && tokens.length ? tokens.map(drawToken) : rich(turn.content.trim());
+    return [...markdown(turn.content.trim()), showTokens.checked && tokens.length > 0 && tinted(tokens.map(byChance))];
   }
 
   function again(at) {
@@ -119,8 +113,8 @@ export function chatView(place, server) {
         logprobs: true,
         onText: (answer) => {
           turn.content = answer.text;
-          text.textContent = answer.text.trimStart();
           const near = place.scrollHeight - place.scrollTop - place.clientHeight < 120;
+          text.replaceChildren(...markdown(answer.text.trim()));
           if (near) place.scrollTop = place.scrollHeight;
         },
       });
@@ -143,10 +137,10 @@ export function chatView(place, server) {
 }
 
 // Tinted by how unlikely the policy found it; its alternatives are its title.
-export function drawToken(token) {
+function byChance(token) {
   const level = token.logprob > -0.5 ? 0 : token.logprob > -1.5 ? 1 : token.logprob > -3 ? 2 : 3;
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
   const others = token.top_logprobs.map((each) => `${JSON.stringify(each.token)} ${percent(each.logprob)}`);
   const title = [`${JSON.stringify(token.token)} ${percent(token.logprob)}`, "", ...others].join("\n");
-  return element("span", { class: `token t${level}`, title }, token.token);
+  return { token: token.token, level, title };
 }

@@ -36,35 +36,26 @@ export function composer(label, placeholder, action, submit, running, wide = fal
   return { input, sender, bar: element("div", { class: wide ? "composer wide" : "composer" }, input, sender) };
 }
 
-// Text with fenced blocks and `code` set apart; nothing else of Markdown is read.
-export function rich(text) {
-  const parts = [];
-  text.split(/^```[^\n]*\n?/m).forEach((block, number) => {
-    if (number % 2) {
-      parts.push(element("pre", {}, block.replace(/\n$/, "")));
-      return;
-    }
-    block.split(/(`[^`\n]+`)/).forEach((piece) => {
-      const isCode = /^`[^`\n]+`$/.test(piece);
-      if (piece) parts.push(isCode ? element("code", {}, piece.slice(1, -1)) : piece);
-    });
-  });
-  return parts;
+// A response's tokens, each with a tint, 0 to 3, of one of two colours.
+export function tinted(tokens) {
+  const spans = tokens.map(({ token, level, less, title }) =>
+    element("span", { class: `token t${level}${less ? " less" : ""}`, title }, token),
+  );
+  return element("div", { class: "tokens" }, ...spans);
+}
+
+export function stored(name, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
 }
 
 // The panel next to the views, kept in this browser; the key only until the browser is closed.
 const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
 export const settings = document.getElementById("settings");
-
-function kept() {
-  try {
-    return JSON.parse(localStorage.getItem("settings")) ?? {};
-  } catch {
-    return {};
-  }
-}
-
-const values = { ...DEFAULTS, ...kept(), key: sessionStorage.getItem("key") ?? "" };
+const values = { ...DEFAULTS, ...stored("settings", {}), key: sessionStorage.getItem("key") ?? "" };
 
 export function initialize() {
   for (const field of settings.elements) {
@@ -78,6 +69,10 @@ export function initialize() {
     });
   }
   settings.addEventListener("submit", (event) => event.preventDefault());
+}
+
+export function length({ token_ids, finish }) {
+  return `${finish === "length" ? "cut off at " : ""}${token_ids.length} tokens`;
 }
 
 export const key = () => values.key.trim();

@@ -1,6 +1,7 @@
 // Ratings: responses next to each other, buttons to choose, and what is sent to the server.
 
-import { button, element, post, rater, respond, rich, say, system } from "./common.js";
+import { button, element, length, post, rater, respond, say, system, tinted } from "./common.js";
+import { markdown } from "./markdown.js";
 
 const sent = [];
 
@@ -95,7 +96,7 @@ export function cards(models, order, hidden) {
   async function one(model, messages, fields, signal) {
     const column = columns[order.indexOf(model)];
     column.text.textContent = "…";
-    const onText = (answer) => (column.text.textContent = answer.text.trim());
+    const onText = (answer) => column.text.replaceChildren(...markdown(answer.text.trim()));
     const answer = await respond(models[model], messages, fields, { signal, onText });
     show(model, answer);
     return answer;
@@ -103,9 +104,8 @@ export function cards(models, order, hidden) {
 
   function show(model, answer) {
     const column = columns[order.indexOf(model)];
-    column.text.replaceChildren(...rich(answer.text.trim()));
-    const end = answer.finish === "length" ? ", at its longest" : "";
-    column.foot.textContent = `${answer.token_ids.length} tokens${end}`;
+    column.text.replaceChildren(...markdown(answer.text.trim()));
+    column.foot.textContent = length(answer);
   }
 
   return {
@@ -132,9 +132,9 @@ export function cards(models, order, hidden) {
       await Promise.all(
         answers.map(async (answer, model) => {
           if (answer.model === reference || !answer.token_ids.length) return;
-          const { spans, words } = await related(answer, messages, reference, signal);
+          const { tokens, words } = await related(answer, messages, reference, signal);
           const column = columns[order.indexOf(model)];
-          column.text.replaceChildren(...spans);
+          column.text.append(tinted(tokens));
           column.foot.append(words);
         }),
       );
@@ -210,13 +210,13 @@ async function related(answer, messages, reference, signal) {
     throw new Error(`${answer.model} and ${reference} have different tokens`);
   }
   let sum = 0;
-  const spans = own.tokens.slice(prompt.length).map((token, at) => {
+  const tokens = own.tokens.slice(prompt.length).map((token, at) => {
     const ratio = own.token_logprobs[prompt.length + at] - other.token_logprobs[prompt.length + at];
     const level = [0.5, 1.5, 3].filter((limit) => Math.abs(ratio) >= limit).length;
     sum += ratio;
     const title = `${JSON.stringify(token)} ${ratio.toFixed(2)} nats, ${sum.toFixed(2)} until here`;
-    return element("span", { class: `token t${level}${ratio < 0 ? " less" : ""}`, title }, token);
+    return { token, level, less: ratio < 0, title };
   });
-  const mean = (sum / spans.length).toFixed(3);
-  return { spans, words: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} a token` };
+  const mean = (sum / tokens.length).toFixed(3);
+  return { tokens, words: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} a token` };
 }

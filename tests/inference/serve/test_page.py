@@ -88,6 +88,33 @@ def test_a_dialogue_streams_is_kept_over_a_reload_and_its_response_is_rated(
 
 
 @in_browser
+def test_markdown_is_shown_in_full_and_the_settings_give_way_to_another_view(page: Any) -> None:
+    text = "# T\n- **a**\n  1. b\n\n| x | y |\n|---|---|\n| 1 | `z` |\n\n```py\nq = 1\n```\n"
+    tokens = [{"token": "```", "logprob": -1, "top_logprobs": []}]
+    answer = {"model": "m", "finish": "length", "token_ids": [1] * 90, "tokens": tokens}
+    turns = [
+        {"role": "user", "content": "Go on"},
+        {"role": "assistant", "content": 5 * text, "answer": answer},
+    ]
+    page.evaluate("turns => localStorage.setItem('dialogue', turns)", json.dumps(turns))
+    page.reload()
+    page.get_by_text("cut off at 90 tokens").wait_for()
+    page.get_by_label("Show tokens").check()
+
+    shown = {tag: page.locator(f".text {tag}").count() for tag in ("h3", "ul ol", "td code", "pre")}
+    assert shown == dict.fromkeys(shown, 5)
+    assert page.locator(".tokens .token").count() == 1
+    tools, composer = page.locator(".tools").last.bounding_box(), page.locator(".composer")
+    assert tools["y"] + tools["height"] <= composer.bounding_box()["y"]
+    page.get_by_role("button", name="Settings").click()
+    length = page.get_by_label("Longest response")
+    assert length.get_attribute("placeholder") == "12"
+    page.goto(page.url.partition("#")[0] + "#rate")
+    page.get_by_text("Each choice is a preference").wait_for()
+    assert not length.is_visible()
+
+
+@in_browser
 def test_markup_of_a_model_is_text(page: Any, served: Running) -> None:
     """As if a model had written it, in a dialogue of this browser."""
     turns = [
