@@ -176,7 +176,7 @@ class Engine:
         on_host = placement.optimizer_device != device
         self._host = HostAdamW(device) if on_host else None
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
-        # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
+        # Include frozen weights: gradients of fp32 adapters flow through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
 
@@ -222,7 +222,7 @@ class Engine:
         self.zero.flush()
         self.zero.reduce()
         grad_norm, worst = self._grad_norm()
-        finite = grad_norm < float("inf")  # False for NaN as well
+        finite = grad_norm < float("inf")  # also False for NaN
         factor = self.optim.lr_share(self.steps, total_steps=self.total_steps) * self.lr_scale
         if finite:
             self._update(grad_norm, factor)
@@ -296,20 +296,20 @@ class Engine:
         self.comm.all_reduce(packed)
         stretches = packed.view(len(norms), -1)
         few = packed if stretches.shape[1] <= MOST_READ else stretches.sum(1)
-        own = few.tolist()  # all that the host reads of the device between forward pass and update
+        own = few.tolist()  # the only device-to-host copy between forward pass and update
         squares = self._norms.gathered(own)
         bad = next((at for at, each in enumerate(squares) if not math.isfinite(each)), None)
         if bad is not None:
             rows = len(squares) // len(self._norms.units)
             return math.nan, self._norms.units[bad // rows]
-        # fsum rounds once, so that the order of units doesn't count either.
+        # fsum rounds once, so the result doesn't depend on the order of units.
         return math.sqrt(math.fsum(squares)) / self.scaler.scale, ""
 
     def _update(self, grad_norm: float, lr_share: float) -> None:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
-        self.comm.synchronize()  # before weights change that are being copied to the GPU
+        self.comm.synchronize()  # finish pending copies to the GPU before weights change
         begun: dict[TrainedParams, list[Shard]] = {}
         for group in self.visit():
             begun[group] = group.begin_step(multiplier=multiplier, lr_share=lr_share)
@@ -330,7 +330,7 @@ class Engine:
                 lr=lr_share,
                 betas=settings["betas"],
                 eps=settings["eps"],
-                weight_decay=0.0,  # each shard has its own
+                weight_decay=0.0,  # set per shard
                 step=int(group.state["step"].item()),
                 multiplier=multiplier,
             )
@@ -341,7 +341,7 @@ class Engine:
 
     def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:
         if finite or self.scaler.searching:
-            self.skipped_in_a_row = 0  # on its way down the scale is expected to overflow
+            self.skipped_in_a_row = 0  # overflows are expected during the search for a scale
         else:
             self.skipped_in_a_row += 1
         if self.scaler.exhausted:

@@ -48,7 +48,7 @@ def build_units(
     """
     disk = None
     if config.zero.offload.params == "nvme":
-        assert config.zero.offload.nvme_path is not None  # as OffloadConfig checks
+        assert config.zero.offload.nvme_path is not None  # checked by OffloadConfig
         disk = WeightDisk(config.zero.offload.nvme_path, comm)
     units: list[Unit] = []
     for unit in engine_units(model, config.zero.unit_classes):
@@ -92,7 +92,7 @@ def store_on_disk(
     offload = config.zero.offload
     if offload.optimizer != "nvme":
         return None
-    assert offload.nvme_path is not None  # as OffloadConfig checks
+    assert offload.nvme_path is not None  # checked by OffloadConfig
     store = TensorStore(offload.nvme_path, rank=rank)
     moments = MOMENTS[config.optim.moments]
     state = StreamedState(store, [group.masters.numel for group in groups], moments)

@@ -148,12 +148,12 @@ class ZeroModel:
         self, _module: nn.Module, _args: object, _kwargs: object, output: object
     ) -> object:
         if self._visited:
-            # An embedding is the first of a pass; its backward pass is the last and reads nothing.
+            # An embedding comes first; its backward pass comes last and reads no weights.
             pairs = [pair for pair in pairwise(self._visited) if pair[1].kind != "embedding"]
             self._next = dict(pairs)
             self._previous = {second: first for first, second in pairs if first.kind != "embedding"}
         goes_on = torch.is_grad_enabled() and output is not None
-        for unit in self.others:  # of a pass that raised, or gathered ahead for nothing
+        for unit in self.others:  # left over from a failed pass or an unused prefetch
             if unit is not self.head or not goes_on:
                 self._free(unit)
         if not goes_on:
@@ -168,7 +168,7 @@ class ZeroModel:
         return output
 
     def _before_unit(self, unit: Unit, *_: object) -> None:
-        if in_backward():  # a recomputation inside the backward pass of the unit itself
+        if in_backward():  # recomputation within the unit's own backward pass
             self._before_backward(unit, runs_again=True)
             return
         if self._visited and self._visited[-1] is unit is self.head and unit.gathered:
@@ -178,7 +178,7 @@ class ZeroModel:
                 f"{unit.name} was called while the weights outside of it were sharded: call the"
                 " engine instead of a module inside it, or do it under `engine.gathered()`"
             )
-        if self.head is not None and unit.kind == "embedding":  # another run within the pass
+        if self.head is not None and unit.kind == "embedding":  # another run within this pass
             self._free(self.head)
         self._visited.append(unit)
         self._gather(unit, self._next)
@@ -280,7 +280,7 @@ class ZeroModel:
         self._check_current(updates)
         if not self.root.in_backward:
             self._begin_root()
-        for other in self.others:  # done: autograd runs in reverse order of creation
+        for other in self.others:  # finished: autograd runs in reverse order of creation
             if other.in_backward and other is not unit:
                 self._finish(other)
         if unit.kind != "embedding" or runs_again:
@@ -292,7 +292,7 @@ class ZeroModel:
     def _finish(self, unit: Unit) -> None:
         unit.in_backward = False
         self._free(unit)
-        # Only one reduction may overlap with the next unit's computation: each holds a buffer.
+        # Overlap at most one reduction with the next unit's computation: each holds a buffer.
         if self._settling is not None:
             for each in self._settling.trained:
                 each.gradients.settle()
@@ -352,7 +352,7 @@ class ZeroModel:
                 yield unit
                 if unit not in stay:
                     self._free(unit)
-        finally:  # also if the iteration was not exhausted
+        finally:  # even if the caller stops early
             for unit in self.units:
                 if unit not in stay:
                     self._free(unit)
@@ -404,7 +404,7 @@ class ZeroModel:
     def _check_unchanged(self) -> None:
         for flat in self.flats:
             for name, param in flat.params.items():
-                # Without gradients it doesn't matter: peft freezes adapters it turns off.
+                # Ignored under no_grad: peft freezes the adapters it disables.
                 changed = param.requires_grad != flat.settings.trained
                 if changed and torch.is_grad_enabled():
                     what = "frozen" if flat.settings.trained else "unfrozen"

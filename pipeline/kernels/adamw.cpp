@@ -1,16 +1,16 @@
 // AdamW over a flat vector on the CPU. Reference: adamw.py.
 //
-// One pass over memory: gradient in, master and moments in and out, a rounded copy of the master out.
-// A variant is chosen at compile time:
+// Makes one pass over memory: reads the gradient, updates the master weights and moments, and writes a
+// rounded copy of the master weights. Macros select a variant at compile time:
 //
-//   GRADIENT    Float32 | BFloat16 | Float16    number format of the gradient
-//   MOMENT      Float32 | BFloat16              of both moments
-//   COPY        None | BFloat16 | Float16       of the copy
-//   SPLIT       0 | 1                           master as bf16 and 16 bits more
+//   GRADIENT    Float32 | BFloat16 | Float16    dtype of the gradient
+//   MOMENT      Float32 | BFloat16              dtype of both moments
+//   COPY        None | BFloat16 | Float16       dtype of the copy
+//   SPLIT       0 | 1                           master stored as bf16 and 16 low bits
 //
-// Vectors of n elements are contiguous and do not overlap. Nothing here is written for one instruction
-// set: the compiler turns the loop into SIMD. It must not contract a product and a sum
-// (-ffp-contract=off): the two fused multiply-adds are written as such.
+// The vectors of n elements are contiguous and do not overlap. The code is portable: the compiler
+// vectorizes the loop. It must not contract products and sums (-ffp-contract=off): the two fused
+// multiply-adds are explicit.
 
 #include <cmath>
 #include <cstdint>
@@ -34,14 +34,14 @@ inline uint32_t bits_of(float value) {
 
 struct Numbers {  // mirrored in adamw.py
     float decay;               // 1 - lr * weight_decay
-    float exp_avg_weight;      // 1 - beta1, or -beta1 where that is the smaller one
-    float exp_avg_from_grad;   // 1 where exp_avg_weight is -beta1, to be counted from the gradient
+    float exp_avg_weight;      // 1 - beta1, or -beta1 if its magnitude is smaller
+    float exp_avg_from_grad;   // 1 if exp_avg_weight is -beta1: interpolate from the gradient
     float beta2;
     float exp_avg_sq_weight;   // 1 - beta2
     float root_correction;     // sqrt(1 - beta2^t)
     float eps;
     float step_size;           // -lr / (1 - beta1^t)
-    float multiplier;          // of the gradient
+    float multiplier;          // scales the gradient
 };
 
 struct Vectors {
@@ -53,8 +53,7 @@ struct Vectors {
     const void* gradient;
 };
 
-// Of these 32 bits the upper half is stored: a master as a weight in bf16, the nearest, of two equally near
-// that of larger magnitude.
+// Rounds a master to bf16, to nearest with ties away from zero. The result is in the upper 16 bits.
 inline uint32_t nearest_weight(float master) {
     return master != master ? 0x7fc00000u : bits_of(master) + 0x8000u;
 }
@@ -69,7 +68,8 @@ struct BFloat16 {
     using Stored = uint16_t;
     static float load(uint32_t stored) { return float_of(stored << 16); }
     static Stored store(float value) { return Stored(round(value) >> 16); }
-    // Again the upper half. Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
+    // The result is in the upper 16 bits. Preserves infinity and NaN: arithmetic returns quiet NaNs, whose
+    // highest bit of payload is set.
     static uint32_t round(float value) {
         const uint32_t bits = bits_of(value);
         const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
@@ -81,7 +81,7 @@ struct BFloat16 {
 struct Float16 {
     using Stored = uint16_t;
     static float load(uint32_t stored) {
-        // The exponent is moved by a multiplication, which also makes subnormal numbers normal.
+        // A multiplication rebiases the exponent and normalizes subnormal numbers.
         const uint32_t shifted = uint32_t(stored & 0x7fffu) << 13;
         const uint32_t finite = bits_of(float_of(shifted) * 0x1p112f);
         const uint32_t special = shifted | 0x7f800000u;
@@ -93,7 +93,7 @@ struct Float16 {
         const uint32_t magnitude = bits & 0x7fffffffu;
         const uint32_t rebias = (127u - 15u) << 23;
         const uint32_t normal = (magnitude - rebias + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-        // Below 2^-14 an addition rounds: its last bit is the spacing of subnormal numbers.
+        // Below 2^-14, adding 0.5 rounds: the last bit of the sum is the spacing of subnormal numbers.
         const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
         uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
         half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 rounds to infinity
@@ -145,7 +145,7 @@ inline float load_master(const Master* master, const int16_t*, int32_t i) { retu
 inline void store_master(Master* master, int16_t*, int32_t i, float value) { master[i] = value; }
 #endif
 
-// Elements begin to begin + count, of which there are few enough for 32-bit arithmetic.
+// Updates elements [begin, begin + count) with 32-bit loop arithmetic.
 void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
     auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
     auto* __restrict exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
@@ -187,7 +187,7 @@ void run(void* argument) {
 
 }  // namespace
 
-// One step over n elements. The bits do not depend on the number of threads.
+// Updates n elements. The result does not depend on the number of threads.
 extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, Parallel parallel, int32_t threads) {
     Work work{vectors, numbers, n, 0};
     on_threads(n > BLOCK ? parallel : nullptr, threads, run, &work);

@@ -1,12 +1,12 @@
-// AdamW over any number of flat shards in one launch. Reference: adamw.py, the same to the bit.
+// AdamW over any number of flat shards in one launch. Bitwise equal to the reference in adamw.py.
 //
-// One block updates CHUNK elements of one shard; `shard_of_block` says which. Each number is read
-// and written once: 28 bytes an element with a 16-bit gradient and copy beside fp32 master and
-// moments. What changes from step to step is read from the GPU's memory, so that a step waits for no
-// answer from the host, and a CUDA graph of it may be replayed.
+// Each block updates CHUNK elements of one shard, given by `shard_of_block`. Each value is read and
+// written once: 28 bytes per element for fp32 master and moments with a 16-bit gradient and copy.
+// Scalars that change every step are read from GPU memory, so that a step does not wait for the
+// host and a CUDA graph of it can be replayed.
 //
-// Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float or Bf16; COPY, of the master, Bf16 or F16,
-// with HAS_COPY 0 or 1; SPLIT 1: the master is Bf16 and 16 bits more.
+// Macros: GRADIENT is float, Bf16 or F16; MOMENT is float or Bf16; COPY, the dtype of the master's
+// copy if HAS_COPY is 1, is Bf16 or F16; SPLIT is 1 if the master is stored as Bf16 and 16 low bits.
 #include "prelude.cuh"
 
 #define THREADS 256
@@ -27,8 +27,8 @@ struct Shard {
   double weight_decay;
 };
 struct Scalars {
-  double rate;  // times the lr of each shard
-  double beta1_power, beta2_power;  // to the number of the step, 1 for the first
+  double rate;  // multiplies the lr of each shard
+  double beta1_power, beta2_power;  // powers of the step number, from 1
   double multiplier;
 };
 struct AdamwParams {
@@ -46,7 +46,7 @@ typedef Bf16 Master;
 typedef float Master;
 #endif
 
-// The numbers of a step as an element needs them, rounded to fp32 where the reference rounds them.
+// Scalars of the elementwise update, rounded to fp32 where the reference rounds.
 struct Factors {
   float decay, multiplier, avg_weight, avg_from_gradient, beta2, sq_weight, root_correction, eps, step_size;
 };
@@ -57,7 +57,7 @@ DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   Factors f;
   f.decay = static_cast<float>(1 - lr * load_double(&shard->weight_decay));
   f.multiplier = static_cast<float>(load_double(&p.scalars->multiplier));
-  // Interpolation from the nearer end, as torch.lerp.
+  // Interpolate from the nearer end, like torch.lerp.
   const float weight = static_cast<float>(1 - p.beta1);
   f.avg_from_gradient = weight >= 0.5f ? 1.f : 0.f;
   f.avg_weight = weight >= 0.5f ? weight - 1.f : weight;
@@ -69,7 +69,7 @@ DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   return f;
 }
 
-// Each array of a shard, from the first element of the block on.
+// The arrays of a shard, offset to the block's first element.
 struct Arrays {
   Master* master;
   MOMENT* exp_avg;
@@ -109,7 +109,7 @@ struct Element {
   GRADIENT gradient;
 };
 
-// A master as a weight in bf16: the nearest, of two equally near that of larger magnitude.
+// Rounds a master to bf16, to nearest with ties away from zero.
 DEVICE u16 nearest_weight(u32 bits) {
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   return static_cast<u16>(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);
@@ -117,7 +117,7 @@ DEVICE u16 nearest_weight(u32 bits) {
 DEVICE void store_weight(float value, F16& out) { round_to(value, out); }
 DEVICE void store_weight(float value, Bf16& out) { out.bits = nearest_weight(__float_as_uint(value)); }
 
-// The element's step: new moments, and weights, which are stored.
+// Updates an element and its moments.
 DEVICE void step(const Factors& f, Element& x, float& average, float& square) {
   const float gradient = to_float(x.gradient) * f.multiplier;
 #if SPLIT
@@ -146,7 +146,7 @@ DEVICE void update(const Factors& f, Element& x) {
   round_to(square, x.exp_avg_sq);
 }
 
-// Four neighbours at once: 16 bytes of fp32, 8 of a 16-bit type.
+// Four consecutive elements: 16 bytes of fp32, 8 of a 16-bit type.
 DEVICE void load_four(const float* p, float (&v)[4] LINE) {
   const uint4 raw = load16(p SAME_LINE);
   v[0] = __uint_as_float(raw.x), v[1] = __uint_as_float(raw.y);

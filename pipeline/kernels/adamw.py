@@ -172,8 +172,8 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
     master = master * (1 - step.lr * step.weight_decay)
     exp_avg = weights.exp_avg.float().lerp(grad, 1 - beta1)
     exp_avg_sq = (weights.exp_avg_sq.float() * beta2).addcmul(grad, grad, value=1 - beta2)
-    # By way of fp64, because PyTorch may take the root of fp32 from MKL, which rounds it otherwise
-    # than processors do.
+    # Computed in fp64, because PyTorch may use MKL's fp32 square root, whose rounding differs from
+    # the processor's.
     root = exp_avg_sq.double().sqrt().float()
     denominator = root / math.sqrt(1 - beta2**t) + step.eps
     master = master + (-step.lr / (1 - beta1**t)) * exp_avg / denominator
@@ -196,7 +196,7 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
     NaN are preserved.
     """
     if dtype == torch.bfloat16:
-        # The last bit takes what is half way, and nothing else, past the middle.
+        # Setting the last bit in the upper half of the interval makes ties round up.
         bits = masters.view(torch.int32)
         moved = bits >> 15
         moved &= 1
@@ -217,7 +217,7 @@ def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> 
     """The fp32 vector that `split_master` split."""
     bits = weights.view(torch.int16).int()
     bits <<= 16
-    bits += low_bits  # below zero where the weight was rounded up
+    bits += low_bits  # negative where the weight was rounded up
     return bits.view(torch.float32)
 
 
@@ -369,7 +369,7 @@ def _step_on_cpu(built: Library, weights: Weights, gradient: Tensor, step: AdamW
     vectors = Vectors(**{name: tensor.data_ptr() for name, tensor in tensors.items()})
     beta1, beta2 = step.betas
     weight = ctypes.c_float(1 - beta1).value
-    from_grad = weight >= 0.5  # from the nearer end, as `torch.lerp`
+    from_grad = weight >= 0.5  # interpolate from the nearer end, like torch.lerp
     numbers = Numbers(
         decay=1 - step.lr * step.weight_decay,
         exp_avg_weight=weight - 1 if from_grad else weight,
@@ -461,7 +461,7 @@ class ShardTable:
         shard_of_block = torch.arange(len(shards), dtype=torch.int32)
         shard_of_block = shard_of_block.repeat_interleave(torch.tensor(counts))
         words = memoryview(content).cast("q").tolist()
-        # Not waited for: the driver has copied so little before the call returns.
+        # Needs no synchronization: the driver stages a copy this small before returning.
         self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device, non_blocking=True)
         self.shard_of_block = shard_of_block.to(gpu.device, non_blocking=True)
 
@@ -507,7 +507,7 @@ def _row(shard: Shard, first_block: int) -> _Shard:
 
 def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
     """The learning rate, both betas to the power of the step number, and the multiplier."""
-    # Powers as Python has them, as in the reference: another way rounds otherwise.
+    # Python's powers, as in the reference: torch.pow may round differently.
     powers = [beta**step.step for beta in step.betas]
     numbers = [step.lr, *powers, step.multiplier]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)

@@ -67,7 +67,7 @@ def build(
         return _build(compiler(), source, words)
     except KernelError as reason:
         return str(reason)
-    except OSError as error:  # no directory at all, or a full disk
+    except OSError as error:  # no writable directory, or a full disk
         return f"it can't be written to a disk: {error}"
 
 
@@ -215,7 +215,7 @@ def multiplies_bf16() -> bool:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit and limit != "ALL" and "BF16" not in limit and "AMX" not in limit:
         return False
-    # Private to PyTorch; without it the answer is no.
+    # A private function of PyTorch, which may be missing.
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
@@ -238,7 +238,7 @@ def parallel() -> ctypes.c_void_p | None:
         return None
     runtimes = ("libgomp", "libiomp", "libomp")
     paths = {line.split(maxsplit=5)[-1] for line in lines}
-    # Other packages may have loaded runtimes, too.
+    # PyTorch's own runtime first: other packages may have loaded theirs.
     for path in sorted(paths, key=lambda path: "/torch" not in path):
         if Path(path).name.startswith(runtimes):
             function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)

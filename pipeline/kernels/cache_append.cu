@@ -1,8 +1,8 @@
-// Storing the keys and values of new tokens in a cache of slots, both in one launch.
+// Appends the keys and values of new tokens to a slotted cache in one launch.
 // Reference: cache_append.py.
 //
-// states (head, token, size), any strides but that of the last dimension; stored (slot, head, width,
-// size) without gaps. Nothing is computed, so that rows are but bytes: a thread moves 16 of them.
+// states is (head, token, size) with any strides, except 1 for the last; stored is (slot, head,
+// width, size) and contiguous. Rows are treated as bytes: each thread copies 16 of them.
 #include "prelude.cuh"
 
 // Mirrored in cache_append.py.
@@ -14,7 +14,7 @@ struct Part {
 };
 struct AppendParams {
   Part keys, values;
-  const i64* places;  // of each token: slot * width + position
+  const i64* places;  // per token: slot * width + position
   i64 num_slots, width;
   int num_heads;
 };
@@ -29,7 +29,7 @@ extern "C" __global__ void cache_append(AppendParams p) {
   for (int at = 16 * threadIdx.x; at < p.num_heads * of_both; at += 16 * blockDim.x) {
     const int head = at / of_both, byte = at % of_both;
     const bool is_key = byte < of_key;
-    // Field by field: a choice among structs would put them into memory.
+    // Select field by field: selecting a struct would spill it to local memory.
     const void* states = is_key ? p.keys.states : p.values.states;
     void* stored = is_key ? p.keys.stored : p.values.stored;
     const i64 of_head = is_key ? p.keys.head_bytes : p.values.head_bytes;

@@ -93,7 +93,7 @@ def refusal(
         row = new.shape[-1] * new.itemsize
         places = [stored.data_ptr(), new.data_ptr(), row, *strides]
         if new.stride(-1) != 1 or any(place % LOAD for place in places):
-            # Without the strides: they differ with the number of tokens, and reasons are cached.
+            # Omits the strides, which vary with the number of tokens: reasons are cached.
             return (
                 f"heads of {new.shape[-1]} numbers, {new.dtype}: {name} are not contiguous and"
                 f" aligned to {LOAD} bytes"
@@ -140,7 +140,7 @@ def _part(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> Part
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Three tokens, one of them outside all slots; keys and values of two sizes."""
-    del defines  # one kernel for all
+    del defines  # one kernel for all dtypes
     keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
     generator = torch.Generator().manual_seed(0)
     new = tuple(torch.randn(2, 3, size, generator=generator) for size in (64, 32))

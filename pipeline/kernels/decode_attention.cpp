@@ -1,7 +1,7 @@
-// Attention of one new token of each sequence to a cache of keys and values, on the CPU. Reference: decode_attention.py.
+// Attention of one new token per sequence over cached keys and values, on the CPU. Reference: decode_attention.py.
 //
-// Keys are taken in blocks with an online softmax (Milakov and Gimelshein 2018). Sums are fp32; the lanes of a
-// vector are neighbouring numbers of a head. NUMBER is the number format of all tensors.
+// Keys are processed in blocks with an online softmax (Milakov and Gimelshein 2018). Sums are fp32; the lanes of
+// a vector hold consecutive elements of a head. NUMBER is the dtype of all tensors.
 
 #include <algorithm>
 #include <vector>
@@ -15,31 +15,31 @@ struct Attention {  // mirrored in decode_attention.py
     const void* key;         // (slots, kv_heads, width, size)
     const void* value;
     void* out;               // (rows, heads, size)
-    const int32_t* lengths;  // of each row: one past the last key that it sees; beyond width is width
+    const int32_t* lengths;  // per row: one past its last visible key; may exceed width
     int64_t rows;
     int64_t heads;
     int64_t kv_heads;
     int64_t width;
-    int64_t size;            // whole units
-    int64_t query_row;       // strides, in numbers
+    int64_t size;            // a multiple of Number::NUMBERS
+    int64_t query_row;       // strides, in elements
     int64_t query_head;
-    int32_t next_slot;       // 1 where each row has a slot, 0 where all rows see the first one
-    int32_t window;          // a row sees its last so many keys; 0 is all
+    int32_t next_slot;       // 1 if each row has its own slot, 0 if all rows use the first one
+    int32_t window;          // sliding window in keys; 0 for none
     float scaling;
 };
 
-constexpr int BLOCK = 512;  // keys that share a maximum
-constexpr int MOST_SIZE = 256;  // of a head; mirrored in decode_attention.py
+constexpr int BLOCK = 512;  // keys per softmax block
+constexpr int MOST_SIZE = 256;  // largest head size; mirrored in decode_attention.py
 constexpr int STEP = LANES * Number::NUMBERS;
 
-// A query head after some blocks of keys.
+// Online softmax state of a query head.
 struct Head {
-    float largest = -INFINITY;  // score
-    float total = 0;            // of the exponentials
+    float largest = -INFINITY;  // highest score
+    float total = 0;            // sum of the exponentials
     Vector sums[MOST_SIZE / LANES] = {};
 };
 
-// The scores of LANES keys, of which `live` are read.
+// Scores of LANES keys; only the first `live` are read.
 Vector score_tile(const Stored* query, const Stored* key, int64_t size, int live) {
     Vector sums[LANES] = {};
     int64_t k = 0;
@@ -56,9 +56,9 @@ Vector score_tile(const Stored* query, const Stored* key, int64_t size, int live
     return horizontal_sums(sums);
 }
 
-// What is read after the scores: the processor's own prefetching begins anew with each head of each sequence.
+// Data that is read after the scores. The hardware prefetcher restarts with each head of each sequence.
 struct Soon {
-    const Stored *values, *keys;  // or null
+    const Stored *values, *keys;  // may be null
 
     void fetch(int64_t from, int64_t numbers) const {
         for (const Stored* line : {values, keys})
@@ -66,7 +66,7 @@ struct Soon {
     }
 };
 
-// Scores of `count` keys, and -inf up to a whole vector.
+// Scores of `count` keys, padded to a full vector with -inf.
 void compute_scores(const Attention& by, const Stored* query, const Stored* key, int count, float* scores, const Soon& soon) {
     for (int t = 0; t < count; t += LANES) {
         soon.fetch(t * by.size, LANES * by.size);
@@ -76,7 +76,7 @@ void compute_scores(const Attention& by, const Stored* query, const Stored* key,
     }
 }
 
-// Scores become weights; the factor by which earlier sums shrink.
+// Turns scores into weights; returns the rescaling factor of the earlier sums.
 float softmax_block(float* scores, int count, Head& head) {
     Vector largest = broadcast(head.largest);
     for (int t = 0; t < count; t += LANES) {
@@ -96,7 +96,7 @@ float softmax_block(float* scores, int count, Head& head) {
     return shrink;
 }
 
-// Adds weights times values to PARTS vectors of sums.
+// Accumulates weights times values into PARTS vectors.
 template <int PARTS, class Load>
 void add_values(const Stored* value, int64_t size, const float* weights, int count, float shrink, Vector* to, Load line) {
     Vector sum[PARTS] = {};
@@ -118,7 +118,7 @@ void add_values(const Stored* value, int64_t size, const float* weights, int cou
     if (bytes > 0) add_values<1>(value + first, size, weights, count, shrink, to + first / LANES, part);
 }
 
-// The query heads of a row that share a head of keys.
+// Attention of the query heads of a row that share a key head.
 void attend(const Attention& by, int64_t row, int64_t kv_head, std::vector<Head>& heads) {
     const int64_t length = by.lengths[row], end = std::min(length, by.width);
     const int64_t start = by.window > 0 ? std::max<int64_t>(0, length - by.window) : 0;
@@ -131,7 +131,7 @@ void attend(const Attention& by, int64_t row, int64_t kv_head, std::vector<Head>
     float scores[BLOCK];
     for (int64_t first = start; first < end; first += BLOCK) {
         const int count = int(std::min<int64_t>(BLOCK, end - first));
-        // The next block, or the same keys of the next head; past the last one nothing is fetched.
+        // Prefetch the next block or the next head's keys; past the last head this has no effect.
         const int64_t next = (first + BLOCK < end ? first + BLOCK : start + by.width) * by.size;
         for (size_t n = 0; n < heads.size(); n++) {
             const Soon soon{n == 0 ? value + first * by.size : nullptr, n + 1 == heads.size() ? key + next : nullptr};
@@ -151,7 +151,7 @@ void attend(const Attention& by, int64_t row, int64_t kv_head, std::vector<Head>
 
 struct Work {
     const Attention* attention;
-    int64_t next;  // the first head of keys that no thread has taken
+    int64_t next;  // the first key head not yet claimed by a thread
 };
 
 void run(void* argument) {

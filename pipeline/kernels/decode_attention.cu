@@ -1,14 +1,14 @@
-// Attention of one new token of each sequence to the keys and values that a cache holds of it.
+// Attention of one new token per sequence over its cached keys and values.
 // Reference: decode_attention.py.
 //
-// query, out (sequence, head, HEAD_SIZE); key, value (sequence, kv head, token, HEAD_SIZE); any
-// strides but that of the last dimension, which is 1. A block reads one part of the keys of one
-// sequence and kv head, once for all GROUP query heads that share them, so that time goes into
-// reading keys and values. Few lanes read a key together and keep a softmax of their own (Milakov &
-// Gimelshein 2018, online softmax); lanes, warps and, by a second kernel, blocks are put together
-// at the end (Dao et al. 2023, Flash-Decoding).
+// query and out are (sequence, head, HEAD_SIZE); key and value are (sequence, kv head, token,
+// HEAD_SIZE); strides are arbitrary, except 1 for the last. A block reads one split of the keys of
+// one sequence and kv head, once for all GROUP query heads that share them, so that the kernel is
+// bound by memory bandwidth. A few lanes read a key together and keep their own online softmax
+// (Milakov & Gimelshein 2018). The results of lanes, warps and, in a second kernel, blocks are
+// combined at the end (Flash-Decoding, Dao et al. 2023).
 //
-// Macros: NUMBER one of float, Bf16, F16; HEAD_SIZE; GROUP query heads of a block.
+// Macros: NUMBER is float, Bf16 or F16; HEAD_SIZE; GROUP is the number of query heads per block.
 #include "prelude.cuh"
 
 #define WARPS 4
@@ -19,7 +19,7 @@ struct DecodeParams {
   const void* key;
   const void* value;
   void* out;
-  float* parts;         // (sequence, head, split, HEAD_SIZE + 2): sum of values, maximum, sum
+  float* parts;         // (sequence, head, split, HEAD_SIZE + 2): weighted values, maximum, sum of weights
   const int* lengths;   // (sequence): one past the last key
   i64 query_sequence, query_head, out_sequence, out_head;
   i64 key_sequence, key_head, key_token, value_sequence, value_head, value_token;
@@ -28,20 +28,20 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "see decode_attention.py");
 
-// Neighbouring lanes read a key together, 16 bytes each, so that a warp reads whole cache lines. Few registers
-// hold a lane's share of GROUP queries and as many sums: many warps hide the latency of memory.
+// Consecutive lanes read a key together, 16 bytes each, so that a warp reads full cache lines. A lane's share
+// of GROUP queries and sums takes few registers, so that many warps are resident to hide memory latency.
 DEVICE constexpr int lanes_per_key(int loads) {
   int lanes = 1;
   while (lanes < loads && lanes < 32) lanes *= 2;
   return lanes;
 }
 constexpr int PER_LOAD = 16 / sizeof(NUMBER);
-constexpr int LOADS = HEAD_SIZE / PER_LOAD;  // of a key
+constexpr int LOADS = HEAD_SIZE / PER_LOAD;  // per key
 constexpr int LANES = lanes_per_key(LOADS);
 constexpr int OF_LANE = (LOADS + LANES - 1) / LANES;
 constexpr int SIZE = OF_LANE * PER_LOAD;  // elements of a key that a lane holds
-constexpr int KEYS = WARPS * 32 / LANES;  // that a block reads at once
-constexpr int AHEAD = GROUP > 4 || OF_LANE > 1 ? 2 : 4;  // of them, in flight together
+constexpr int KEYS = WARPS * 32 / LANES;  // keys that a block reads at once
+constexpr int AHEAD = GROUP > 4 || OF_LANE > 1 ? 2 : 4;  // groups of KEYS in flight
 static_assert(HEAD_SIZE % PER_LOAD == 0 && LANES <= 32, "HEAD_SIZE and GROUP don't fit");
 
 template <class T>
@@ -57,11 +57,11 @@ DEVICE void unpack(uint4 raw, float (&numbers)[16 / sizeof(T)]) {
   }
 }
 
-// The softmax so far: of values times exp2(score - highest) the sum, and of the weights alone.
+// Online softmax state: sums of exp2(score - highest), and of values weighted by it.
 struct Sums {
   float highest[GROUP], weight[GROUP], values[GROUP][SIZE];
 };
-// A difference to the highest score; where no key was seen yet the highest is minus infinity.
+// The score to subtract; 0 before the first key, where the highest score is -inf.
 DEVICE float reference(float highest) { return highest == MINUS_INFINITY ? 0.f : highest; }
 
 struct Keys {
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
       }
   }
 
-  // The lanes of a warp that read other keys, then the warps, through shared memory.
+  // Combine the lanes of a warp that read different keys, then the warps through shared memory.
   SHARED(float, shared);  // [WARPS][GROUP][HEAD_SIZE] values, then [WARPS][GROUP][2]
   float* shared_weights = shared + WARPS * GROUP * HEAD_SIZE;
 #pragma unroll
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
   }
 }
 
-// The splits of a sequence and head: one block each, one thread an element.
+// Combines the splits of a sequence and head: one block per head, one thread per element.
 extern "C" __global__ void __launch_bounds__(HEAD_SIZE) decode_attention_combine(DecodeParams p) {
   const int head = blockIdx.x, sequence = blockIdx.y, e = threadIdx.x;
   const float* parts = p.parts + (static_cast<i64>(sequence) * gridDim.x + head) * p.num_splits * (HEAD_SIZE + 2);

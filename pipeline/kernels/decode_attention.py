@@ -59,7 +59,7 @@ def reference_attention(
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # (B, G, H / G, D)
     products = scores.scaling * grouped @ key.transpose(2, 3)  # (B, G, H / G, M)
     products = products.masked_fill(~seen[:, None, None, :], -math.inf)
-    # Where there is no key all weights are NaN.
+    # Without visible keys, all weights are NaN.
     weights = products.softmax(-1).nan_to_num(0.0)
     return (weights @ value).flatten(1, 2).to(query.dtype)
 
@@ -120,7 +120,7 @@ def sequence_attention(
         return False
     lengths = torch.arange(first + 1, first + 1 + len(query), dtype=torch.int32)
     call = Prepared(built, query, key, value, out, scaling=scaling, window=sliding_window)
-    call.arguments.next_slot = 0  # all tokens see the first slot
+    call.arguments.next_slot = 0  # all tokens attend to the first slot
     call(lengths)
     return True
 
@@ -233,7 +233,7 @@ class Prepared:
         window: int | None,
     ) -> None:
         self._library = built
-        self._tensors = query, key, value, out  # keeps their memory alive
+        self._tensors = query, key, value, out  # keep their memory alive
         self.arguments = Attention(
             query=query.data_ptr(),
             key=key.data_ptr(),
@@ -303,7 +303,7 @@ class Shape:
     @property
     def blocks_per_kv(self) -> int:
         """Blocks that read the same keys, each for different query heads."""
-        # A lane's part of the queries and of the sums has to fit into its registers.
+        # A lane's share of the queries and sums must fit into registers.
         most = 4 if self.itemsize * self.head_size > 512 else 8
         return -(-self.heads_per_kv // most)
 
@@ -339,7 +339,7 @@ def cuda_refusal(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         offsets = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]
         if tensor.stride(-1) != 1 or any(offset % 16 for offset in offsets):
-            # Without the strides: they differ with the number of sequences, and reasons are cached.
+            # Omits the strides, which vary with the number of sequences: reasons are cached.
             return (
                 f"heads of {tensor.shape[-1]} numbers, {tensor.dtype}: those of the {name} are not"
                 " contiguous and aligned to 16 bytes"
@@ -432,4 +432,4 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
         for num_splits in (1, 2)
     ]
     errors = [float((out.cpu().double() - expected).norm() / expected.norm()) for out in outs]
-    return all(error <= ERROR[dtype] for error in errors)  # false for NaN
+    return all(error <= ERROR[dtype] for error in errors)  # False for NaN

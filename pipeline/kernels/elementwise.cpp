@@ -1,11 +1,11 @@
-// RMSNorm, rotary embedding and SwiGLU's gate of fp32 rows on the CPU, each in one pass. Reference: the models' own operators.
+// Single-pass RMSNorm, rotary embedding and SwiGLU gate for fp32 rows on the CPU. Reference: the models' operators.
 
 #define NUMBER Float32
 #include "include/vectors.h"
 
 extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t size, float epsilon) {
     for (int64_t row = 0; row < rows; row++, x += size, out += size) {
-        Vector sums = {}, few = {};  // few numbers are summed at a time, for accuracy
+        Vector sums = {}, few = {};  // short partial sums, for accuracy
         int64_t k = 0;
         for (; k + LANES <= size; k += LANES) {
             const Vector part = load<Vector>(x + k);
@@ -19,7 +19,7 @@ extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_
     }
 }
 
-// x cos + (-x2, x1) sin: x and out are (heads, tokens, 2 * half), cos and sin (tokens, 2 * half), strides given.
+// x cos + (-x2, x1) sin; x and out are (heads, tokens, 2 * half), cos and sin (tokens, 2 * half), with given strides.
 extern "C" void rotate(const float* x, const float* cos, const float* sin, float* out, int64_t heads, int64_t tokens, int64_t half,
                        int64_t x_head, int64_t x_token, int64_t angle, int64_t out_head, int64_t out_token) {
     for (int64_t token = 0; token < tokens; token++, cos += angle, sin += angle)
@@ -33,9 +33,9 @@ extern "C" void rotate(const float* x, const float* cos, const float* sin, float
         }
 }
 
-// x / (1 + exp(-x)) up
+// x / (1 + exp(-x)) * up
 extern "C" void silu_product(const float* x, const float* up, float* out, int64_t count) {
-    constexpr float MOST = 88.0f;  // whose exponential is still finite
+    constexpr float MOST = 88.0f;  // exp(MOST) is still finite
     for (int64_t k = 0; k < count; k += LANES) {
         const int bytes = int(count - k < LANES ? count - k : LANES) * int(sizeof(float));
         const Vector gate = load_part<Vector>(x + k, bytes);

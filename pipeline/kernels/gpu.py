@@ -112,11 +112,11 @@ class Gpu:
         driver = _bindings("driver")
         image = self._image(name, defines)
         with torch.cuda.device(self.device):
-            torch.cuda.mem_get_info(self.device)  # makes the GPU's context current in this thread
+            torch.cuda.mem_get_info(self.device)  # makes the CUDA context current in this thread
             try:
                 library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
                 kernel = _checked(driver.cuLibraryGetKernel(library, entry.encode()))
-                # Code is loaded now and not at the first launch, where a failure is fatal.
+                # Load the code now: a failure at the first launch would be fatal.
                 function = _checked(driver.cuKernelGetFunction(kernel))
             except KernelError as error:
                 raise KernelError(f"{name} can't be loaded onto {self.device}: {error}") from None

@@ -1,8 +1,8 @@
-// PyTorch's allocator of main memory, without the holes of malloc's heap.
+// A CPU allocator for PyTorch that avoids the fragmentation of malloc's heap.
 //
-// A large tensor has a mapping of its own. A freed one is kept for the next tensor of nearly its
-// size. Before mappings exceed the highest sum of living tensors so far by more than a share, kept
-// ones go back to the system, the last one freed first: steps repeat, and need the oldest next.
+// Each large tensor gets a separate mapping. A freed mapping is cached for the next tensor of nearly
+// the same size. Before the mappings exceed the peak size of live tensors by more than a fraction,
+// cached ones are unmapped, the last one freed first: steps repeat, and need the oldest one next.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr size_t kLarge = 1 << 18, kSpare = 8, kLeast = 256 << 20;  // kept beyond the highest use: a kSpare-th of it, at least kLeast
+constexpr size_t kLarge = 1 << 18, kSpare = 8, kLeast = 256 << 20;  // cache limit beyond the peak: peak / kSpare, at least kLeast
 
 void free_block(void* data);
 
@@ -49,7 +49,7 @@ class HostAllocator final : public c10::Allocator {
     return true;
   }
 
-  // Returns kept blocks until another one of `size` bytes would fit below `limit`.
+  // Unmaps cached blocks until `size` more bytes fit below `limit`.
   void release(size_t limit = 0, size_t size = 1) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (; !kept_.empty() && mapped_ + size > limit; kept_.pop_back()) {
@@ -61,10 +61,10 @@ class HostAllocator final : public c10::Allocator {
  private:
   void* take(size_t n) {
     size_t unit = 4096;
-    while (unit * 32 < n) unit *= 2;  // sizes are multiples of at most a 16th of them
+    while (unit * 32 < n) unit *= 2;  // rounds sizes up by at most 1/16
     Block block{nullptr, (n + unit - 1) / unit * unit};
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    // The last one freed may still be in the processor's caches.
+    // Prefer the last one freed, which may still be in the processor's cache.
     auto found = std::find_if(kept_.rbegin(), kept_.rend(),
                               [&](const Block& each) { return each.size == block.size; });
     if (found != kept_.rend()) {
@@ -85,12 +85,12 @@ class HostAllocator final : public c10::Allocator {
   }
 
   std::recursive_mutex mutex_;
-  std::vector<Block> kept_;  // in the order in which they were freed
+  std::vector<Block> kept_;  // in the order they were freed
   std::unordered_map<void*, size_t> used_;
   size_t live_ = 0, highest_ = 0, mapped_ = 0;
 };
 
-auto* const allocator = new HostAllocator;  // tensors may outlive everything that is static
+auto* const allocator = new HostAllocator;  // never destroyed: tensors may outlive static objects
 
 void free_block(void* data) {
   if (data == nullptr) return;
@@ -101,7 +101,7 @@ void free_block(void* data) {
 }  // namespace
 
 extern "C" void install() {
-  mallopt(M_MMAP_MAX, 0);  // what is smaller, or of other libraries, stays in malloc's heap
+  mallopt(M_MMAP_MAX, 0);  // small tensors and other libraries' memory stay in malloc's heap
   mallopt(M_TRIM_THRESHOLD, -1);
   c10::SetCPUAllocator(allocator, 1);
 }

@@ -1,7 +1,7 @@
 // Linear layers on the CPU: out = x w^T + bias. Reference: torch.nn.functional.linear.
 //
-// The lanes of a vector are neighbouring inputs, and are summed at the end. Each weight is read from memory once for
-// up to PACKED rows, which are copied next to each other. NUMBER is the number format of all tensors.
+// The lanes of a vector hold consecutive inputs and are summed at the end. Each weight is read from memory once per
+// PACKED rows, which are packed contiguously. NUMBER is the dtype of all tensors.
 
 #include <algorithm>
 #include <vector>
@@ -10,13 +10,13 @@
 
 namespace {
 
-// A tile of outputs and rows whose sums stay in registers: one for each lane, which a horizontal sum fills.
+// Size of a tile: its LANES sums stay in registers and are reduced by one horizontal sum.
 constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
 constexpr int ROWS = 4;
-constexpr int FEW = 3;  // rows that are not packed, of which more outputs fit into a tile
+constexpr int FEW = 3;  // most rows that are not packed; their tiles have more outputs
 
-constexpr int64_t PACKED = 128;  // rows that are packed at once: with DEPTH inputs they stay in a cache
-constexpr int64_t DEPTH = sizeof(Stored) == 4 ? 768 : INT64_MAX;  // partial sums in bf16 would be rounded
+constexpr int64_t PACKED = 128;  // rows packed at once; with DEPTH inputs, they fit into the cache
+constexpr int64_t DEPTH = sizeof(Stored) == 4 ? 768 : INT64_MAX;  // bf16 partial sums would be rounded
 
 struct Product {  // mirrored in linear.py
     const void* x;       // (rows, inputs)
@@ -24,18 +24,18 @@ struct Product {  // mirrored in linear.py
     const void* bias;    // (outputs), or null
     void* out;           // (rows, outputs)
     int64_t rows;
-    int64_t inputs;      // whole units
+    int64_t inputs;      // a multiple of Number::NUMBERS
     int64_t outputs;
 };
 
 inline float widen(float number) { return number; }
 inline float widen(uint16_t number) { return as<float>(uint32_t(number) << 16); }
 
-// Some inputs of the rows of a tile. If they are packed, vector k of row r is line k * R + r.
+// A range of inputs of a tile's rows. If packed, vector k of row r is line k * R + r.
 struct Inputs {
     const void* x;
-    int64_t first;   // of the inputs
-    int64_t number;  // of the inputs
+    int64_t first;   // first input
+    int64_t number;  // number of inputs
     bool packed;
 };
 
@@ -43,7 +43,7 @@ struct alignas(4 * LANES) Line {
     Vector numbers;
 };
 
-// Copies vector k of `rows` rows to line k * rows + r; what is beyond the inputs is 0.
+// Copies vector k of row r to line k * rows + r, padded with zeros.
 void pack(const Stored* x, int64_t stride, int64_t inputs, int64_t rows, Line* to) {
     constexpr int STEP = LANES * Number::NUMBERS;
     for (int64_t k = 0; k < inputs; k += STEP)
@@ -54,7 +54,7 @@ void pack(const Stored* x, int64_t stride, int64_t inputs, int64_t rows, Line* t
         }
 }
 
-// Adds the products of less than a vector of inputs to the sums of a tile.
+// Adds the products of the remaining inputs, less than a vector, to the sums of a tile.
 [[gnu::noinline]] void add_rest(const Stored* weight, int64_t inputs, int outputs, const Stored* x, int64_t row_stride, int count, int64_t number, float* sums) {
     for (int i = 0; i < count; i++)
         for (int64_t k = 0; k < number; k++)
@@ -71,7 +71,7 @@ inline void add(const Stored* weight, int64_t inputs, const Stored* x, int64_t r
     }
 }
 
-// N outputs of R rows.
+// Computes N outputs of R rows.
 template <int N, int R>
 void compute_tile(const Product& by, const Inputs& from, int64_t output, int64_t row) {
     constexpr int STEP = LANES * Number::NUMBERS;
@@ -80,7 +80,7 @@ void compute_tile(const Product& by, const Inputs& from, int64_t output, int64_t
     const auto* weight = static_cast<const Stored*>(by.weight) + output * inputs + from.first;
     const auto* x = static_cast<const Stored*>(from.x);
     Vector sum[N][R] = {};
-    // Half as many turns: a loop's end is predicted if it comes after a few, and a wrong guess drains the pipeline.
+    // Halves the iterations: the exit of a short loop is predicted, and a misprediction flushes the pipeline.
 #pragma GCC unroll 2
     for (int64_t k = 0; k < whole; k += STEP) {
         for (int n = 0; n < N; n++) __builtin_prefetch(weight + (N + n) * inputs + k, 0, 2);  // the next tile
@@ -108,10 +108,10 @@ void compute_tile(const Product& by, const Inputs& from, int64_t output, int64_t
     }
 }
 
-// Outputs of a tile of few rows: a horizontal sum takes as long for one tile as for LANES sums.
+// Outputs per tile of few rows: one horizontal sum reduces up to LANES sums.
 constexpr int outputs_for(int rows) { return LANES / rows; }
 
-// All rows at once.
+// Computes all rows at once.
 template <int R>
 void compute_few(const Product& by, int64_t output, int64_t end) {
     if constexpr (R > 1)
@@ -158,8 +158,8 @@ void compute_many(const Product& by, int64_t output, int64_t end) {
 
 struct Work {
     const Product* product;
-    int64_t share;  // outputs that a thread takes at once: neighbours in memory
-    int64_t next;   // the first that no thread has taken
+    int64_t share;  // consecutive outputs that a thread claims at once
+    int64_t next;   // the first output not yet claimed
 };
 
 void run(void* argument) {
@@ -173,8 +173,8 @@ void run(void* argument) {
     }
 }
 
-constexpr int64_t SHARES = 4;       // of each thread at the most: another program may use its core
-constexpr int64_t SMALLEST = 384;   // outputs of a share, where there are so many
+constexpr int64_t SHARES = 4;       // most shares per thread; several balance the load if other programs use a core
+constexpr int64_t SMALLEST = 384;   // least outputs per share, if there are enough
 
 }  // namespace
 

@@ -175,7 +175,7 @@ class RecomputeLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         tile: int,
-        entropy: bool,  # noqa: FBT001  # torch passes by position
+        entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
         words: Words | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies with `entropy`."""
@@ -229,7 +229,7 @@ def _tile_sums(
     `entropy`.
     """
     chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
-    # Not -inf, from which a tile that is nothing else could not be subtracted.
+    # Not -inf: for a tile of -inf, the difference would be NaN.
     largest = torch.full_like(chosen, torch.finfo(torch.float32).min)
     total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)
     for words in _vocabulary_tiles(weight, len(targets), tile):
@@ -245,7 +245,7 @@ def _tile_sums(
         total = total * shrunk + exponentials.sum(dim=1, keepdim=True)
         if entropy:
             weighted = weighted + exponentials.mul_(logits).sum(dim=1, keepdim=True)
-        del logits, exponentials  # before the next tile is made
+        del logits, exponentials  # free memory before the next tile
     return torch.stack([chosen, largest, total, weighted])
 
 
@@ -309,7 +309,7 @@ class FusedGradLogprobs(torch.autograd.Function):
                 of_bias += grad.sum(dim=0, dtype=torch.float32)
             del logits, grad
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total)
-        # Not inputs or outputs, and so not for `save_for_backward`.
+        # save_for_backward takes only inputs and outputs.
         ctx.ahead = of_hidden, of_weight, of_bias
         return logprobs.squeeze(1)
 
@@ -331,7 +331,7 @@ class FusedGradLogprobs(torch.autograd.Function):
                 temperature=ctx.temperature,
                 tile=ctx.tile,
             ), *[None] * 3
-        (of_hidden, of_weight, of_bias), ctx.ahead = ctx.ahead, None  # it is scaled in place, once
+        (of_hidden, of_weight, of_bias), ctx.ahead = ctx.ahead, None  # scaled in place, once
         if of_hidden is not None:
             of_hidden = of_hidden.mul_(grad[:, None])
         of_weight, of_bias = (
@@ -458,7 +458,7 @@ class RowLogprobs(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         temperature: float,
-        entropy: bool,  # noqa: FBT001  # torch passes by position
+        entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
         at_once: int,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies with `entropy`."""
@@ -473,7 +473,7 @@ class RowLogprobs(torch.autograd.Function):
             )
             if entropies is not None:
                 entropies[rows] = -of_rows.exp().mul_(of_rows).sum(dim=-1)
-            del of_rows  # before the next chunk
+            del of_rows  # free memory before the next chunk
         ctx.save_for_backward(logits, targets)
         if entropies is not None:
             ctx.mark_non_differentiable(entropies)
@@ -504,7 +504,7 @@ class RowLogprobs(torch.autograd.Function):
             if logits.dtype != torch.float32:
                 of_logits[rows] = here
             chosen.scatter_(1, words, 0.0)
-            del of_rows, here  # before the next chunk
+            del of_rows, here  # free memory before the next chunk
         return of_logits, None, None, None, None
 
 

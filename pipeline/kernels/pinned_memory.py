@@ -38,7 +38,7 @@ class PinnedMemory:
     ) -> None:
         self._register, self._unregister = register, unregister
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
-        self._lock = threading.RLock()  # a tensor may be freed by any thread
+        self._lock = threading.RLock()  # any thread may free a tensor
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized vector.
@@ -51,7 +51,7 @@ class PinnedMemory:
         size = numel * dtype.itemsize
         pages = self._take(size + -size % mmap.PAGESIZE)
         buffer = (ctypes.c_byte * size).from_buffer(pages)
-        # The tensor alone refers to it.
+        # Only the tensor refers to `buffer`.
         weakref.finalize(buffer, self._give_back, pages).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=numel)
 
@@ -96,7 +96,7 @@ def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     Raises:
         RuntimeError: there is no memory to pin.
     """
-    # Makes the GPU's context current in this thread, which may be autograd's.
+    # Makes the CUDA context current in this thread, which may be one of autograd's.
     torch.cuda.current_stream().query()
     try:
         return _memory().empty(numel, dtype)

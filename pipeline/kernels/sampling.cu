@@ -1,22 +1,22 @@
-// Drawing the next token of each sequence from its logits.
+// Samples the next token of each sequence from its logits.
 // Reference: sampling.py.
 //
-// logits (row, word), any stride of rows; one block a row. Nothing is sorted. How likely a word is
-// becomes a whole number, its distance below the highest score in units of 2^-27 nats, and its
-// weight another, so that sums don't depend on their order and every comparison is exact. The words
-// that are kept are those below a distance, found 8 bits at a time by the histogram of what has the
-// bits found so far, and, at the distance itself, the first ones. Weights of 128 neighbouring words
-// make a segment: the draw finds the segment first, then the word in it.
+// logits is (row, word) with any row stride; one block per row. Nothing is sorted. Each word's
+// distance below the highest score, in units of 2^-27 nats, and its weight are integers, so that
+// sums don't depend on their order and comparisons are exact. The words kept are those below a
+// threshold distance and the first ones at it. The threshold is found by radix selection: a
+// histogram of the next 8 bits of the words that match the bits found so far. Weights are summed
+// over segments of 128 consecutive words: the draw finds the segment first, then the word in it.
 //
-// Macros: NUMBER, of the logits, one of float, Bf16, F16.
+// Macros: NUMBER, the dtype of the logits, is float, Bf16 or F16.
 #include "prelude.cuh"
 
 #define THREADS 512
 #define WARPS (THREADS / 32)
 #define SEGMENT 128
 #define BINS 256
-#define WHOLE 17592186044416.f  // 2^44: the weight of the likeliest word
-#define FARTHEST 0xffffffffu    // 32 nats and more below the likeliest: a weight of 0
+#define WHOLE 17592186044416.f  // 2^44, the weight of the most likely word
+#define FARTHEST 0xffffffffu    // 32 nats or more below the most likely word: weight 0
 #define ALL 0x7fffffff
 #define FULL 0xffffffffu
 
@@ -30,8 +30,8 @@ struct SampleParams {
   i64 row_stride;
   u64 seed;
   double top_p, min_p;
-  float temperature;  // 0: the likeliest word
-  int num_words, top_k;  // top_k 0: all
+  float temperature;  // 0 is greedy
+  int num_words, top_k;  // top_k 0 keeps all
 };
 static_assert(sizeof(SampleParams) == PARAMS_BYTES, "see sampling.py");
 
@@ -44,8 +44,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "see sampling.py");
 
-// Which words may be drawn: those nearer than `distance`, the first `ties` of those at it, and of
-// all of them those of at least `least` of the highest weight.
+// The words that may be drawn: those below `distance` and the first `ties` words at it, if their
+// probability relative to the most likely word is at least `least`.
 struct Cut {
   u32 distance;
   int ties;
@@ -57,8 +57,8 @@ struct Row {
   float temperature, highest;
   int num_words, num_segments;
   Shared* shared;
-  u64* weights;  // of segments
-  int* ties;     // words of segments at the distance of the cut
+  u64* weights;  // per segment
+  int* ties;     // words at the threshold distance, per segment
 };
 
 DEVICE float score(const Row& row, int word) {
@@ -67,7 +67,7 @@ DEVICE float score(const Row& row, int word) {
 }
 DEVICE u32 distance(const Row& row, int word) {
   const float nats = row.highest - score(row, word);
-  return nats < 32.f ? static_cast<u32>(nats * 134217728.f) : FARTHEST;  // NaN is far, too
+  return nats < 32.f ? static_cast<u32>(nats * 134217728.f) : FARTHEST;  // also for NaN
 }
 DEVICE float relative(u32 distance) { return expf(static_cast<float>(distance) * -(1.f / 134217728.f)); }
 DEVICE u64 weight(u32 distance) { return static_cast<u64>(relative(distance) * WHOLE); }
@@ -81,7 +81,7 @@ DEVICE T sum_of_warp(T value LINE) {
   for (int other = 16; other > 0; other /= 2) value += __shfl_xor_sync(FULL, value, other SAME_LINE);
   return value;
 }
-// Of the lanes up to this one.
+// Inclusive prefix sum over the lanes.
 template <class T>
 DEVICE T sum_so_far(T value LINE) {
 #pragma unroll
@@ -92,7 +92,7 @@ DEVICE T sum_so_far(T value LINE) {
   return value;
 }
 
-// The highest score and the first word that has it; whether all scores are numbers.
+// Finds the highest score and its first word; returns false for NaN or an infinite highest score.
 DEVICE bool find_highest(Row& row, int& first) {
   float highest = MINUS_INFINITY;
   bool is_number = true;
@@ -119,12 +119,12 @@ DEVICE bool find_highest(Row& row, int& first) {
     if (theirs > highest || (theirs == highest && row.shared->first[warp] < first))
       highest = theirs, first = row.shared->first[warp];
   }
-  if (first == ALL) first = 0;  // all are minus infinity
+  if (first == ALL) first = 0;  // all scores are -inf
   row.highest = highest;
   return is_number && highest > MINUS_INFINITY && highest < -MINUS_INFINITY;
 }
 
-// Weights of the segments under a cut; their sum.
+// Computes the weights of the segments under a cut, and returns their sum.
 DEVICE u64 fill(const Row& row, const Cut& cut) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int segment = warp; segment < row.num_segments; segment += WARPS) {
@@ -162,12 +162,12 @@ DEVICE u64 fill(const Row& row, const Cut& cut) {
   }
   __syncthreads();
   const u64 total = row.shared->total;
-  __syncthreads();  // it is written again by the next call
+  __syncthreads();  // the next call overwrites it
   return total;
 }
 
-// The distance at which words, the nearest first, reach `wanted`, and what those before it have:
-// words count one each, or by their weights.
+// Returns the distance at which the words, by increasing distance, reach `wanted` in number or in
+// weight; `above` becomes the amount of those below that distance.
 DEVICE u32 reach(const Row& row, u64 wanted, bool by_weight, u64& above) {
   Shared* shared = row.shared;
   u32 found = 0;
@@ -214,7 +214,7 @@ DEVICE Cut cut_of(const SampleParams& p, const Row& row, u64 total) {
     if (p.top_k > 0) total = fill(row, cut);
     const double share = ceil(p.top_p * static_cast<double>(total));
     const u64 wanted = share < static_cast<double>(total) ? static_cast<u64>(share) : total;
-    // Of the nearest words first: it is reached among those that top-k left.
+    // Covers all words: the threshold falls within those that top-k keeps.
     cut.distance = reach(row, wanted, true, above);
     const u64 of_tie = weight(cut.distance);
     if (of_tie) cut.ties = static_cast<int>((wanted - above + of_tie - 1) / of_tie);
@@ -230,7 +230,7 @@ DEVICE u64 mixed(u64 state) {
   return state ^ (state >> 31);
 }
 
-// The word where the cumulative weight passes `point`; by the first warp.
+// Returns the word where the cumulative weight passes `point`. Called by the first warp.
 DEVICE int word_at(const Row& row, const Cut& cut, u64 point) {
   const int lane = threadIdx.x % 32;
   u64 before = 0;
@@ -261,7 +261,7 @@ DEVICE int word_at(const Row& row, const Cut& cut, u64 point) {
     before = __shfl_sync(FULL, up_to, 31);
     ties += __popc(tied);
   }
-  return row.num_words - 1;  // not reached: the segment was chosen because it passes the point
+  return row.num_words - 1;  // unreachable: the chosen segment passes the point
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sampling(SampleParams p) {

@@ -51,8 +51,8 @@ def _describe(checkpoint: Checkpoint) -> Iterator[str]:
     if manifest.base is not None:
         yield f"  frozen weights in {manifest.base}"
     kinds: dict[str, list[tuple[int, int]]] = {}
-    for key in checkpoint.keys():  # noqa: SIM118  # not a mapping
-        kind = "/".join(key.split("/")[:-1][:2]) or key  # `actor/exp_avg`
+    for key in checkpoint.keys():  # noqa: SIM118  # not a dict
+        kind = "/".join(key.split("/")[:-1][:2]) or key  # such as actor/exp_avg
         numel = checkpoint.numel(key)
         kinds.setdefault(kind, []).append((numel, numel * checkpoint.dtype(key).itemsize))
     width = max([4, *map(len, kinds)])

@@ -165,7 +165,7 @@ class Checkpoint:
         if pieces is not None:
             return pieces
         if self.base is not None:
-            return self.base._pieces(key)  # noqa: SLF001  # of this class
+            return self.base._pieces(key)  # noqa: SLF001  # an instance of this class
         raise CheckpointError(f"{self.path} holds no {key}")
 
     def _own_index(self) -> _Index:

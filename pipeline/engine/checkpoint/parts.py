@@ -70,7 +70,7 @@ class BestWeights:
         self.last, self.last_step = value, step
         if may_be_best and math.isfinite(value) and value < self.value:
             self.value, self.step, self.worse_in_a_row = value, step, 0
-            if self.keep and self.weights:  # in place: a second copy would take as much again
+            if self.keep and self.weights:  # in place, to avoid a second copy
                 for weights, master in zip(self.weights, self.engine.masters(), strict=True):
                     weights.copy_(master)
             elif self.keep:

@@ -54,7 +54,7 @@ def list_fragments(
         first, last = local.before(start), local.before(start + len(values))
         if first == last or not counts:
             continue
-        if last <= full.run:  # consecutive in the part and in the full parameter
+        if last <= full.run:  # contiguous in both the shard and the full parameter
             begin = local.offset + first - start
             yield Fragment(key, full.offset + first, values[begin : begin + last - first])
         elif local.run == local.stride:
@@ -123,7 +123,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         first = engine.comm.rank * flat.shard_numel
         for name, start, stop in flat.stretches(*flat.written):
             own = piece[start - first : stop - first]
-            own = own if flat.disk is None else own.clone()  # its place is for the next one
+            own = own if flat.disk is None else own.clone()  # the next read reuses the buffer
             begin, part = start - flat.offsets[name], get_part(flat.params[name])
             yield from list_fragments(f"{prefix}/frozen/{name}", part, begin, own)
         if flat.disk is not None:
@@ -299,5 +299,5 @@ def _buffers(engine: Engine) -> dict[str, Tensor]:
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in engine.model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set  # noqa: SLF001  # nothing else tells
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001  # no public API
     }

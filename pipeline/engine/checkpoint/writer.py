@@ -161,7 +161,7 @@ class CheckpointWriter:
             target=self._try,
             args=(work, directory, f"step {step}"),
             name="checkpoint",
-            daemon=True,  # a process that exits early does not wait for a peer that is gone
+            daemon=True,  # don't block exit on a peer that has died
         )
         self._thread.start()
 
@@ -217,7 +217,7 @@ class CheckpointWriter:
         files: dict[str, StoredFile] = {}
         end = time.monotonic() + self._timeout_seconds
         pause, longest = POLL_SECONDS
-        listed = _listed(directory)  # unlike a look-up, not answered from the cache of NFS
+        listed = _listed(directory)  # stat() may return a stale negative entry of the NFS cache
         for rank in range(self._world_size):
             report = _report(directory, rank)
             while report not in listed:
@@ -271,7 +271,7 @@ class CheckpointWriter:
         try:
             used = {Manifest.read(path).base for path in steps_in(self.root)}
         except CheckpointError:
-            return  # a damaged manifest may name any base
+            return  # a damaged manifest could refer to any base
         for path in self.root.glob("base-*"):
             if path.name not in used:
                 remove(path)
@@ -279,14 +279,14 @@ class CheckpointWriter:
     def _try(self, work: Callable[[], None], directory: Path, what: str) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  # no failure of a save ends the training
+        except Exception as error:  # noqa: BLE001  # a failed save must not stop training
             reason = _reason(error, self._rank)
             self.failure = (
                 f"saving {what} to {self.root} failed: {reason}; training continues, and the next"
                 " save tries again"
             )
             if self._rank == 0:
-                logger.error("%s", self.failure)  # noqa: TRY400  # a sentence, no traceback
+                logger.error("%s", self.failure)  # noqa: TRY400  # the message suffices
                 self._abandoned.append(directory)
                 discard(directory)
                 return
@@ -294,7 +294,7 @@ class CheckpointWriter:
             try:
                 publish(_report(directory, self._rank), json.dumps({"failed": reason}).encode())
             except OSError:
-                discard(directory)  # the first process notices
+                discard(directory)  # rank 0 notices the missing directory
 
 
 def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
@@ -304,7 +304,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
         OSError: the system can't write.
         ValueError: two fragments have the same label.
     """
-    # Wide dtypes first: then each tensor is aligned without gaps, which the format forbids.
+    # Widest dtypes first: tensors stay aligned without padding, which the format forbids.
     ordered = sorted(fragments, key=lambda fragment: -fragment.tensor.element_size())
     header: dict[str, Any] = {}
     end = 0

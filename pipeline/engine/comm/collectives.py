@@ -170,7 +170,7 @@ class GroupCollectives(Collectives):
         super().__init__(device, name, group, pin_memory=pin_memory)
         self.asynchronous = True
         self.narrow = narrow
-        # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
+        # gloo's reduce-scatter is several times slower than an all-to-all and a local sum.
         self.exchanges = deterministic or dist.get_backend(group.process_group) == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
@@ -218,7 +218,7 @@ class Timed:
             with HERE.waiting(self.group.others):
                 self.work.wait()
             return
-        # The host continues at once; the computing stream waits.
+        # wait() blocks the current stream, not the host.
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self.work.wait()

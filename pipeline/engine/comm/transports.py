@@ -48,7 +48,7 @@ class SharedMemoryCollectives(GroupCollectives):
             for slot in self._slots[self._turn]
         ]
         slots[self.rank].copy_(chunk)
-        self._all_reduce(torch.empty(0, dtype=torch.float64))  # a barrier, which compares histories
+        self._all_reduce(torch.empty(0, dtype=torch.float64))  # a barrier; also compares histories
         return slots
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002

@@ -170,9 +170,9 @@ class FlatGradients:
         self._missing: set[str] = set()
         """Parameters whose part of the buffer is undefined."""
         self._reduction: tuple[Work, Tensor, Tensor | None] | None = None
-        take = partial(FlatGradients._take, weakref.proxy(self))  # autograd would keep `self`
+        take = partial(FlatGradients._take, weakref.proxy(self))  # hooks must not keep `self` alive
         for name, param in flat.params.items():
-            if flat.unit == ROOT:  # autograd adds both gradients of a tied matrix before the hook
+            if flat.unit == ROOT:  # autograd sums the gradients of tied weights before the hook
                 param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
             param.register_post_accumulate_grad_hook(partial(take, name))
 
@@ -253,10 +253,10 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     """Sum of squares of each of the `rows` equal chunks of `shard`, in float64."""
     stretches = shard.view(rows, -1)
     if shard.device.type != "cpu":
-        # Sums fp32 in fp64 as it reads; vector_norm copies its input to fp64 first.
+        # Accumulates in fp64 without vector_norm's fp64 copy of the input.
         norm = torch.ops.aten._foreach_norm  # noqa: SLF001
         return torch.stack(norm(stretches.unbind(), 2, dtype=torch.float64)).square()
-    # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
+    # On a CPU, a reduction that casts is 20 times slower than a cast followed by a sum.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
 
@@ -268,7 +268,7 @@ def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Te
     """
     rows = num_chunks(comm.size)
     values = torch.zeros(rows, dtype=torch.float64, device=piece.device)
-    if comm.copy == 0:  # all copies have the same sum, which counts once
+    if comm.copy == 0:  # all copies have the same sum: count it once
         comm.piece(values).copy_(squared_norms(piece, rows // comm.size))
     return values
 

@@ -51,7 +51,7 @@ class HostAdamW:
             own = replace(step, lr=piece.lr * step.lr, weight_decay=piece.weight_decay)
             adamw_(replace(piece.weights, copy=room), gradient, own, kernels=kernels)
             for stream in self._streams[1:]:
-                stream.synchronize()  # the other buffer can be filled again
+                stream.synchronize()  # the other buffer can be reused
             if target is not None and room is not None and room is not target:
                 self._copy(target, room, 1)
         for stream in self._streams[1:]:

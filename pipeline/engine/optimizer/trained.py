@@ -98,7 +98,7 @@ class Masters:
         vector = torch.empty(0, dtype=torch.float32, device=placement.optimizer_device)
         if kind == "weights":
             vector = self.weights.data
-        elif kind == "split":  # of weights that have just been loaded the low bits are zero
+        elif kind == "split":  # the low bits of loaded weights are zero
             self.low_bits = torch.zeros_like(self.weights, dtype=torch.int16)
         elif not placement.optimizer_on_disk:
             vector = self.from_weights()
@@ -160,7 +160,7 @@ class Masters:
             return None
         device = flat.placement.optimizer_device
         if flat.disk is None and (self.weights.device == device or device.type == "cpu"):
-            return self.weights  # to which `HostAdamW` copies
+            return self.weights  # HostAdamW copies to them
         return flat.comm.empty(self.numel, flat.settings.dtype, device)
 
     def write_weights(self, rounded: Tensor | None = None) -> None:
@@ -200,7 +200,7 @@ class TrainedParams:
         if self._by_kernel:
             copy = dtype if kind == "whole" and dtype in COPIES else None
             formats = Kind(torch.float32, self.moment_dtype, copy, kind == "split")
-            find(device, formats, kernels)  # built before the first step
+            find(device, formats, kernels)  # compile before the first step
         elif kernels == "required":
             raise KernelError(
                 f"kernels required: there is none of {optim.name} on {device.type} with these"
@@ -208,7 +208,7 @@ class TrainedParams:
             )
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)
-        *_, decay = next(flat.decays(0, 1))  # PyTorch's classes have one for the full vector
+        *_, decay = next(flat.decays(0, 1))  # PyTorch's optimizers apply one decay to the vector
         settings = {"lr": flat.settings.lr, "weight_decay": decay}
         self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
         self._rounded: Tensor | None = None
@@ -221,7 +221,7 @@ class TrainedParams:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Replace the optimizer's state."""
-        if self.moment_dtype != torch.float32:  # PyTorch's class would convert it to fp32
+        if self.moment_dtype != torch.float32:  # PyTorch's optimizer would convert it to fp32
             self.state.clear()
             self.state.update(state)
             return
@@ -242,7 +242,7 @@ class TrainedParams:
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
         """The fp32 masters, to modify in place; at exit the weights of all processes follow."""
-        self.comm.synchronize()  # before weights change that are being copied to the GPU
+        self.comm.synchronize()  # finish pending copies to the GPU before weights change
         with self.masters.changing() as masters:
             yield masters
         self.masters.write_weights()
@@ -323,7 +323,7 @@ class TrainedParams:
         if not self.flat.placement.shard_optimizer and self.comm.size > 1:
             gradient = self._gathered_gradient = self._gathered(gradient)
         device = self.flat.placement.optimizer_device
-        if not self._by_kernel or device.type != "cpu":  # else `HostAdamW` copies it in pieces
+        if not self._by_kernel or device.type != "cpu":  # otherwise HostAdamW copies it in chunks
             gradient = gradient.to(device)
         if not self._by_kernel:
             self.masters.param.grad = gradient.mul_(multiplier)
@@ -335,7 +335,7 @@ class TrainedParams:
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
             state |= new_moments(stepped, self.moment_dtype)
-        state["step"] = state["step"].cpu() + 1  # PyTorch's fused class loads it to the GPU
+        state["step"] = state["step"].cpu() + 1  # PyTorch's fused AdamW loads it to the GPU
         self._rounded = copy = masters.room_for_weights()
         vectors = Weights(stepped, **self.named_moments(), copy=copy, low_bits=masters.low_bits)
         lr, first = self.flat.settings.lr, self._first

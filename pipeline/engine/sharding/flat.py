@@ -124,7 +124,7 @@ class FlatParams:
         self.offsets, self.spared_from, used = lay_out(params, decays=settings.weight_decay > 0)
         self.params = {name: params[name] for name in self.offsets}
         self.numel = padded_size(used, comm.size)
-        if self.spared_from == used:  # all decay
+        if self.spared_from == used:  # weight decay applies to all
             self.spared_from = self.numel
         self.shard_numel = self.numel // comm.size
         device = placement.device
@@ -134,18 +134,18 @@ class FlatParams:
         """Whether the shard and the full vector are one, which is never freed."""
         self.disk: DiskPiece | None = None
         if disk is not None:
-            name = next(iter(self.params), unit)  # of the first parameter: no other vector has it
+            name = next(iter(self.params), unit)  # the first parameter's name, which is unique
             self.disk = disk.piece(name, self.shard_numel, settings.dtype)
         if self.keeps_all:
             self.full = comm.empty(self.numel, settings.dtype, device)
             self.shard = comm.piece(self.full)
         else:
             self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
-            # On a disk it has no memory: see `_load` and `start_gather`.
+            # A shard on disk takes no memory: see `_load` and `start_gather`.
             size = self.shard_numel if self.disk is None else 0
             self.shard = comm.empty(size, settings.dtype, placement.param_device)
-        # Views of `.data`: they have version counters of their own, so that filling the vector
-        # again between forward and backward doesn't look like a change to what autograd saved.
+        # Views of `.data` have separate version counters, so that refilling the vector between
+        # forward and backward doesn't invalidate the tensors that autograd saved.
         self.views = self.cut(self.full.data)
         nothing = float("nan") if settings.dtype.is_floating_point else 0
         hidden = torch.full((), nothing, dtype=settings.dtype, device=device)
@@ -264,12 +264,12 @@ class FlatParams:
         """Free the full vector; the local shard stays."""
         if not self.placement.shard_params:
             return
-        self._finish_gather()  # of what was gathered ahead for a use that did not come
-        self.hide()  # first: reading memory that is gone would end the process
+        self._finish_gather()  # of an unused prefetch
+        self.hide()  # before freeing: reading freed memory would crash the process
         self.gathered = False
         if self.keeps_all:
             return
-        if not self.full.untyped_storage().resizable():  # a NumPy array shares it
+        if not self.full.untyped_storage().resizable():  # shared with a NumPy array
             self.full = torch.empty_like(self.full)
             self.views = self.cut(self.full.data)
         self.full.untyped_storage().resize_(0)
@@ -283,7 +283,7 @@ class FlatParams:
         if not self.placement.shard_params and self.placement.shard_optimizer:
             return self.comm.all_gather(self.full, self.shard, self.unit)
         if self.placement.shard_params and self.gathered:
-            # Into the memory that the parameters show.
+            # Gather into the memory that the parameters view.
             shard = self.shard if self.disk is None else self.disk.read()
             self._work = self.comm.all_gather(self.full, shard, self.unit)
             self._finish_gather()

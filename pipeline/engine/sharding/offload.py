@@ -138,7 +138,7 @@ class TensorStore:
         place = f"the offload file of rank {self.rank} in {self.directory}"
         failures = self._failures
 
-        def run() -> None:  # without `self`, so that pending operations keep the file alone
+        def run() -> None:  # without `self`: pending operations keep only the file alive
             for operation in before:
                 operation.result()
             if failures:
@@ -207,7 +207,7 @@ class StreamedState:
                 for name, tensor in zip(self.names, tensors, strict=True):
                     self.store.write(_key(group, name), tensor)
         finally:
-            self.store.flush()  # the buffers are free for the next time
+            self.store.flush()  # the buffers can be reused
 
     def _read(self, group: int, turn: int, *, after: int | None) -> None:
         for name, tensor in zip(self.names, self._views(group, turn), strict=True):
@@ -288,7 +288,7 @@ class DiskPiece:
     def give_back(self) -> None:
         """End a `read`: its memory may be reused."""
         if self._buffer is not None:
-            self.disk.store.wait(self.name)  # where it was read ahead for a use that did not come
+            self.disk.store.wait(self.name)  # an unused prefetch may still be running
             self.disk.pool.give_back(self._buffer)
             self._buffer = None
 

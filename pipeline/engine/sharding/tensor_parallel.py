@@ -152,7 +152,7 @@ def completed(
     """
     if group.size == 1 or role in ("whole", "part"):
         return gradient
-    on_device = gradient.to(local_device())  # from where it may have been offloaded
+    on_device = gradient.to(local_device())  # it may be offloaded
     parts = group.gather(on_device, what="gradients of shared weights")
     parts = [each.to(gradient.device) for each in parts]
     if role == "partial":

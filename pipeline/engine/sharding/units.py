@@ -48,7 +48,7 @@ def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams
         ConfigError: the model has no module of a named class.
     """
     blocks = _outermost(model, _blocks(model, classes))
-    # By all their names: what is reached from outside of a block as well can't be freed with it.
+    # Include duplicate names: a module shared with the outside can't be freed with its block.
     of_block = {id(block): name for name, block in blocks.items()}
     prefixes = {
         f"{name}.": of_block[id(module)]
@@ -162,10 +162,10 @@ def _matrices(model: nn.Module) -> dict[Kind, nn.Module]:
         return {}
     head = cast("nn.Module | None", plain.get_output_embeddings())
     found: dict[Kind, nn.Module] = {}
-    # By the settings too: a stage of a pipeline has one of two that are tied.
+    # From the config: a pipeline stage may hold only one of two tied modules.
     is_tied = head is not None and plain.config.get_text_config().tie_word_embeddings
     if isinstance(embedding, nn.Embedding) and not is_tied:
         found["embedding"] = embedding
-    if type(head) is nn.Linear and not is_tied:  # not an adapter's, which computes more
+    if type(head) is nn.Linear and not is_tied:  # excludes adapters, which compute more
         found["head"] = head
     return found

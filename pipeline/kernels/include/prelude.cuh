@@ -1,5 +1,5 @@
-// What every kernel file needs, without a header of CUDA: NVRTC finds none where only PyTorch is
-// installed. The same files compile for a CPU, for tests (pipeline/kernels/emulator).
+// Common definitions of the kernels, without CUDA headers: NVRTC finds none if only PyTorch is
+// installed. For tests, the same files compile for a CPU (tests/pipeline/kernels/emulator).
 #pragma once
 
 #if !defined(__CUDACC__)
@@ -14,7 +14,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// 16-bit numbers as they lie in memory; arithmetic is in float.
+// 16-bit storage types; arithmetic is in float.
 struct Bf16 {
   u16 bits;
 };
@@ -24,7 +24,7 @@ struct F16 {
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 
-// Under the emulator a function that touches memory is told by which line of the kernel.
+// Under the emulator, functions that access memory receive the kernel's line number.
 #if defined(__CUDACC__)
 #define LINE
 #define SAME_LINE
@@ -33,8 +33,8 @@ struct F16 {
 #define SAME_LINE , line
 #endif
 
-// Memory of the GPU ("global"). A pointer that was itself read from memory gives no hint of where it
-// points to, and the compiler would take the slower generic instructions.
+// Explicit global-memory accesses. For a pointer that was itself loaded from memory, the compiler
+// can't infer the address space and would emit slower generic instructions.
 #if defined(__CUDACC__)
 DEVICE uint4 load16(const void* p) {
   uint4 v;
@@ -63,7 +63,7 @@ DEVICE u16 load2(const void* p) {
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
-// For what no thread of the launch writes: may bypass the first cache, which has no use for it.
+// For data that the launch doesn't write and reads once: may bypass the L1 cache.
 DEVICE uint4 load16_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -135,7 +135,7 @@ DEVICE int load_int(const int* p LINE) { return static_cast<int>(load4(p SAME_LI
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(Bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 DEVICE void round_to(float f, float& x) { x = f; }
-// To nearest, ties to even; NaN as PyTorch writes it.
+// To nearest, ties to even; NaN becomes PyTorch's NaN.
 DEVICE void round_to(float f, Bf16& x) {
   const u32 bits = __float_as_uint(f);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -143,7 +143,7 @@ DEVICE void round_to(float f, Bf16& x) {
   x.bits = static_cast<u16>(is_nan ? 0x7fc0u : rounded >> 16);
 }
 
-// A number alone.
+// Single elements.
 DEVICE void load_one(const float* p, float& x LINE) { x = load_float(p SAME_LINE); }
 DEVICE void load_one(const Bf16* p, Bf16& x LINE) { x.bits = load2(p SAME_LINE); }
 DEVICE void load_one(const F16* p, F16& x LINE) { x.bits = load2(p SAME_LINE); }

@@ -1,4 +1,4 @@
-// The threads of PyTorch's own OpenMP, which are awake for a while after each of its operators.
+// Runs kernels on PyTorch's OpenMP threads, which spin for a while after each operator.
 
 #pragma once
 
@@ -6,10 +6,10 @@
 
 namespace {
 
-// Has a function called with an argument by so many threads: `GOMP_parallel`.
+// The type of GOMP_parallel: calls a function with an argument on a number of threads.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
-// `parallel` may be null: the calling thread does the work.
+// If `parallel` is null, the calling thread does the work.
 inline void on_threads(Parallel parallel, int32_t threads, void (*run)(void*), void* work) {
     if (parallel == nullptr || threads < 2)
         run(work);

@@ -1,6 +1,6 @@
-// Vectors of fp32 numbers for any instruction set, and rows of fp32 or bf16 numbers read in units of 32 bits:
-// one number, or two neighbours. NUMBER, Float32 or BFloat16, selects the format at compile time. The compiler
-// must contract products and sums of vectors into fused multiply-adds (-ffp-contract=fast).
+// Portable fp32 vectors, and rows of fp32 or bf16 elements read in units of 32 bits: one fp32 or two bf16
+// elements. NUMBER, Float32 or BFloat16, selects the dtype at compile time. The compiler must contract products
+// and sums of vectors into fused multiply-adds (-ffp-contract=fast).
 
 #pragma once
 
@@ -41,7 +41,7 @@ inline To load(const void* from) {
     return to;
 }
 
-// The first `bytes` bytes, followed by zeros.
+// Loads the first `bytes` bytes and fills the rest with zeros.
 template <class To>
 inline To load_part(const void* from, int bytes) {
 #ifdef __AVX512F__
@@ -71,8 +71,8 @@ inline float horizontal_max(Vector numbers) {
 
 struct Float32 {
     using Stored = float;
-    static constexpr int NUMBERS = 1;  // of a unit
-    using Line = Vector;               // LANES numbers as they are stored
+    static constexpr int NUMBERS = 1;  // per unit
+    using Line = Vector;               // LANES elements in storage format
     static Vector widen(Line line) { return line; }
     static Stored narrow(float value) { return value; }
     static Vector add(Vector sum, Bits a, Bits b) { return as<Vector>(a) * as<Vector>(b) + sum; }
@@ -101,15 +101,15 @@ struct BFloat16 {
 using Number = NUMBER;
 using Stored = Number::Stored;
 
-// The numbers of two vectors in the order of the indices, which count on in the second one.
+// Shuffles two vectors; indices from LANES on select from the second one.
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Bits{__VA_ARGS__})
 #endif
 
-// Of each 128 bits of both vectors, the numbers 0, 1 or 2, 3, alternating singly or in pairs; and the even or
-// odd 128 bits of both.
+// Interleave elements 0, 1 or 2, 3 of each 128-bit lane of both vectors, singly or in pairs; or select the even
+// or odd 128-bit lanes of both.
 #ifdef __AVX512F__
 inline Vector low(Vector a, Vector b) { return PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
 inline Vector high(Vector a, Vector b) { return PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
@@ -126,13 +126,13 @@ inline Vector even(Vector a, Vector b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10,
 inline Vector odd(Vector a, Vector b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15); }
 #endif
 
-// Sums over the lanes of four vectors within each 128 bits.
+// Horizontal sums of four vectors within each 128-bit lane.
 inline Vector sums_of_four(const Vector* of) {
     const Vector first = low(of[0], of[1]) + high(of[0], of[1]), second = low(of[2], of[3]) + high(of[2], of[3]);
     return low_pairs(first, second) + high_pairs(first, second);
 }
 
-// Number i is the sum over the lanes of vector i.
+// Element i is the horizontal sum of vector i.
 inline Vector horizontal_sums(const Vector (&of)[LANES]) {
     const Vector one = sums_of_four(of), two = sums_of_four(of + 4);
     const Vector pair = even(one, two) + odd(one, two);
@@ -150,8 +150,8 @@ inline Vector floor_of(Vector x) {
     return cut - as<Vector>(as<Bits>(broadcast(1.0f)) & as<Bits>(cut > x));
 }
 
-// exp(x) of x that are at most 0, within two units in the last place; 0 where that is not a normal number. NaN
-// stays. After Malossi et al. 2015, Fast Exponential Computation on SIMD Architectures.
+// exp(x) for x <= 0, within 2 ulp; flushes subnormal results to 0 and propagates NaN. After Malossi et al. 2015,
+// Fast Exponential Computation on SIMD Architectures.
 inline Vector exp_of(Vector x) {
     constexpr float LOWEST = -87.33654785f, LOG2_E = 1.442695021629f;
     const Vector clamped = x > LOWEST ? x : broadcast(LOWEST);
