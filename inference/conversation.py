@@ -96,7 +96,7 @@ class Conversation:
             if prefix:
                 write(prefix)
             limit = context_length(self.model)
-            # At most half of the context is kept free for the response.
+            # Reserve at most half of the context for the response.
             room = limit - min(self.sampling.max_new_tokens, limit // 2)
             token_ids, num_left_out = fit_turns(dialogue, self.chat_format.encode_prompt, room)
             sampling = replace(self.sampling, seed=self.sampling.seed + self.num_responses)
@@ -160,7 +160,7 @@ class Terminal:
     def run(self) -> None:
         """Chat until the end of the input or /quit."""
         if self.interactive:
-            # Gives input() a history, line editing, and pastes of several lines.
+            # Adds history, line editing and multi-line paste to input().
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")
@@ -194,7 +194,7 @@ class Terminal:
     def take(self, text: str) -> bool:
         """Run the command in `text`, or respond to it; return False for /quit."""
         word, _, rest = text.partition(" ")
-        word = "" if "\n" in text else ALIASES.get(text.lower(), word)  # a paste is no command
+        word = "" if "\n" in text else ALIASES.get(text.lower(), word)  # a paste is not a command
         rest = rest.strip()
         if text and not word.startswith("/"):
             self.respond(text)
@@ -278,7 +278,7 @@ def held_logs() -> Iterator[None]:
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
     handlers = {logger: logger.handlers for logger in loggers if logger.handlers}
     for logger, targets in handlers.items():
-        # No record has this level, so that nothing is flushed before the end.
+        # A level above every record's, so that nothing is flushed before the end.
         logger.handlers = [
             MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, target=target)
             for target in targets

@@ -108,7 +108,7 @@ def generate_each(
     own = [(tuple(prompt), key) for prompt, key in zip(prompts, numbers, strict=True)]
     share = -(-len(own) // sharing.size)
     first = sharing.rank * share
-    # Consecutive prompts are often equal, and then read once.
+    # Consecutive prompts are often equal; read each only once.
     keyed, indices = gather_prompts(own[first : first + share], tp_group)
     requests = [
         Request(prompt, sampler, key, min(max_new_tokens, room_after(plain, len(prompt))))
@@ -202,7 +202,7 @@ def run_closed(
                     try:
                         raise event.error
                     finally:
-                        del event  # else a reference cycle would keep the cache alive
+                        del event  # a reference cycle would keep the cache alive
                 yield Finished(index, ticket.request.prompt, ticket.response)
                 continue
             if on_token is not None:

@@ -47,7 +47,7 @@ class RatingsFile:
             sync(path.parent)
             content = path.read_bytes()
             complete = content.rfind(b"\n") + 1
-            if complete < len(content):  # a kill left part of a line
+            if complete < len(content):  # a killed process left a partial line
                 os.truncate(path, complete)
         except OSError as error:
             raise ConfigError(f"--ratings {path} can't be written: {error.strerror}") from None
@@ -78,7 +78,7 @@ class RatingsFile:
             with self.path.open("ab", buffering=0) as file:
                 size, left = file.tell(), memoryview(line)
                 try:
-                    while left:  # a full disk writes only part of a line
+                    while left:  # on a full disk, a write may be partial
                         left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 except OSError:

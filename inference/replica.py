@@ -118,7 +118,7 @@ class Origins:
         for name, _, leaf, _ in places(replica):
             try:
                 source, layer, adapter = _source(self._trained, name.rpartition(".")[0], leaf)
-            except AttributeError:  # another stage has it
+            except AttributeError:  # it is on another pipeline stage
                 continue
             whole = whole_shape(source) if layer is None else layer.whole_shape
             dtype = source.dtype if layer is None else layer.dtype

@@ -192,7 +192,7 @@ class Responder:
 
     def _has_stop_string(self, _: int, token_ids: Sequence[int]) -> bool:
         """Whether the newest token of a response completes a stop string."""
-        # A token is a byte at least. The tokens before keep the space of the first word.
+        # A token has at least one byte. Four more tokens keep the space before the first word.
         longest = 4 + max(len(stop.encode()) for stop in self.stop_strings)
         end = plain_text(self.tokenizer, list(token_ids[-longest:]))
         return any(stop in end for stop in self.stop_strings) and any(
@@ -203,7 +203,7 @@ class Responder:
         """Return the text of a response to `prompt`, cut before the first stop string."""
 
         def read(token_ids: list[int]) -> str:
-            # A raw text continues the prompt, so that its first word keeps its space.
+            # Raw text continues the prompt, so its first word keeps its space.
             return continuation(self.tokenizer, list(prompt) if self.raw else [], token_ids)
 
         text = read(response.text_ids)
@@ -212,7 +212,7 @@ class Responder:
             stop = "eos" if response.stopped else "length"
             text = text if self.raw else text.strip()
             return TextResponse(text, response.ids, response.logprobs, stop)
-        # The shortest run of tokens whose text has a stop string.
+        # The length of the shortest prefix whose text contains a stop string.
         needed = next(
             number
             for number in range(1, len(response.ids) + 1)

@@ -50,7 +50,7 @@ def score_responses(
         )
         for prompt, response in dialogues
     ]
-    # Similar lengths side by side, for families whose batches are padded.
+    # Batch similar lengths together, since some families pad their batches.
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     scores = [0.0] * len(rows)
     with torch.no_grad():

@@ -53,7 +53,7 @@ def continuation(
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     """The text of `token_ids`, without special tokens."""
-    # The clean-up would take back spaces that are already printed.
+    # The clean-up would remove spaces that are already printed.
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -101,7 +101,7 @@ class TokenBytes:
         if self._is_byte_level and isinstance(piece, str):
             if set(piece) <= self._bytes.keys():
                 return bytes(self._bytes[character] for character in piece)
-            return piece.encode()  # an added token, which is text as it stands
+            return piece.encode()  # an added token is plain text
         if self._has_byte_pieces and isinstance(piece, str):
             found = _BYTE.fullmatch(piece)
             return bytes([int(found[1], 16)]) if found else piece.replace(METASPACE, " ").encode()
@@ -150,7 +150,7 @@ class ResponseText:
         self._bytes_of = view_bytes
         self._begins = begins
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # What it makes of tokens is known by asking it alone.
+        # Without exact bytes per token, only the tokenizer can decode them.
         self._stream = None if view_bytes.is_exact else TextStream(view_bytes.tokenizer)
         self._stops = tuple(stops)
         self._held = ""

@@ -351,7 +351,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             return None
         if not self.ptx_data:
             return replace(self.data, eval_path=())
-        # Separate rows, read by their own fields; all of them, which the embedded task can't cut.
+        # Separate rows with default fields. All of them train; the embedded task can't be split.
         data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
@@ -391,7 +391,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             self.parallel.check_model("ppo.critic", self.critic)
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
-            if model.optim is DEFAULT_OPTIM:  # it was not set: it is of the class alone
+            if model.optim is DEFAULT_OPTIM:  # identical only if it was not set
                 object.__setattr__(self, role, replace(model, optim=adam(lr)))
         counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
         counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")

@@ -213,7 +213,7 @@ class _Table:
         while self._thinking:
             due, playing = self._thinking[0]
             if not self._batch.busy:
-                self._steps = max(self._steps, due)  # no other episode to wait for
+                self._steps = max(self._steps, due)  # no other episode is running
             if due > self._steps:
                 break
             self._thinking.popleft()

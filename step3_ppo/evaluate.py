@@ -136,7 +136,7 @@ class HeldOut(HeldOutPrompts):
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
         experience = score_responses(self.models, self._inputs(), responses, self.config)
-        # The last processes go round to the first prompts, which count once.
+        # The last processes' shares are padded with the first prompts, which count once.
         own = self.counted
         mask = experience.mask & torch.tensor(own, device=experience.mask.device)[:, None]
         log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
@@ -202,7 +202,7 @@ class HeldOut(HeldOutPrompts):
 
         Higher is better; kl_coef is the setting, even if it is adaptive.
         """
-        if self.config.rewards:  # whose scores are what is maximized
+        if self.config.rewards:  # their scores are the objective
             known = [response.score for response in responses if response.score is not None]
             return mean(known) - self.config.kl_coef * kl
         score = torch.tensor([response.score for response in responses])

@@ -151,7 +151,7 @@ class Rollout:
         if not rows:
             sequences = [Encoded.untrained(sequences[0].input_ids)]
         lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)
-        # Computed on the host, to avoid a device synchronization.
+        # Computed on the host to avoid a device synchronization.
         here = experience.mask_on_host[taken] if rows else torch.zeros(0, dtype=torch.bool)
         places = send(here.flatten().nonzero().squeeze(1), device)
 
@@ -203,7 +203,7 @@ def score_responses(
     sequences = list(map(whole_sequence, prompts, responses))
     parts = [part or [0] for part in own_micro_batches(config, [len(row) for row in sequences])]
     batches = [collate([sequences[row] for row in rows]).to(device) for rows in parts]
-    # Frozen models come first: there are no autograd graphs in memory yet.
+    # Frozen models run first, before autograd graphs occupy memory.
     found = {"ref_logprobs": models.reference.logprobs(batches, temperature=config.temperature)}
     if score is None and models.reward is not None:
         score = raw_scores(models, prompts, responses, config)
@@ -457,7 +457,7 @@ def check_first_update(ratio_error: float, models: Models) -> None:
 
 
 def _is_fp32(models: Models) -> bool:
-    # Of all weights, not of the trained ones alone: fp32 adapters may sit on a bf16 base.
+    # All weights, not only the trained ones: the base of fp32 adapters may be bf16.
     return all(param.dtype == torch.float32 for param in models.policy.parameters())
 
 

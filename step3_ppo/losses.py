@@ -106,7 +106,7 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
     A nonnegative estimate of the KL divergence.
     """
-    # Clamped on this side only: where pi_ref makes a token very unlikely, the gradient must stay.
+    # Clamp one side only: where pi_ref makes a token very unlikely, the gradient must remain.
     log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return (-log_ratio).exp() - 1 + log_ratio
 
@@ -202,7 +202,7 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
     padded = padded.masked_scatter(mask, values.double())
     counts = mask.sum(dim=1)
     means = padded.sum(dim=1) / counts.clamp(min=1)
-    # The host knows the output's size; selecting by the mask would wait for the device.
+    # Given output_size, this needs no device synchronization, unlike selecting by the mask.
     return means.repeat_interleave(counts, output_size=len(values)).to(values.dtype)
 
 

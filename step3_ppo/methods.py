@@ -42,7 +42,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Ouyang et al. 2022.
         "ppo": _row(),
-        # Shao et al. 2024, eq. 3 and section 4.1.2; the KL with the right gradient.
+        # Shao et al. 2024, eq. 3 and section 4.1.2, with the correct gradient of the KL.
         "grpo": _row(
             advantage="grpo",
             aggregate="sequence",
@@ -68,7 +68,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             overlong_buffer=0.2,
             missing_eos_score=None,
         ),
-        # Zheng et al. 2025, section 5.1: four minibatches a rollout.
+        # Zheng et al. 2025, section 5.1: four minibatches per rollout.
         "gspo": _row(
             advantage="grpo",
             loss="gspo",
@@ -111,7 +111,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             kl_in="reward",
             kl_coef=0.01,
         ),
-        # Dong et al. 2023: one update on each rollout.
+        # Dong et al. 2023: one update per rollout.
         "raft": _row(
             advantage="best",
             loss="none",

@@ -246,7 +246,7 @@ class Models:
         if self.critic is None or has_moments(self.value_model):
             return
         critic = self.critic.model
-        if isinstance(critic, Critic):  # and not a stage without the head
+        if isinstance(critic, Critic):  # not a pipeline stage without the head
             critic.mean, critic.std = mean, std
         base_model(self.value_model).config.update({"score_mean": mean, "score_std": std})
 

@@ -146,7 +146,7 @@ class RewardSources:
         Raises:
             ConfigError: a source can't be used.
         """
-        with ExitStack() as started:  # which ends what was started where the rest can't be
+        with ExitStack() as started:  # stops started workers on an error
             self._start(started)
             self._started = started.pop_all()
         return self

@@ -225,7 +225,7 @@ def compute_rewards(
         else:
             sources[source.name] = given[source.name]
     own = [sources[source.name] for source in config.rewards]
-    # An environment counts even at weight 0: where it failed the episode is incomplete.
+    # An environment counts even at weight 0: if it failed, the episode is incomplete.
     counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
     values = without_failures(own, counting)
     score = _tensor(weighted_sum(values, _weights(config)), stopped)

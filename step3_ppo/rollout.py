@@ -229,7 +229,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
                 given[name].values[row] = scored.values[place]
                 given[name].failed[row] = scored.failed[place]
         if scores is not None:
-            # Scoring is collective: a process without new responses scores an old one again.
+            # Scoring is a collective: a process without new responses rescores an old one.
             seen = rows or [0]
             own = ([inputs[row] for row in seen], [responses[row] for row in seen])
             scores[seen] = raw_scores(models, *own, config)

@@ -220,7 +220,7 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
         best.restore()
     export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
     if models.critic is None:
-        run.discard("critic")  # of an earlier run with one
+        run.discard("critic")  # left by an earlier run
     else:
         export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
 

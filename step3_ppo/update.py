@@ -159,7 +159,7 @@ class Updates:
         }
         values = {name: sum(numbers) / len(numbers) for name, numbers in seen.items()}
         values["ratio_max"] = max(seen["ratio_max"])
-        values["ratio_error"] = seen["ratio_error"][0]  # of the first update: 0 but for rounding
+        values["ratio_error"] = seen["ratio_error"][0]  # of the first update: 0 up to rounding
         for name in ("lr", "critic_lr"):
             if name in seen:
                 values[name] = seen[name][-1]
@@ -236,7 +236,7 @@ def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[lis
     seed = config.seed * 1_000_003 + step * config.ppo_epochs + epoch
     order = torch.randperm(config.rollout_size, generator=torch.Generator().manual_seed(seed))
     for minibatch in order.split(config.batch_size):
-        # Sorted, so that a minibatch of all responses is in the order of the scoring pass.
+        # Sorted, so that a minibatch of all responses keeps the order of the scoring pass.
         yield own_rows(
             sorted(minibatch.tolist()), current_mesh().data, group_size=config.group_size
         )
@@ -312,7 +312,7 @@ def _of_all(
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
-    own = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its own
+    own = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its share
     rows = models.policy_passes.from_last(own)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}

@@ -84,11 +84,11 @@ class Ahead:
         """Sample, copy the tokens into the next pass, and begin to copy them to the host."""
         left, keys, positions = self._state
         tokens, logprobs = self._sampler.draw(logits, keys, positions)
-        moves = left.clamp(max=1)  # at its limit, a row that ended repeats its last pass
+        moves = left.clamp(max=1)  # a row at its limit repeats its last pass
         self._rows.advance(tokens, moves)
         left -= moves
         positions += 1
-        # Both are copied to pinned memory.
+        # Asynchronous, since non_blocking copies to pinned memory.
         tokens, logprobs = (each.to("cpu", non_blocking=True) for each in (tokens, logprobs))
         event = None
         if logits.is_cuda:

@@ -81,7 +81,7 @@ class OpenBatch:
         self.passes = PassCounts() if passes is None else passes
         self._num_slots = num_slots
         plain = base_model(model)
-        # If angles depend on the length of a pass, a prompt in pieces differs from the whole.
+        # If rotary angles depend on a pass's length, prompts can't be read in chunks.
         fixed = has_fixed_positions(plain)
         most = PREFILL[next(model.parameters()).device.type]
         self._chunk, self._reuses = (chunk or most, reuses) if fixed else (most, False)
@@ -157,10 +157,10 @@ class OpenBatch:
 
     def _take_changes(self) -> Iterator[Event]:
         """Queue the submitted requests, and end the cancelled ones."""
-        # Cancelled first: another thread may submit and cancel meanwhile.
+        # Drain cancellations first: another thread may submit and cancel in between.
         cancelled, submitted = drain(self._cancelled), drain(self._submitted)
         for ticket in submitted:
-            # Rows with equal settings share a sampler, and so a call of it.
+            # Rows with equal settings share a sampler, which is then called once for all.
             settings = tuple(vars(ticket.sampler).values())
             ticket.sampler = self._samplers.setdefault(settings, ticket.sampler)
             self._waiting[ticket] = None
@@ -180,7 +180,7 @@ class OpenBatch:
             if self._is_tensor_parallel:
                 raise
             lost, runs_again = self._rows.occupants, self._has_fewer_slots(error)
-            self._rows, self._ahead = self._new_rows(), None  # the cache's content is unknown now
+            self._rows, self._ahead = self._new_rows(), None  # the cache may be inconsistent
             release_frames(error)
             for ticket in lost:
                 if runs_again:
@@ -272,7 +272,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
             [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
             [ticket.response.ids for ticket in tickets] if sampler.counts_tokens else (),
         )
-    except Exception as error:  # noqa: BLE001  # it may concern one row only
+    except Exception as error:  # noqa: BLE001  # it may affect only one row
         if len(tickets) == 1:
             release_frames(error)
             return [error]

@@ -140,7 +140,7 @@ class SlotCache(Cache):
         return 0
 
     def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:
-        # Zeros, because a masked key is still multiplied by 0.
+        # Zeros: uninitialized NaNs would survive the multiplication of masked values by 0.
         return zeros_in_huge_pages(
             states, self.num_slots, states.shape[1], self.width, states.shape[3]
         )
@@ -174,7 +174,7 @@ class NextToken:
         out: Float[Tensor, "1 N H E"] | None = None,
     ) -> Float[Tensor, "1 N H E"]:
         """Attention by a kernel if there is one, otherwise by PyTorch; fills `out` if given."""
-        del dropout  # generation has none
+        del dropout  # unused in generation
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if self.is_live or kernel_for(rows, key, value) is not None:
             count = min(len(rows), len(key))
@@ -246,7 +246,7 @@ class Pieces:
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
         """Attention of each token to the tokens of its own prompt up to itself."""
-        del dropout  # generation has none
+        del dropout  # unused in generation
         attended = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         begin = 0
         for piece in self._pieces:
@@ -285,7 +285,7 @@ def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         size = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE - start
-        if size > 0:  # a refusal changes nothing
+        if size > 0:  # only a hint: errors are ignored
             advise = ctypes.CDLL(None).madvise
             advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return tensor.zero_()

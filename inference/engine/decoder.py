@@ -101,7 +101,7 @@ class GraphedRows(ReplayedRows):
     ) -> None:
         super().__init__(num_rows)
         self._modules = modules
-        # Token, position, place in the cache, and length of the sequence of each row.
+        # Per row: token, position, index in the cache, and sequence length.
         self._staged: Int[Tensor, "4 N"] = torch.zeros(
             4, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
         )
@@ -114,7 +114,7 @@ class GraphedRows(ReplayedRows):
 
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
-        # The tokens of the last pass were read, so its copy from this memory has ended.
+        # The last pass's tokens have been read, so its copy from this buffer has finished.
         self._staged[:3] = torch.tensor(columns).T
         self._staged[3] = torch.tensor([*layout.lengths, *padding])
         self._numbers.copy_(self._staged, non_blocking=True)
@@ -124,7 +124,7 @@ class GraphedRows(ReplayedRows):
         return self._modules(self._numbers[:3], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
-        logits = self._by_modules()  # a graph's are not trusted before they are verified
+        logits = self._by_modules()  # a graph is used only once verified
         with self._together():
             self._graph = self._capture(self._by_modules, self._numbers)
         return logits
@@ -181,14 +181,14 @@ class CudaCapture:
         current, side = torch.cuda.current_stream(self._device), capture_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            # Once without capturing: a failed capture leaves the allocator in disorder. This also
-            # gives cuBLAS a workspace on this stream outside the graph's memory.
+            # Run once uncaptured: a failed capture would leave the allocator inconsistent. This
+            # also allocates cuBLAS's workspace for this stream outside the graph's pool.
             with TraceRecorder():
                 compute()
             was_enabled = gc.isenabled()
-            gc.disable()  # freed graphs and streams would end the capture
+            gc.disable()  # freeing graphs or streams would invalidate the capture
             try:
-                # Other threads, such as a checkpoint's, may use the GPU meanwhile.
+                # Other threads, such as a checkpoint's, may use the GPU during the capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = compute()
@@ -296,7 +296,7 @@ class Decoder:
     def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
         """The verified passes with the fewest rows, if not too many more."""
         if self._device.type == "cpu" and not (kernel_mode() != "off" and is_built(self._dtype)):
-            return None  # PyTorch multiplies padding as well
+            return None  # PyTorch would compute the padding too
         found = [
             rows
             for (wide, length), rows in self._kept.items()

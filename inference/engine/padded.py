@@ -38,7 +38,7 @@ class PaddedRows:
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
         """If no batch runs, begin one with the oldest prompts, or the shortest if it is closed."""
-        del chunk  # prompts are read at once
+        del chunk  # prompts are not chunked
         if self.running or not waiting:
             return
         # Prompts of similar lengths need less padding.

@@ -256,7 +256,7 @@ class TraceRecorder(TorchDispatchMode):
         """
         self._outside = True
         try:
-            result = compute(None).clone()  # a result may be a view of what another call changes
+            result = compute(None).clone()  # it may be a view of what another call modifies
         finally:
             self._outside = False
         self.calls.append(Call(None, read, {}, (result,), partial(compute, result)))
@@ -272,7 +272,7 @@ def require_replayable(call: Call, result: object) -> None:
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
         raise ReplayError(f"{call.name} returns a number to Python")
-    # Dropout without a probability is a view.
+    # Dropout with probability 0 is a view.
     if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not call.is_view:
         raise ReplayError(f"{call.name} can't be repeated")
     if torch.Tag.dynamic_output_shape in call.operator.tags and (
@@ -302,7 +302,7 @@ class OperatorTrace:
         substitute: Callable[[Call], Replay | None] = lambda _: None,
     ) -> None:
         self.result: Shaped[Tensor, "..."] = result
-        # Keeps the memory of each call.
+        # Keeps the tensors of each call alive.
         self._kept = fuse(needed(varying(calls, inputs), result), result)
         self._replays = [substitute(call) or make_replay(call) for call in self._kept]
 
@@ -439,7 +439,7 @@ def make_replay(call: Call) -> Replay:
     """Return the fastest way to replay a call."""
     if call.repeat is not None:
         return call.repeat
-    # PyTorch's own bindings are leaner than the dispatcher's.
+    # Tensor and torch functions have less overhead than calls of operator overloads.
     is_plain = call.operator.namespace == "aten" and "out" not in call.kwargs
     if call.changed():
         method = getattr(Tensor, call.name, None) if is_plain else None
@@ -582,7 +582,7 @@ class TracedRows(ReplayedRows):
         if call.name == "linear":
             x, weight, *bias = call.args
             linear = prepare(x, weight, bias[0] if bias else None, call.made[0])
-        elif call.name == "addmm":  # transformers' Conv1D, of GPT-2
+        elif call.name == "addmm":  # transformers' Conv1D, as in GPT-2
             bias, x, weight = call.args
             linear = prepare(x, weight.mT, bias, call.made[0])
         if linear is not None:

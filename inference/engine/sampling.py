@@ -40,7 +40,7 @@ def uniforms(
 
     There is no stream state, so a row's numbers do not depend on the other rows.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         state = _mixed_seed(seed)
         state = _mix((state ^ np.asarray(keys, dtype=np.uint64)) + _GOLDEN)
         state = _mix((state ^ np.asarray(positions, dtype=np.uint64)) + _GOLDEN)
@@ -219,8 +219,8 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
     if top_p >= 1.0:
         return probabilities
     words = probabilities.shape[-1]
-    # Less likely tokens have together less than half of 1 - top_p; a text's next token has few
-    # others, and only those are sorted.
+    # Tokens below this bound sum to less than half of 1 - top_p. Text usually leaves few
+    # candidates, and only those are sorted.
     candidates = probabilities >= (1 - top_p) / (2 * words)
     count = int(candidates.sum(dim=-1).max())
     order = torch.arange(words, device=probabilities.device).expand_as(probabilities)

@@ -199,7 +199,7 @@ class Scheduler:
                 del waiting[ticket]
                 admitted.append(ticket)
                 reading[ticket.identity] = ticket
-        # Reuse a stored sequence before its slot is given to another request.
+        # Reuse stored sequences before their slots are given to other requests.
         for ticket in sorted(admitted, key=lambda ticket: -self._prefixes.find(ticket)[1]):
             self._place(ticket, free)
 
@@ -368,7 +368,7 @@ class Slots(Scheduler):
                     slot.ticket.prompt[slot.stored : end].tolist(), slot.stored
                 )
             ]
-        # On a GPU a single call reads whole prompts, from the pass itself.
+        # On a GPU, one call attends to whole prompts, with the keys of the pass itself.
         is_whole = self.device.type != "cpu" and not any(piece.first for piece in layout_pieces)
         layout = (
             Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
@@ -391,7 +391,7 @@ class Slots(Scheduler):
             for slot, (ticket, length) in enumerate(zip(running, lengths, strict=True))
         ]
         layout = NextToken(lengths, self.device)
-        # The pass that allocates the cache can't be repeated.
+        # The pass that allocates the cache can't be replayed.
         repeats = bool(self.cache.keys)
         return running, self._decode(columns, layout, spare=self.cache.spare, repeats=repeats)
 

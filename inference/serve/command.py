@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     configure_logging(is_main=True)
     reward = config.reward or (reward_of_run(config.run) if config.run else None)
     run = config.watch or config.run
-    with closing(listen(config)) as listener:  # before the models, which take long
+    with closing(listen(config)) as listener:  # before the slow loading of models
         models, served_reward = load_models(config, paths, reward)
         state = State(
             config,

@@ -57,7 +57,7 @@ async def _respond(reply: "ChatReply | TextReply", request: HttpRequest, ignored
     if not reply.fields.stream:
         return json_response(await until_gone(request.receive, _complete(reply)), headers=headers)
     events = _events(reply)
-    await anext(events)  # so that a refusal has its own status
+    await anext(events)  # so that an early error sets the status
     return EventStream(events, headers)
 
 

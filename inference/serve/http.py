@@ -88,7 +88,7 @@ def json_response(
 def as_json(content: object) -> bytes:
     """Return compact JSON."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode(errors="backslashreplace")  # of a lone surrogate
+    return text.encode(errors="backslashreplace")  # lone surrogates
 
 
 async def read_body(request: Request) -> dict[str, Any]:
@@ -110,7 +110,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     except ClientDisconnect:
         raise ApiError(400, "the body ended before it was complete") from None
     try:
-        content = from_json(body, allow_inf_nan=False)  # also bounds the depth
+        content = from_json(body, allow_inf_nan=False)  # also limits the nesting depth
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(content, dict):
@@ -185,7 +185,7 @@ class EventStream(Response):
         try:
             with suppress(ClientGone):
                 await until_gone(receive, self._send_all(send))
-        finally:  # also if nothing was sent
+        finally:  # even if nothing was sent
             await self._source.aclose()
 
     async def _send_all(self, send: Send) -> None:

@@ -390,7 +390,7 @@ def _plan_slots(
         f"--context is {config.context}, and {name} reads {limit} tokens; lower it",
     )
     context = min(limit, config.context or MOST_CONTEXT)
-    if config.context is None:  # a shorter one rather than none
+    if config.context is None:  # shorten it rather than fail
         while context > LEAST_CONTEXT and slot_bytes(model, context) > budget:
             context = max(LEAST_CONTEXT, context // 2)
     slot = slot_bytes(model, context)

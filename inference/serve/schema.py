@@ -169,7 +169,7 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [list(prompt)]  # pyright: ignore[reportReturnType]  # all are, by the schema
+            return [list(prompt)]  # pyright: ignore[reportReturnType]  # all are integers, by the schema
         return list(prompt)  # pyright: ignore[reportReturnType]
 
 

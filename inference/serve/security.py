@@ -62,7 +62,7 @@ class AccessControl:
 
         try:
             await self._answer(scope, receive, sending, headers)
-        except Exception:  # its client has been answered
+        except Exception:  # the client already has a response
             logger.exception("a request failed")
         finally:
             self._log(scope, status, time.perf_counter() - began)
@@ -87,7 +87,7 @@ class AccessControl:
             return
         try:
             name = urlsplit(f"//{headers.get('host', '')}").hostname
-        except ValueError:  # brackets without an address
+        except ValueError:  # an invalid IPv6 address
             name = None
         if name not in LOOPBACK:
             raise ApiError(403, "the Host header names another machine; use 127.0.0.1 or localhost")
@@ -115,7 +115,7 @@ class AccessControl:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         offered = given.strip().encode() if scheme.lower() == "bearer" else b""
-        # Every key is compared, in constant time.
+        # Compare with every key, in constant time.
         names = [
             name for name, key in self._keys.items() if hmac.compare_digest(key.encode(), offered)
         ]

@@ -42,7 +42,7 @@ def listen(config: ServeConfig) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        if error.errno in (98, 48):  # of Linux, of macOS: in use
+        if error.errno in (98, 48):  # EADDRINUSE on Linux and macOS
             raise ConfigError(
                 f"--port {config.port} of {config.host} is taken; choose another one, or --port 0"
                 " for any that is free"
@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
-        except (ValueError, RuntimeError):  # not the main thread: its owner stops the server
+        except (ValueError, RuntimeError):  # not the main thread: the caller stops the server
             pass
         yield
 

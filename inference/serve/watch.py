@@ -41,7 +41,7 @@ class WatchedRun:
             return {"unchanged": True, "notice": self._notice(step)}
         try:
             view = self._read(step)
-        except (DataError, OSError, KeyError, TypeError) as error:  # a file is being written
+        except (DataError, OSError, KeyError, TypeError) as error:  # the file is being written
             return {"unchanged": True, "notice": f"{self.out} can't be read: {error}"}
         return view | {"version": now, "notice": self._notice(view["step"])}
 

@@ -241,7 +241,7 @@ class Worker:
 
     def _step(self) -> None:
         """Take changes, fill free slots, and run one step of each model."""
-        with self._changed:  # as late as possible: cancelled jobs get no further token
+        with self._changed:  # late, so that cancelled jobs get no further tokens
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for job in submitted:
@@ -352,7 +352,7 @@ class Worker:
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: the server ends
+        except RuntimeError:  # the loop is closed: the server is shutting down
             self._closed = True
 
 
@@ -362,7 +362,7 @@ def _call(future: "Future[object]", function: Callable[[], object]) -> None:
         return
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001  # raised where the future is awaited
+    except BaseException as error:  # noqa: BLE001  # re-raised where the future is awaited
         future.set_exception(error)
 
 

@@ -169,7 +169,7 @@ class StagedForwardPasses(ForwardPasses):
         """Run the forward pass of a micro-batch; on the last stage return the result of `found`."""
         stage = self._stage
         received: Tensor | None = None
-        if isinstance(self._run.model, Policy):  # before it has what came for this micro-batch
+        if isinstance(self._run.model, Policy):  # before it receives this micro-batch
             self._run.model.settle(batch)
         if stage.inlet is not None:
             received = torch.empty(
@@ -414,7 +414,7 @@ def frozen_passes(
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
     if stages.size == 1:
-        if like.zero_stage < 3:  # else its engine moves what it keeps
+        if like.zero_stage < 3:  # at stage 3 the engine moves its shards
             _move(model)
         return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:

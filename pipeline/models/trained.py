@@ -84,13 +84,13 @@ def _prepared(
             num_bytes / 1e6,
         )
     if config.gradient_checkpointing:
-        # Its name before transformers 5.23 was gradient_checkpointing_enable.
+        # Before transformers 5.23, it was called gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
         (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
         blocks = [each for each in plain.modules() if isinstance(each, GradientCheckpointingLayer)]
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % config.checkpoint_every == 0
-    plain.config.use_cache = True  # for the exported model; training passes its own flag
+    plain.config.use_cache = True  # for the exported model; training passes use_cache
     return model.train()
 
 

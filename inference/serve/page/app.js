@@ -1,4 +1,4 @@
-// Which view is shown; each is a function that fills <main> and returns what ends it.
+// Shows the selected view. Each view is a function that fills its element and returns its cleanup function.
 
 import { chatView } from "./chat.js";
 import { Refused, get, initialize, say, settings } from "./common.js";
@@ -26,7 +26,7 @@ async function show() {
     const [name, query] = location.hash.slice(1).split("?");
     const view = VIEWS[name] ? name : talks ? "chat" : "watch";
     document.title = view[0].toUpperCase() + view.slice(1);
-    document.getElementById("title").textContent = document.title; // for those who hear the page
+    document.getElementById("title").textContent = document.title; // for screen readers
     for (const link of document.querySelectorAll("nav a")) {
       const target = link.getAttribute("href").slice(1);
       link.hidden = !offered[target];

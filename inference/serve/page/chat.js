@@ -1,4 +1,4 @@
-// A dialogue with one model: streaming, stop, regenerate, edit, tokens by their log-probability.
+// A dialogue with one model: streaming, stop, regenerate, edit, and tokens tinted by log-probability.
 
 import { button, composer, drawSeed, element, length, respond, sampling, say, stored, system, tinted } from "./common.js";
 import { markdown } from "./markdown.js";

@@ -1,6 +1,6 @@
-// What all views share: elements, settings of this browser, and requests to the server.
+// Shared by all views: elements, settings of this browser, and requests to the server.
 
-// Elements are made one by one: whatever a model writes becomes a text node.
+// Builds elements without parsing HTML, so that model output becomes only text nodes.
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -23,8 +23,8 @@ export function say(text, bad = false) {
   status.classList.toggle("bad", bad);
 }
 
-// A text field, in which Enter submits and Shift+Enter is a new line, and a button. `submit` is not called by Enter
-// while `running` returns something to abort; the button then aborts it.
+// A text field and a button. Enter submits, Shift+Enter starts a new line. While `running` returns an
+// AbortController, Enter does nothing and the button aborts.
 export function composer(label, placeholder, action, submit, running, wide = false) {
   const input = element("textarea", { rows: 2, "aria-label": label, placeholder });
   const sender = button(action, () => (running() ? running().abort() : submit()), { class: "main" });
@@ -79,7 +79,7 @@ export const key = () => values.key.trim();
 export const rater = () => values.rater.trim();
 export const system = () => values.system.trim();
 
-// The fields of a request; `seed` is drawn here, so that several models can have the same one.
+// The fields of a request; draws `seed` here, so that several models can share it.
 export function sampling() {
   const fields = { seed: values.seed === "" ? drawSeed() : Math.trunc(Number(values.seed)) };
   for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
@@ -106,7 +106,7 @@ async function checked(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // no error object: the status has to do
+    // no error object: report the status
   }
   if (response.status === 401) message = "this server needs an API key: enter it in the settings";
   throw new Refused(message);
@@ -121,7 +121,7 @@ export async function post(path, body, signal) {
   return (await checked(response)).json();
 }
 
-// The chunks of a stream of chat, as they come; ends early where `signal` aborts it.
+// Yields the chunks of a chat stream; ends early if `signal` aborts it.
 export async function* chat(body, signal) {
   const response = await checked(
     await fetch("/v1/chat/completions", {
@@ -149,7 +149,7 @@ export async function* chat(body, signal) {
   }
 }
 
-// One response: `onText` is called as it grows, and what is returned is what a rating records.
+// Requests a response: calls `onText` as it grows, and returns the record that a rating stores.
 export async function respond(model, messages, fields, { signal, onText, logprobs = false } = {}) {
   const answer = { model, text: "", token_ids: [], seed: fields.seed, sampling: fields, finish: null, tokens: [] };
   const more = logprobs ? { logprobs: true, top_logprobs: 3 } : {};

@@ -1,9 +1,9 @@
-// Two views of pairs: one prompt for two to four models, and a list of prompts, judged blind.
+// Two views: one prompt for two to four models, and pairs of responses to a list of prompts, rated blind.
 
 import { button, composer, drawSeed, element, get, sampling, say } from "./common.js";
 import { cards, choices, shuffled, undo, withSystem } from "./ratings.js";
 
-// The same seed for each model; blind where names would bias.
+// All models get the same seed; names can be hidden to avoid bias.
 export function compareView(place, server, query) {
   const names = server.models.map((model) => model.id);
   if (names.length < 2) {
@@ -90,7 +90,7 @@ export function compareView(place, server, query) {
   };
 }
 
-const AGAIN = 10; // of so many prompts one comes twice, for how far a rater agrees with themselves
+const AGAIN = 10; // one in so many prompts is repeated, to measure a rater's self-agreement
 
 export function promptsIn(text) {
   const lines = text.split("\n").filter((line) => line.trim());
@@ -170,7 +170,7 @@ export function rateView(place, server) {
   async function next() {
     rating?.end();
     if (at >= queue.length) return finish();
-    // An earlier pair comes again with its responses, in an order of its own.
+    // Repeat an earlier pair with its responses, in a new order.
     const repeats = done.length >= AGAIN && done.length % AGAIN === 0 && !done.at(-1).again;
     const old = repeats ? done[done.length - AGAIN] : null;
     const models = old?.models ?? pickers.map((picker) => picker.value);

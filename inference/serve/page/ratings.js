@@ -1,4 +1,4 @@
-// Ratings: responses next to each other, buttons to choose, and what is sent to the server.
+// Ratings: responses side by side, buttons to choose, and requests to the server.
 
 import { button, element, length, post, rater, respond, say, system, tinted } from "./common.js";
 import { markdown } from "./markdown.js";
@@ -79,7 +79,7 @@ export function shuffled(count) {
   return order;
 }
 
-// Asks every model at once. `order` says which of the models each column shows.
+// Requests responses from all models at once. `order` maps columns to models.
 export function cards(models, order, hidden) {
   const columns = order.map((model, column) => ({
     name: element("h2", {}, hidden ? LETTERS[column] : `${LETTERS[column]}: ${models[model]}`),
@@ -111,7 +111,7 @@ export function cards(models, order, hidden) {
   return {
     grid,
     show: (answers) => answers.forEach((answer, model) => show(model, answer)),
-    // Of each model the same seed, unless `apart`, where each has the next one.
+    // All models get the same seed, or consecutive ones if `apart`.
     ask: (messages, fields, signal, apart = false) =>
       Promise.all(
         models.map((_, model) =>
@@ -156,7 +156,7 @@ const CHOICES = [
   ["4", "Both bad", { bad: true }],
 ];
 
-// Buttons to rate a pair, and their keys while nothing is being typed; `others` are more of [key, label, action].
+// Buttons to rate a pair, with keyboard shortcuts; `others` adds more as [key, label, action].
 export function choices({ messages, answers, order, blind }, onRated, others = []) {
   const since = performance.now();
   const strength = element(
@@ -200,7 +200,7 @@ export function choices({ messages, answers, order, blind }, onRated, others = [
   return { bar, end: () => removeEventListener("keydown", onkey) };
 }
 
-// The response's tokens, tinted by log p / p_reference, and their sum, which estimates KL, in words.
+// The response's tokens, tinted by log p / p_reference, and a sentence with their sum, an estimate of the KL.
 async function related(answer, messages, reference, signal) {
   const { tokens: prompt } = await post("/tokenize", { model: answer.model, messages }, signal);
   const body = { prompt: [...prompt, ...answer.token_ids], echo: true, max_tokens: 0, logprobs: 0 };

@@ -1,8 +1,8 @@
-// A run in progress: the server reads its files and draws the report's charts, this shows them.
+// A run in progress: the server reads its files and draws the report's charts; this page shows them.
 
 import { button, element, get, say } from "./common.js";
 
-const EVERY = 2000; // milliseconds between two requests
+const EVERY = 2000; // milliseconds between requests
 
 export function watchView(place, server) {
   if (!server.watch) {

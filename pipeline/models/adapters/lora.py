@@ -29,7 +29,7 @@ def without_advice() -> Iterator[None]:
     """Suppress peft's warnings about tied layers and adapted embeddings, which don't apply."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="peft")
-        # peft requests the model's gradient checkpointing by the name it had before.
+        # peft calls a deprecated method to enable gradient checkpointing.
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         yield
 
@@ -47,7 +47,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     heads = [name for name in HEADS if name in present]
     settings = PeftLoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it only
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft accepts floats
         use_rslora=config.variant == "rslora",
         lora_dropout=config.dropout,
         target_modules="all-linear" if everything else list(config.targets),
@@ -67,7 +67,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
             param.data = param.data.float()
     adapter = peft_model.peft_config["default"]
     assert isinstance(adapter, PeftLoraConfig)
-    # A set, whose order in the exported file would be another in each process.
+    # peft stores a set, whose order in the exported file would differ between processes.
     adapter.target_modules = sorted(adapter.target_modules or [])
     return peft_model  # pyright: ignore[reportReturnType]
 

@@ -174,7 +174,7 @@ def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]
     """Two codes per byte, the first in the high half."""
     levels = torch.tensor(NF4)
     codes = torch.zeros_like(normalized, dtype=torch.uint8)
-    for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times as fast as bucketize
+    for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times faster than bucketize
         codes += normalized > middle
     return (codes[:, ::2] * 16 + codes[:, 1::2]).view(-1)
 
@@ -274,7 +274,7 @@ class QuantizedLinear(nn.Module):
             )
         for vector, stored in parts_of(self.form).items():
             own = part.in_blocks(stored.grain) if stored.grain <= BLOCK else None
-            if own is not None:  # ranges of scales stay whole
+            if own is not None:  # coarser vectors stay full
                 numel = stored.numel(part.whole.numel())
                 replace_by_part(self, vector, replace(own, stored=torch.Size((numel,))))
         self.part, self.shape = part, part.own.shape(part.whole)
@@ -365,7 +365,7 @@ def quantize_layers(model: nn.Module, form: Form, *, device: torch.device | None
     layers = list(_layers(model))
     for module, name, layer in layers:
         setattr(module, name, QuantizedLinear(layer, form, device=device))
-        layer.register_parameter("weight", None)  # `layers` shall not keep what it stands for
+        layer.register_parameter("weight", None)  # free the weight, which `layers` still references
     return len(layers)
 
 

@@ -78,7 +78,7 @@ def varlen_attention(
     query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     more: dict[str, Any] = {}
     if "num_splits" in VARLEN_OPTIONS:
-        more["num_splits"] = 1  # the same bits whatever shares the call
+        more["num_splits"] = 1  # bitwise independent of the rest of the batch
     if "enable_gqa" in VARLEN_OPTIONS:
         more["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
@@ -103,7 +103,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
     """Whether a small call works, forward and backward."""
     lengths = (5, 33)
     try:
-        # The first caller may compute without gradients; a later one may need them.
+        # The result is cached: later callers may need gradients even if this one doesn't.
         with torch.inference_mode(mode=False), torch.enable_grad():
             heads = [
                 torch.ones(1, count, sum(lengths), size, device=device, dtype=dtype)
@@ -168,7 +168,7 @@ class _OneOrder(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # due to the decorator's type
         ctx: Any,  # noqa: ANN401
         grad: Tensor,
     ) -> tuple[Tensor | None, ...]:
@@ -178,7 +178,7 @@ class _OneOrder(torch.autograd.Function):
             found = iter(torch.autograd.grad(ctx.out, learning, grad))
         finally:
             torch.use_deterministic_algorithms(mode=True, warn_only=True)
-        del ctx.out  # and all that its graph keeps
+        del ctx.out  # frees its graph
         return (None, *(next(found) if each.requires_grad else None for each in ctx.heads))
 
 
@@ -302,7 +302,7 @@ def attend_causally(
     """Attention of the last T of a sequence's M tokens, each to all tokens up to itself."""
     leave_out_cudnn(query)
     shared_by = query.shape[1] // key.shape[1]
-    if shared_by > 1 and query.is_cuda:  # only some of its kernels take grouped queries
+    if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries
         key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
     mask = causal_mask(query.shape[2], key.shape[2], sliding_window, query.device)
     return F.scaled_dot_product_attention(

@@ -137,7 +137,7 @@ class Policy(nn.Module):
             KernelError: it doesn't, and the kernel is required.
         """
         head = base_model(self.model).get_output_embeddings()
-        # Of the class itself: peft's layers compute more than the product.
+        # Exactly nn.Linear: peft's layers compute more than the product.
         is_large = type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
         if words_of(head) is None and (self.kernels == "off" or not is_large):
             return None
@@ -247,7 +247,7 @@ def reads_whole(classifier: PreTrainedModel) -> bool:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a peft wrapper, or the model itself."""
-    # Not by attribute: peft marks the model inside as well as its wrapper.
+    # Not by attribute: peft sets its attributes on the inner model too.
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     return cast("PreTrainedModel", plain)
 
@@ -269,18 +269,18 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
     plain = base_model(model)
     head = cast("nn.Linear", plain.get_output_embeddings())
     backbone = cast("Backbone", plain.base_model)
-    if backbone is plain:  # it doesn't name that module
+    if backbone is plain:  # the model doesn't name its backbone
         return False
     count = min(PROBE, batch.lengths[0])
     ids = batch.input_ids[:count]
     few = TokenBatch(ids, (count,), batch.targets[:0])
     training = model.training
-    model.eval()  # dropout would draw other masks for each pass, and move the generator
+    model.eval()  # dropout would differ between passes and advance the generator
     try:
         if is_ragged(model):
             inputs = ragged_inputs(few, Ragged(few.lengths, ids.device))
         else:
-            more = (0, -count % KEY_BLOCK)  # as padded rows are
+            more = (0, -count % KEY_BLOCK)  # padded rows are multiples of it
             inputs = {
                 "input_ids": F.pad(ids, more)[None],
                 "attention_mask": F.pad(torch.ones_like(ids), more)[None],
@@ -346,8 +346,8 @@ def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": ragged.positions[None],
-        # transformers hands a 4-D mask through untouched: this one keeps it from building a mask of
-        # N x N that ragged attention would not read.
+        # transformers passes a 4-D mask through unchanged. This one keeps it from building an N x N
+        # mask that ragged attention would not read.
         "attention_mask": torch.ones(1, 1, 1, 1, device=batch.input_ids.device),
         "use_cache": False,
         "ragged": ragged,

@@ -149,14 +149,14 @@ def _shrink(settings: PreTrainedConfig, few: int) -> None:
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             _set(settings, name, _small_size(name, value, few))
     words, hidden = (values.get(name) for name in ("word_embed_proj_dim", "hidden_size"))
-    if isinstance(words, int) and words != hidden:  # there are projections between, as in OPT 350m
+    if isinstance(words, int) and words != hidden:  # embeddings are projected, as in OPT 350m
         _set(settings, "word_embed_proj_dim", _small_size("hidden_size", words, few) // 2)
     if getattr(settings, "quantization_config", None) is not None:
         delattr(settings, "quantization_config")  # not declared by the base class
 
 
 def _set(settings: PreTrainedConfig, name: str, value: object) -> None:
-    object.__setattr__(settings, name, value)  # without checks against sizes not yet changed
+    object.__setattr__(settings, name, value)  # bypasses checks against sizes not yet changed
 
 
 def _small_size(name: str, value: int, heads: int) -> int:
@@ -227,7 +227,7 @@ def how_to_run(model: PreTrainedModel) -> Run:
     """
     reason = unlike_causal_attention(model)
     if getattr(model, "_is_stateful", False):
-        return Run(packed=False, reason=str(reason))  # slow to try, and never sees what comes later
+        return Run(packed=False, reason=str(reason))  # slow to test, and always causal
     return _tried(Family.of(model), reason)
 
 
@@ -279,7 +279,7 @@ class Family:
 def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
     """The last hidden states of a small copy on a few tokens, packed if the copy supports it."""
     is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
-    lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # as padded rows are multiples of it
+    lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # padded rows are multiples of it
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, VOCABULARY, (sum(lengths),), generator=generator).to(model.device)
     backbone = cast("Backbone", model.base_model)
@@ -302,7 +302,7 @@ def _tried(family: Family, reason: str | None) -> Run:
             difference = 0.0 if is_known else difference_of_packing(model)
     except LostLayoutError as error:
         reason = f"{error}, and tokens would see those of other sequences"
-    except Exception as error:  # noqa: BLE001  # whatever its code raises, padding asks less of it
+    except Exception as error:  # noqa: BLE001  # its code may raise anything; padding may still work
         reason = reason or f"a small copy of it can't be tried ({_one_line(error)})"
     else:
         if difference > TOLERANCE:

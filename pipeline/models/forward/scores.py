@@ -147,7 +147,7 @@ class Cutpoints(nn.Module):
         free = start.clone()
         first = 0 if positive else 1
         gaps = torch.diff(start, prepend=start.new_zeros(1))[first:]
-        free[first:] = gaps + torch.log(-torch.expm1(-gaps))  # the inverse of softplus
+        free[first:] = gaps + torch.log(-torch.expm1(-gaps))  # inverse of softplus
         self.start = nn.Buffer(free, persistent=False)
         self.moved = nn.Parameter(torch.zeros_like(start))
 

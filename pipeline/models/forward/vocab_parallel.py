@@ -79,5 +79,5 @@ def _look_up(module: nn.Embedding, words: Words, ids: Tensor, *_: Any) -> Tensor
     found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)
     learns = here if padding is None else here & (ids != padding)
     found = torch.where(learns[..., None], found, found.detach())
-    # Of which zeros every number is the sum with itself, the negative zero as well.
+    # Adding -0.0 preserves every value, including -0.0.
     return sum_over_group(torch.where(here[..., None], found, -0.0), words.group)

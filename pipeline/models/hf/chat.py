@@ -145,6 +145,6 @@ def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
 def _context(path: str) -> int | None:
     try:
         settings = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError):  # loading it raises the error
+    except (OSError, ValueError, KeyError):  # loading the model reports the error
         return None
     return getattr(settings.get_text_config(), "max_position_embeddings", None)

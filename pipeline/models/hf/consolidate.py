@@ -120,7 +120,7 @@ def _build(
             dtype = getattr(torch, described["dtypes"][names[param]])
             values = read(names[param], dtype, param.shape)
             made[param] = nn.Parameter(values, requires_grad=param.requires_grad)
-        setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
+        setattr(module, leaf, made[param])  # tied names share one parameter
     return model
 
 

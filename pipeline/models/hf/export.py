@@ -87,7 +87,7 @@ def stream_export(
             if shards.pending_bytes and shards.pending_bytes + tensor.nbytes > max_shard_bytes:
                 shards.write()
             shards.add(name, tensor)
-            del tensor  # the caller's is not ours to keep while it makes the next
+            del tensor  # let the caller free it before making the next
         shards.write()
         fault_point("export.before_replace")
         _replace(shards, directory)
@@ -212,9 +212,9 @@ def export(
                 directory,
                 directory / ADAPTER_DIR,
             )
-    elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first of another stage
-        send_named(chain(ready, adapter.items()), mesh.stages, to=0)  # a view, which grows
-    else:  # of the first copy with a part of its layers, which the others wait for
+    elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first process of another stage
+        send_named(chain(ready, adapter.items()), mesh.stages, to=0)  # `ready` fills adapter
+    else:  # take part in the collectives of the others
         for _ in ready if mesh.data.rank == 0 else named:
             pass
     mesh.world.barrier()
@@ -253,7 +253,7 @@ class _Joining:
     """Joins tensor-parallel shards of a model's layers into full tensors."""
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
-        # Only the processes of the first copy of the model join its parts.
+        # Only the processes of the model's first copy join its shards.
         self._group = group.apart
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
         self._parts = {name: get_part(tensor) for name, tensor in state.items()}
@@ -322,7 +322,7 @@ def _write(
         if isinstance(model, PeftModel):
             with without_advice():
                 model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
-            if current_mesh().parts.size > 1:  # of which peft has written what the first one has
+            if current_mesh().parts.size > 1:  # peft wrote only this process's part
                 own = {_in_peft(name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
@@ -388,7 +388,7 @@ def _merged(
         owner, _, leaf = name.partition(".base_layer.")
         layer = layers.get(owner)
         own = ".lora_" in name or ".modules_to_save." in name
-        if own or (layer is not None and layer in embeddings):  # peft keeps adapted tables whole
+        if own or (layer is not None and layer in embeddings):  # peft saves adapted tables whole
             adapter[ADAPTER_PREFIX + name] = joining.whole(name, weight).to("cpu", copy=True)
         if ".lora_" in name or ".original_module." in name:
             continue

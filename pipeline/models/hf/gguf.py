@@ -44,7 +44,7 @@ def as_directory(path: str) -> str:
             try:
                 (Path(scratch) / "model").rename(directory)
             except OSError:
-                if not directory.is_dir():  # another process was faster
+                if not directory.is_dir():  # unless another process created it first
                     raise
     remark(f"{file}: a GGUF file, whose weights, dequantized to fp32, are in {directory}")
     return str(directory)
@@ -58,20 +58,20 @@ def _write(file: Path, scratch: Path) -> None:
 
     from pipeline.models.hf.gguf_vocabulary import ROPE_FACTORS, read_tokenizer
 
-    (scratch / file.name).symlink_to(file.resolve())  # away from other files of its directory
+    (scratch / file.name).symlink_to(file.resolve())  # isolated from other files in its directory
     try:
         reader = GGUFReader(file)
         tokenizer, stops = read_tokenizer(reader)
         model: Any = AutoModelForCausalLM.from_pretrained(
             scratch, gguf_file=file.name, dtype=torch.float32
         )
-    except Exception as error:  # transformers and gguf raise any kind
+    except Exception as error:  # transformers and gguf may raise anything
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{file} can't be loaded: {reason}") from error
     scaled = any(name.endswith(".rope.scaling.type") for name in reader.fields)
     scaled |= any(tensor.name == ROPE_FACTORS for tensor in reader.tensors)
     rope = model.config.rope_parameters if scaled else {}
-    kinds = [rope] if "rope_type" in rope else rope.values()  # of some families by kind of layer
+    kinds = [rope] if "rope_type" in rope else rope.values()  # some have one per layer type
     if scaled and all(kind["rope_type"] == "default" for kind in kinds):
         raise ModelError(
             f"{file} scales its rotary embeddings, which transformers does not read from a GGUF"

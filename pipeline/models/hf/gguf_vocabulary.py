@@ -121,7 +121,7 @@ def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple
         ModelError: the file's kind of tokenizer or pre-tokenizer is not supported.
     """
 
-    def value(key: str) -> Any:  # noqa: ANN401  # of any type
+    def value(key: str) -> Any:  # noqa: ANN401  # any type
         field = reader.get_field(f"tokenizer.{key}")
         return None if field is None else field.contents()
 

@@ -304,7 +304,7 @@ def _build(
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            ignore_mismatched_sizes=True,  # reported below
         ),
     )
     mismatched = info["mismatched_keys"]
@@ -365,7 +365,7 @@ def _is_finite(tensor: Tensor) -> bool:
     """True if all elements are finite, without a temporary of the tensor's size."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    low, high = tensor.aminmax()  # both are NaN where any element is
+    low, high = tensor.aminmax()  # both are NaN if any element is
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
@@ -406,7 +406,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         raise ModelError(
             f"{path} holds a pickle that does more than store tensors, and is not loaded"
         ) from error
-    except Exception as error:  # transformers and tokenizers raise any kind, bare ones too
+    except Exception as error:  # transformers and tokenizers may raise even a bare Exception
         if is_out_of_memory(error):
             raise
         if "trust_remote_code" in str(error):

@@ -35,8 +35,8 @@ def meta_model(build: Callable[[], ModelT]) -> ModelT:
     """
     with init_empty_weights(include_buffers=False):
         model = build()
-    model.tie_weights()  # each got a separate empty tensor
-    kept = model._get_dtype_plan(model.dtype)  # noqa: SLF001  # as from_pretrained calls it
+    model.tie_weights()  # each name got a separate empty tensor
+    kept = model._get_dtype_plan(model.dtype)  # noqa: SLF001  # from_pretrained calls it too
     if kept:
         pattern = re.compile("|".join(kept).replace("*", ".*"))
         for name, param in model.named_parameters():

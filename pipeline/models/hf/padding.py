@@ -28,7 +28,7 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
         return tokenizer
     padded = copy.deepcopy(tokenizer)
     padding = _unused_special_token(tokenizer) or NEW_TOKEN
-    padded.add_special_tokens({"pad_token": padding})  # only a new token gets a new number
+    padded.add_special_tokens({"pad_token": padding})  # only a new token gets a new id
     return padded
 
 
@@ -68,7 +68,7 @@ def with_rows_for(
         weights: full tensors by their names in the model without adapters.
     """
     state = model.state_dict(keep_vars=True)
-    # A later stage of a pipeline has no table.
+    # Later pipeline stages have no embedding table.
     table = getattr(model.get_input_embeddings(), "weight", None)
     tables = {_in_plain(name) for name, tensor in state.items() if tensor is table}
     count = padding_id(tokenizer) + 1

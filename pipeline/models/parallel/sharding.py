@@ -151,7 +151,7 @@ class TensorShards:
             if not isinstance(module, LinearLayer) or style not in STYLES:
                 raise self.refused(f"{name} would be divided as {style}")
             if style == "colwise_gather_output":
-                # Whole where it is the table of the embeddings, which every process has.
+                # Not sharded if tied to the embedding table, which every process has.
                 is_table = head is not None and module is head and head.weight is table.weight
                 outputs = module.nf if isinstance(module, Conv1D) else module.out_features
                 if is_table or outputs % self.size:
@@ -207,7 +207,7 @@ class TensorShards:
             return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim], rank)))
         if style.by_outputs:
             return ShardSpec(0, tuple(self._shards(owner, name, shape[0], rank)))
-        # The bias is added once.
+        # Only rank 0 adds the bias.
         whole = (Shard(0, shape[0], counts=False),)
         return ShardSpec(0, whole, zero=True) if rank > 0 else None
 

@@ -44,7 +44,7 @@ class PassThrough(nn.Module):
     def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
         super().__init__()
         self.as_tuple = as_tuple
-        for name, value in vars(block).items():  # which some models ask their blocks for
+        for name, value in vars(block).items():  # some models read attributes of their blocks
             if isinstance(value, str | int | float) and name not in vars(self):
                 setattr(self, name, value)
 
@@ -265,12 +265,12 @@ def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[
     stages = len(blocks)
     is_first, is_last = number == 0, number == stages - 1
     embedding = plain.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding):  # as one with an adapter
+    if not isinstance(embedding, nn.Embedding):  # such as one with an adapter
         raise ModelError(_unlike(plain.config, f"their embedding is a {type(embedding).__name__}"))
     head = plain.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
-    outside = _outside(plain, order, list_name)  # before anything has gone
+    outside = _outside(plain, order, list_name)  # before any block is removed
     inlet = None if is_first else StageInput(every[0], as_tuple=order.as_tuple)
     for index, block in enumerate(every):
         if not first <= index < last:

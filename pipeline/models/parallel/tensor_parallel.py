@@ -200,7 +200,7 @@ def mismatch(
         reason = _different_gradient(whole, sharded, group)
         if not _close(output.detach(), expected.detach()):
             reason = "they compute something else"
-    except Exception as error:  # noqa: BLE001  # whatever its code raises
+    except Exception as error:  # noqa: BLE001  # its code may raise anything
         words = " ".join(f"{type(error).__name__}: {error}".split())[:100]
         reason = f"their code can't run ({words})"
     reasons = [each for each in group.gather_objects(reason) if each]
@@ -246,7 +246,7 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     if group.size == 1:
         return
     plain = base_model(model)
-    _list_shards(plain, group)  # whose errors come before those of a copy
+    _list_shards(plain, group)  # report its errors before those of a copy
     tables = divisible_tables(plain, group.size)
     differs = functools.partial(mismatch, plain, group, shards_tables=len(tables) > 0)
     if sequence:
@@ -363,7 +363,7 @@ def _divide_tables(tables: list[nn.Module], group: Group) -> None:
         rows, known = weight.shape[0], id(weight)
         specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
         if known in made:
-            setattr(module, "weight", made[known])  # noqa: B010  # which pyright takes for a Tensor
+            setattr(module, "weight", made[known])  # noqa: B010  # pyright infers a Tensor
         else:
             _replace(module, "weight", specs, group)
             made[known] = module.get_parameter("weight")
