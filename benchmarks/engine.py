@@ -115,7 +115,7 @@ def run_inside(args: argparse.Namespace) -> None:
         worst = {key: max(row[key] for row in gathered) for key in figures}
         args.output.write_text(json.dumps({"tokens": tokens / worst["seconds"], **worst}))
     dist.barrier()
-    # Not by the interpreter's end: gloo's threads sometimes abort there, with all work done.
+    # Skip interpreter shutdown, where gloo's threads sometimes abort.
     sys.stdout.flush()
     os._exit(0)
 
@@ -140,7 +140,7 @@ def find_deepspeed(python: str | None) -> tuple[str, str] | None:
 def call(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run to completion in a fixed environment; a different one makes DeepSpeed rebuild."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    # DeepSpeed builds with the ninja of the interpreter's environment.
+    # DeepSpeed builds with the ninja from the interpreter's environment.
     environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -258,7 +258,7 @@ def main(argv: Sequence[str]) -> None:
     else:
         print(f"{found[0]}, Adam of {adam}")
     for precision in args.precisions:
-        # fp32 weights have no separate masters, so the two are the same.
+        # fp32 weights have no separate masters, so both variants are the same.
         systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
         rounds = compare(args, precision, adam, systems)
         print(f"\n{precision}\n\n{table(rounds)}\n", flush=True)

@@ -84,7 +84,7 @@ def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: 
     zero = ZeroConfig(offload=OffloadConfig(**offload))
     config = TrainedModelConfig(zero_stage=stage, zero=zero, optim=optim)
     engine = Engine(model, config, total_steps=1000)
-    # Of the mean loss: the engine sums over processes.
+    # Average the loss: the engine sums over processes.
     share = 1 / dist.get_world_size() if dist.is_initialized() else 1.0
 
     def step(ids: Tensor) -> None:
@@ -124,7 +124,7 @@ def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
 def _wrap(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
-    # The model's only buffers are constants of rotary embeddings: to send them is for nothing.
+    # The model's only buffers are rotary embedding constants, which need no broadcast.
     return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
@@ -166,7 +166,7 @@ def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str)
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # for its logs alone
+        "train_micro_batch_size_per_gpu": 1,  # only for its logs
         "gradient_accumulation_steps": 1,
         "gradient_clipping": MAX_NORM,
         "zero_allow_untested_optimizer": True,

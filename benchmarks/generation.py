@@ -95,7 +95,7 @@ class RowLengths(StoppingCriteria):
 
 
 def answer_with_transformers(
-    model: Any,  # noqa: ANN401  # its `generate` is not typed
+    model: Any,  # noqa: ANN401  # `generate` is untyped
     prompts: Responses,
     lengths: Sequence[int],
 ) -> Responses:

@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.quick:
         args.parameters, args.rounds = [1_000_000], 3
-    keep_freed_memory()  # as the engine does
+    keep_freed_memory()  # like the engine
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
     print("| parameters | threads | form | implementation | ms | GB/s | ours is x times as fast |")
     print("|---|---|---|---|---|---|---|")

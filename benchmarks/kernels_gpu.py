@@ -65,7 +65,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
     for batch, length in shapes:
         for model, (heads, kv_heads, size) in HEADS.items():
             num_bytes = 4 * batch * length * kv_heads * size
-            shape = (batch, kv_heads, length + 32, size)  # a slot is wider than its sequence
+            shape = (batch, kv_heads, length + 32, size)  # slots are longer than their sequences
             caches = [
                 [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
                 for _ in range(1 if tiny else -(-BEYOND_CACHE // num_bytes))

@@ -21,7 +21,7 @@ def live_bytes() -> float:
     sizes: dict[int, int] = {}
     for each in gc.get_objects():
         if not issubclass(type(each), Tensor) or hasattr(each, "_local_tensor"):
-            continue  # a DTensor's local part is a separate tensor
+            continue  # the local shard of a DTensor is listed separately
         tensors = [each, each.grad] if each.is_leaf else [each]
         for tensor in tensors:
             if tensor is None or hasattr(tensor, "_local_tensor"):
@@ -95,7 +95,7 @@ def _shared_bytes() -> float:
             if str(link.readlink()).startswith("/memfd:"):
                 status = link.stat()
                 sizes[status.st_ino] = status.st_blocks * 512
-        except FileNotFoundError:  # the descriptor by which the directory itself was read
+        except FileNotFoundError:  # the descriptor of the directory listing itself
             continue
     own = (sizes, {inode for _, _, inode in _shared_mappings()})
     everyone = [own]

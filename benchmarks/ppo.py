@@ -299,7 +299,7 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "DS_ACCELERATOR": "cpu"}
     if deepspeed:
         environment["PYTHONPATH"] = str(args.deepspeed_chat)
-        # DeepSpeed builds its Adam with the ninja of its interpreter's environment.
+        # DeepSpeed builds its Adam with the ninja from its interpreter's environment.
         environment["PATH"] = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode != 0:

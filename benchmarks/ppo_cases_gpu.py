@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
                     found = iterate_case(name, Path(scratch), vocabulary)
                     ok = not found["skipped"] and (not GPU or replays[0] >= ANSWER // 2)
                     emit("ppo", ok=ok, case=name, **found, replayed=replays[0])
-            except Exception:  # the others run in a new process
+            except Exception:  # run the remaining cases in a new process
                 if number == len(names):
                     raise
                 module = ["-m", "benchmarks.ppo_cases_gpu"]

@@ -284,7 +284,7 @@ def main(argv: Sequence[str]) -> int:
     elif not GPU:
         parser.error("there is no GPU; --tiny runs the same course anywhere")
 
-    use_expandable_segments()  # as a step does
+    use_expandable_segments()  # like a training step
     fallbacks = Fallbacks()
     with tempfile.TemporaryDirectory() as scratch, process_group(watching):
         vocabulary = save_models(Path(scratch), tiny=args.tiny, model=args.model)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
     tasks = tasks_named(config.tasks, config.paths, setting="--data")
-    # All rows are read before the model, which takes longer.
+    # Read all rows before loading the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
     from evaluation.evaluate import Chat, grade_responses
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
-    for task in tasks:  # questions that are too long are reported before any is answered
+    for task in tasks:  # report questions that are too long before answering any
         chat.encode(questions[task.name], task=task.name, context=context_length(model))
     figures: list[Figure] = []
     lines: list[str] = []

@@ -72,7 +72,7 @@ def length_controlled(points: Float[ndarray, " P"], longer: Float[ndarray, " P"]
     """
     spread = float(longer.std()) if len(longer) else 0.0
     effect = np.tanh(longer / spread) if spread > 0 else np.zeros_like(longer)
-    # The added prompt counts as one whose points are a half.
+    # Add a prior observation: one prompt with half a point.
     targets = np.append(points, 0.5)
     inputs = np.stack([np.ones(len(targets)), np.append(effect, 0.0)], axis=1)
     prior = np.diag([0.0, 1.0])

@@ -71,7 +71,7 @@ def responses_to(
     """
     prompts = chat.encode(questions, task=task, context=context_length(model))
     data = current_mesh().data
-    # Every process takes equally many; the last ones go round to the first questions again.
+    # All processes take the same number; the last ones are padded with the first questions.
     share = math.ceil(len(prompts) / data.size)
     rows = [(data.rank + number * data.size) % len(prompts) for number in range(share)]
     places = [(row, sample) for row in rows for sample in range(num_samples)]

@@ -76,7 +76,7 @@ def compute_figures(
     """
     figures = []
     for metric in grades[0][0]:
-        # By thing that is graded, and response: whether it is right.
+        # Correctness by graded item and response.
         things = [thing for of_question in grades for thing in _by_thing(of_question, metric)]
         for k in ks:
             values = [pass_at_k(len(thing), sum(thing), k) for thing in things]

@@ -117,7 +117,7 @@ class HeldOutPrompts(ABC):
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
-        # Every process takes equally many; the last ones go round to the first prompts again.
+        # All processes take the same number; the last ones are padded with the first prompts.
         data = self.data = current_mesh().data
         share = math.ceil(len(self.prompts) / data.size)
         self.rows = [
@@ -235,7 +235,7 @@ def responses_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> Held
     """
     if base.path is None:
         return None
-    # All processes look before any of them loads, and do the same afterwards.
+    # All processes check before any of them loads, so that all take the same path.
     seen = _on_all(lambda: _look(held_out, base), base)
     shown = held_out.on(held_out.prompts[:NUM_SAMPLES])
     responses = None if seen is None else _on_all(lambda: _respond(held_out, shown, base), base)
@@ -250,7 +250,7 @@ def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
     result, reason = None, ""
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001  # memory that ran out, files that are broken
+    except Exception as error:  # noqa: BLE001  # such as out of memory or damaged files
         reason = str(error).strip().split("\n")[0] or type(error).__name__
     reason = next(filter(None, current_mesh().world.gather_objects(reason)), "")
     if not reason:
@@ -267,7 +267,7 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     device = local_device()
     model = model_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
-    # For a GPU as well it is read in main memory first.
+    # Even for a GPU, the model is first loaded into main memory.
     rooms = {"main memory": available_bytes() // launched.local_world_size()}
     if device.type == "cuda":
         rooms["the GPU"] = free_bytes(device)

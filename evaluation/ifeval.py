@@ -83,7 +83,7 @@ def _has_letter(text: str, arguments: Arguments) -> bool:
 
 
 def _shouts(text: str, arguments: Arguments) -> bool:
-    # `DON'T` counts twice, as its ending is a word.
+    # `DON'T` counts twice, since its suffix is tokenized as a word.
     apart = re.sub(r"(?i)n't\b|'(?:s|m|d|ll|re|ve)\b", r" \g<0>", text)
     words = re.findall(r"[^\s,;:@#$%&?!()\[\]{}<>\"\u2013\u2014\u2018-\u201d*]+", apart)
     count = sum(word.isupper() for word in words)

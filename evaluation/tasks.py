@@ -68,7 +68,7 @@ def read_embedded(reading: Reading) -> list[Question]:
         raise ConfigError(f"the task embedded has its own rows; omit {reading.path}")
     questions = held_out_questions()
     if reading.limit is not None and reading.limit < len(questions):
-        # Evenly over the set, which is ordered by kind.
+        # Sample evenly: the set is ordered by kind.
         places = [place * len(questions) // reading.limit for place in range(reading.limit)]
         questions = [questions[place] for place in places]
     return [

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         about="Score the responses that rows have, without a model, and print how the sources did.",
     )
     configs = read_specs(config.reward)
-    kept = row_columns(read_sources(configs))  # which checks them before the rows are read
+    kept = row_columns(read_sources(configs))  # checks the sources before reading rows
     column = next((each.reads_column for each in configs if each.reads_column is not None), None)
     rows = read_source(config.data_path).train[: config.limit]
     check_columns([row.columns for row in rows], config.fields, kept)
@@ -94,7 +94,7 @@ def _read_response(
     )
     if response is None:
         return None
-    # Without a model there is no tokenizer: words stand for tokens.
+    # Without a model there is no tokenizer: count words instead of tokens.
     num_tokens = len(str(response).split())
     extra = kept.of(row.columns)
     return Episode(example.prompt, str(response), extra=extra, num_tokens=num_tokens)

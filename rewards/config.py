@@ -92,7 +92,7 @@ class RewardConfig:
     """model: its directory, by default step 2's; function: file.py:name; remote, judge: an
     address."""
 
-    pattern: str = ""  # a text or None would be None at "####", a comment to YAML
+    pattern: str = ""  # not `str | None`: YAML reads "####" as a comment, thus None
     """regex: what the response must contain, where `.` also matches newlines; exact: finds the
     answer in the response, as the first group of the last match."""
 

@@ -101,7 +101,7 @@ class Endpoint:
         if response.status in _TRANSIENT:
             try:
                 pause = max(0.0, float(response.getheader("Retry-After") or ""))
-            except ValueError:  # none, or a date, which is not followed, since clocks differ
+            except ValueError:  # missing, or a date, which is ignored since clocks differ
                 pause = None
             raise _TransientError(replied, pause)
         text = " ".join(content[:200].decode(errors="replace").split())

@@ -73,7 +73,7 @@ class UserFile:
         sys.path.insert(0, str(path.parent))
         module = types.ModuleType(path.stem)
         module.__file__ = str(path)
-        # Dataclasses and pickling look their module up by its name.
+        # Dataclasses and pickle look up their module by name.
         sys.modules.setdefault(path.stem, module)
         exec(compile(self.text, str(path), "exec"), module.__dict__)  # noqa: S102
         return getattr(module, self.name)
@@ -200,7 +200,7 @@ def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
         return "verl"
     if "completions" not in names:
         return None
-    # Functions for messages read the text as completion[0]["content"].
+    # Functions that take messages read completion[0]["content"].
     reads_messages = any(
         isinstance(node, ast.Constant) and node.value == "content"
         for statement in code
@@ -240,13 +240,13 @@ def _arguments(
         return {"episodes": list(episodes)}
     family = file.form.partition("_")[0]
     names = {*_GIVEN[family], *file.parameters} - _TRAINERS_OWN - _GENERATED
-    if family == "trl":  # its functions receive every column of the rows
+    if family == "trl":  # TRL passes every column of the rows
         names |= {name for episode in episodes for name in episode.extra}
     columns = {
         name: [find_column(episode.extra, file.column(name, config)) for episode in episodes]
         for name in names
     }
-    for name in file.optional:  # a default stands where no row has the column
+    for name in file.optional:  # keep the default if no row has the column
         if all(value is None for value in columns.get(name, ())):
             columns.pop(name, None)
     prompts = [prompt_text(episode.prompt) for episode in episodes]

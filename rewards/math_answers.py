@@ -146,6 +146,6 @@ def _marked(text: str) -> str | None:
             depth += {"{": 1, "}": -1}.get(text[place], 0)
             if depth == 0:
                 return text[first:place]
-        return ""  # never closed: a response that was cut
+        return ""  # never closed: the response was truncated
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0] if mark else None

@@ -257,7 +257,7 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
         try:
             tests = json.loads(tests)
         except ValueError:
-            return None  # code may begin with a bracket as well
+            return None  # code may also begin with a bracket
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if len(inputs) == len(outputs):

@@ -106,7 +106,7 @@ def _map_users(member: int) -> None:
     """Map the users of the new namespace to nobody, and to root where this is root."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
-        # The kernel limits no number of processes of root: the program itself runs as nobody.
+        # RLIMIT_NPROC does not apply to root, so the program runs as nobody.
         users = groups = f"0 0 1\n{NOBODY} {NOBODY} 1"
     else:
         _write(f"/proc/{member}/setgroups", "deny")
@@ -137,7 +137,7 @@ def _run(job: dict, status: int) -> int:
         _prctl(PR_SET_PDEATHSIG, SIGKILL)
         os.set_blocking(alive, False)
         try:
-            os.read(alive, 1)  # ends where the parent had ended before that
+            os.read(alive, 1)  # returns if the parent has already exited
             os._exit(1)
         except BlockingIOError:
             os.close(alive)
@@ -146,7 +146,7 @@ def _run(job: dict, status: int) -> int:
         if program == 0:
             _start(job)
         os.close(status)
-        while True:  # also the orphans of the program are children of this process
+        while True:  # orphans of the program also become children of this process
             ended, how = os.wait()
             if ended == program:
                 os._exit(_exit_code(how))
@@ -163,7 +163,7 @@ def _end_orphans() -> None:
                 for child in children.read().split():
                     os.kill(int(child), SIGKILL)
             os.wait()
-        except OSError:  # there are none, or this system does not list them
+        except OSError:  # no children, or the system can't list them
             return
 
 
@@ -182,7 +182,7 @@ def _prepare(job: dict) -> None:
         options = f"size={job['disk_mb']}m,mode=755".encode()
         place = job["place"].encode()
         checked("mount", libc.mount(b"tmpfs", place, b"tmpfs", MS_NOSUID | MS_NODEV, options))
-        # In a directory that the program's user can reach; a home directory may be closed.
+        # Mount at a path the program's user can access; home directories may be private.
         python = job["python"].encode()
         os.mkdir(python)  # noqa: PTH102 - pathlib takes as long as all of this
         checked("mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None))
@@ -247,7 +247,7 @@ def _limit(job: dict) -> None:
         resource.RLIMIT_CORE: 0,
     }
     if job["isolated"]:
-        # Elsewhere it would count all processes of the user.
+        # Otherwise the limit would count all processes of the user.
         limits[resource.RLIMIT_NPROC] = job["processes"]
     for each, most in limits.items():
         resource.setrlimit(each, (most, most))

@@ -176,7 +176,7 @@ def select(
             rows.append({"messages": [*prompt, best.turn], **tools, "reward": best.reward})
         elif worst is None:
             left_out["no response of less reward"] += 1
-        else:  # without a margin, which rewards have no unit for
+        else:  # no margin: rewards have no unit
             rows.append(
                 {
                     "prompt": prompt,
@@ -214,7 +214,7 @@ def summary(
     ]
     lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
     if rows:
-        # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only merge responses.
+        # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only lower it.
         bound = math.log(n) - (n - 1) / n
         more = "; more where prompts are left out" if len(rows) < len(candidates) else ""
         lines.append(f"KL          at most log {n} - {n - 1}/{n} = {bound:.3f} nats{more}")

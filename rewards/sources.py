@@ -52,10 +52,10 @@ class Source:
     def call_seconds(self, count: int) -> float:
         """The time limit of a call with `count` episodes."""
         if self.config.kind == "code":
-            # A program that hangs is wrong, and no failure.
+            # A program that hangs is incorrect, not a failure of the source.
             return self.config.seconds + self.timeout_seconds
         if self.waits_for_network:
-            # Requests have their own timeouts; this is a bound on all of them.
+            # Requests have their own timeouts; this bounds their total.
             judges = self.config.concurrency if self.config.kind == "judge" else count
             return math.ceil(count / judges) * self.endpoint.longest_seconds + 5.0
         return self.timeout_seconds

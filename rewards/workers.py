@@ -167,8 +167,8 @@ class Workers:
 
 
 def _start_supervisor(connection: Connection) -> "subprocess.Popen[bytes]":
-    # The kernel ties a child to the thread that started it; only the main thread lives as long as
-    # the process.
+    # PR_SET_PDEATHSIG fires when the parent thread exits; only the main thread lives as long as the
+    # process.
     ends_with_thread = threading.current_thread() is threading.main_thread()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
@@ -182,14 +182,14 @@ def _start_python(
     environment: dict[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start a function of this module in a new process; return its pid and one end of a pipe."""
-    # Not `python -m`, which would make a second copy of this module's classes.
+    # Not `python -m`, which would define this module's classes twice.
     code = f"from rewards import workers; workers.{function}()"
     words = map(str, (connection.fileno(), os.getpid(), *arguments))
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, *words],
         stdin=subprocess.DEVNULL,
         pass_fds=[connection.fileno()],
-        # Ctrl-C is for the training process, which needs its rewards to finish its step.
+        # Ctrl-C must reach only the training process, which needs rewards to finish its step.
         start_new_session=True,
         env=environment,
     )
@@ -201,11 +201,11 @@ def supervise() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _leave_signals_to(parent)
     if ends_with_thread:
-        # SIGKILL would leave behind what the workers have started.
+        # SIGKILL would orphan the processes that the workers started.
         _end_with_parent(parent, signal.SIGTERM)
     trainer = Connection(descriptor)
     try:
-        with contextlib.suppress(EOFError, OSError):  # the training process has ended
+        with contextlib.suppress(EOFError, OSError):  # the training process has exited
             _serve(trainer)
     finally:
         _SPAWN.acquire()
@@ -230,11 +230,11 @@ def _serve(trainer: Connection) -> None:
     trainer.send(next(filter(None, [loaded.get() for _ in workers]), None))
 
     def send_results() -> None:
-        with contextlib.suppress(OSError):  # the pipe is closed, which the main thread sees too
+        with contextlib.suppress(OSError):  # the pipe is closed, and the main thread notices too
             while True:
                 trainer.send(results.get())
 
-    # The main thread always receives, so that the training process never waits to send.
+    # The main thread only receives, so that the training process never blocks in send.
     threading.Thread(target=send_results, daemon=True).start()
     while True:
         call: _Call = trainer.recv()
@@ -271,7 +271,7 @@ class _Worker:
             result = self._exchange(call.request, call.seconds, name=call.name)
             self.results.put((call.number, *result))
             if self.process is None:
-                self._start()  # before it takes a call that another worker could run at once
+                self._start()  # restart before taking a call that another worker could run now
 
     def _fail_all(self, call: _Call, failure: str) -> None:
         """Fail a call and all waiting ones: another worker would fail to start as well."""
@@ -334,7 +334,7 @@ def work() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     _end_with_parent(parent, signal.SIGKILL)
     _leave_signals_to(parent)
-    os.dup2(2, 1)  # what users' code prints is not an output of the command that runs it
+    os.dup2(2, 1)  # keep prints of user code out of the command's output
     connection = Connection(descriptor)
     handler: Handler | None = None
     with contextlib.suppress(EOFError):
@@ -383,7 +383,7 @@ def _leave_signals_to(parent: int) -> None:
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         if os.getppid() != parent:
-            # An exception could interrupt the same work at its end.
+            # An exception could interrupt the cleanup itself.
             _kill_children()
             os._exit(1)
 

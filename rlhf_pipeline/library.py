@@ -70,7 +70,7 @@ class Engine(engine.Engine):
         """Device of the model: this process's GPU, or the CPU."""
         for module in model.modules():
             for key, buffer in module.named_buffers(recurse=False):
-                module._buffers[key] = buffer.to(self.device)  # noqa: SLF001  # keeps the parameters
+                module._buffers[key] = buffer.to(self.device)  # noqa: SLF001  # moves only the buffers
         super().__init__(model, config, total_steps=total_steps or 0, name=name)
         require(
             self.group.size == launched.world_size(),

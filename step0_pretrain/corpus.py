@@ -74,7 +74,7 @@ class Corpus:
     def next_rows(self) -> list[TokenRow]:
         """Rows of the next global batch, including held-out documents."""
         for rows in self.files:
-            rows.file.release()  # so that memory does not grow with what was read
+            rows.file.release()  # keep resident memory bounded
         return [self.files[file][row] for file, row in next(self.stream)]
 
 
@@ -89,7 +89,7 @@ def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
     paths = find_paths(data)
     opened = [_open(path, reading) for path in paths]
     files = [rows for of_path in opened for rows in of_path]
-    # The weight of a path is divided by rows; without any weights, each row counts the same.
+    # A path's weight is spread over its rows; without any weights, all rows count equally.
     weighted = any(path.weight is not None for path in paths)
     weights: list[float] = []
     for path, of_path in zip(paths, opened, strict=True):

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=f"{MODULE} step2_reward.evaluate --path DIR [--prompt TEXT --answer TEXT [TEXT ...]]",
         about="Scores of responses; without any, of three examples. step2_reward.lab scores files.",
-        aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's
+        aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's name
     )
     from inference.reward_model import score_responses
     from inference.text import printable

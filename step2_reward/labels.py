@@ -174,7 +174,7 @@ def select_rows(
             )
     if left := len(train) - len(chosen[0]):
         logger.info("%d of %d rows are not of the kind %s: left out", left, len(train), kind)
-    resolve_labels(config, *chosen)  # raises errors in the labels
+    resolve_labels(config, *chosen)  # raises for invalid labels
     return chosen[0], chosen[1]
 
 

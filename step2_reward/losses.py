@@ -32,7 +32,7 @@ def pairwise_loss(
         difference = difference - margin
     nll = -F.logsigmoid(difference)
     if focal_gamma:
-        # A power below 1 has an infinite slope at 0, where p is 1 after rounding.
+        # Exponents below 1 have an infinite slope at 0, where p rounds to 1.
         wrong = torch.sigmoid(-difference).clamp(min=torch.finfo(difference.dtype).tiny)
         nll = wrong**focal_gamma * nll
     return (nll + center_coef * (chosen + rejected).square()).sum()
@@ -65,7 +65,7 @@ def tie_loss(
     """
     difference = chosen - rejected
     wins = -F.logsigmoid(difference - kappa)
-    if not is_tie.any():  # at kappa 0 a tie has probability 0
+    if not is_tie.any():  # at kappa 0, ties have probability 0
         return wins.sum()
     ties = -tie_log_probabilities(difference, kappa)[:, 1]
     return torch.where(is_tie, ties, wins).sum()
@@ -87,7 +87,7 @@ def cross_entropy(
     logprobs = F.log_softmax(logits, dim=-1).gather(1, classes[:, None]).squeeze(1)
     nll = -logprobs
     if focal_gamma:
-        # A power below 1 has an infinite slope at 0, where p_y is 1 after rounding.
+        # Exponents below 1 have an infinite slope at 0, where p_y rounds to 1.
         others = (-torch.expm1(logprobs)).clamp(min=torch.finfo(logprobs.dtype).tiny)
         nll = others**focal_gamma * nll
     if weights is not None:

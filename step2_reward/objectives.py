@@ -262,7 +262,7 @@ class OrdinalObjective(Objective):
         total = sum(self.labels.counts) + len(self.labels.counts)
         below, starts = 0.0, list[float]()
         for count in self.labels.counts[:-1]:
-            below += count + 1  # as if each class had a row more, so that all are apart
+            below += count + 1  # one pseudocount per class keeps cutpoints distinct
             starts.append(math.log(below / (total - below)))
         return Cutpoints(starts, device=local_device())
 
@@ -354,7 +354,7 @@ class StepObjective(Objective):
 
     def settings(self) -> dict[str, object]:
         """Settings for computing the score of a response from its steps."""
-        assert self._separators is not None  # rows have been encoded
+        assert self._separators is not None  # set by encoding the rows
         return {
             "step_separator": self.config.step_separator,
             "step_token_ids": sorted(self._separators),

@@ -123,7 +123,7 @@ def get_target(example: Example, labels: Labels) -> float:
     if labels.kind in CLASSES:
         return float(labels.class_index(example))
     if labels.kind == "scalar":
-        assert isinstance(example.label, int | float)  # `resolve_labels` has checked it
+        assert isinstance(example.label, int | float)  # checked by `resolve_labels`
         return (example.label - labels.mean) / labels.std
     return (example.margin or 0.0) if labels.kind == "pairs" else float(example.tie)
 

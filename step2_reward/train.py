@@ -133,7 +133,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         seed=config.seed,
         num_labels=labels.num_labels,
     )
-    base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
+    base_model(model).config.update({"label_kind": labels.kind})  # replaces an earlier training's
     cutpoints = objective.cutpoints()
     passes = make_passes(
         model,
@@ -280,7 +280,7 @@ def sample_responses(
     rows = current_mesh().data.share(range(len(unique)))
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     limit = min(config.data.max_length, context_length(actor)) - 1
-    # An encoder has a separate tokenizer, and reads the text of the actor's responses.
+    # An encoder has its own tokenizer and reads the actor's responses as text.
     own = load_chat(config.actor, DataConfig())[1] if chat.begins_with_cls else chat
     prompts = [own.encode_prompt(unique[row])[-limit:] for row in rows]
     responses = generate(

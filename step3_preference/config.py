@@ -35,7 +35,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "rdpo": _row(label_smoothing=0.1, robust=True),
         # Lambert et al. 2024 (Tulu 3), section 5.2.
         "ldpo": _row(logp="mean", beta=5.0),
-        # Azar et al. 2023, eq. 17, with log-probabilities per token: half a nat of each to gain.
+        # Azar et al. 2023, eq. 17, with log-probabilities per token: the target is half a nat.
         "ipo": _row(loss="ipo", beta=1.0),
         # Zhao et al. 2023 (SLiC), with the reference of Liu et al. 2024 (RSO, eq. 11).
         "hinge": _row(loss="hinge"),
@@ -255,7 +255,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     def workload(self, world: int) -> Workload:
         """The work of training a language model on rows, and generating for held-out prompts."""
         scored = 0 if self.reference_free else 1
-        scored += 2 if self.is_unpaired else 0  # mismatched responses, of both policies
+        scored += 2 if self.is_unpaired else 0  # mismatched responses, by both policies
         return Workload(
             world=world,
             parallel=self.parallel,

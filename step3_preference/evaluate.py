@@ -138,7 +138,7 @@ class HeldOut(HeldOutPrompts):
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
         """Texts and scores of the responses of all processes, in the order of the prompts."""
-        del strict  # a reward model never fails
+        del strict  # unused: a reward model never fails
         texts = [decode_response(self.chat.tokenizer, each.text_ids) for each in responses]
         scores = self._scores(texts, self.config.reward)
         return self.merged(
@@ -170,7 +170,7 @@ class HeldOut(HeldOutPrompts):
             own = self._logp(rows)
         with self.start.applied():
             reference = self._logp(rows)
-        # The last processes go round to the first prompts, which count once.
+        # The last processes' shares are padded with the first prompts, which count once.
         counted = torch.tensor(self.counted, dtype=torch.float64)
         total, count = self.data.sums(
             [((own - reference) * counted).sum().item(), sum(self.counted)]
@@ -196,7 +196,7 @@ class HeldOut(HeldOutPrompts):
             for part in parts
         ]
         outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)
-        for part, logprobs in zip(parts, outputs, strict=False):  # of stages the last has them
+        for part, logprobs in zip(parts, outputs, strict=False):  # only on the last stage
             counts = [rows[row].num_targets for row in part]
             each = logprobs.double().cpu().split(counts) if part else ()
             for row, values in zip(part, each, strict=True):

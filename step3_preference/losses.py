@@ -65,7 +65,7 @@ def orpo_loss(
 
 def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """log(p / (1 - p)) from log p, in fp32; finite, with a finite gradient, even where p is 1."""
-    # The spacing of fp32 at 1: log(1 - p) of a sure response is large, and no infinity.
+    # About the spacing of fp32 at 1: keeps log(1 - p) finite where p rounds to 1.
     logp = logp.float().clamp(max=-1e-7)
     return logp - log1mexp(logp)
 
@@ -73,7 +73,7 @@ def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
 def log1mexp(x: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """log(1 - e^x) for x < 0, by the branch that is accurate (Maechler 2012, eq. 7)."""
     near = x > LOG_HALF
-    # Where a branch is not taken it must not give a gradient of 0 times infinity either.
+    # The branch not taken must not contribute a gradient of 0 times infinity.
     large = torch.where(near, x, LOG_HALF)
     small = torch.where(near, LOG_HALF, x)
     return torch.where(near, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))

@@ -258,7 +258,7 @@ class Reference:
                 theirs = log_probabilities(passes, batches)
         else:
             theirs = [send(stored[list(batch.chosen)]) for batch in batches]
-        # Of the stages of a pipeline the last one alone has any of its own.
+        # Only the last pipeline stage has values.
         ratios = [(mine - other).sum() for mine, other in zip(own, theirs, strict=False)]
         return max(0.0, current_mesh().data.sum(passes.total(ratios)) / len(rows))
 
@@ -326,7 +326,7 @@ def _read(path: Path, bound_to: str) -> Table | None:
             if (file.metadata() or {}).get("fingerprint") != bound_to:
                 return None
             return Table(**{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    except Exception:  # noqa: BLE001  # it is missing or damaged: what it holds can be made again
+    except Exception:  # noqa: BLE001  # missing or damaged: the values can be recomputed
         return None
 
 
@@ -345,7 +345,7 @@ def _compute(start: Start, total_steps: int, store: RowStore, config: Preference
             before = index * config.batch_size
             if before < needed:
                 for (place, side), value in _of_rows(start.passes, rows, config).items():
-                    if before + place < needed:  # behind it rows come for the second time
+                    if before + place < needed:  # later rows are repeats
                         train[numbers[place], side] = value
             for place, value in _of_mismatched(start.passes, rows, config).items():
                 mismatched[before + place] = value

@@ -60,7 +60,7 @@ class RowBatch:
     def sums(self, logprobs: Float[Tensor, " K"]) -> Float[Tensor, " S"]:
         """The log-probability of each response, from those of its tokens."""
         parts = logprobs[: sum(self.counts)].split(list(self.counts))
-        # Of no rows a sum over nothing, which keeps the graph of the passes that were run.
+        # Without rows, an empty slice preserves the autograd graph of the passes.
         return torch.stack([part.sum() for part in parts]) if parts else logprobs[:0]
 
     def lengths(self) -> Float[Tensor, " S"]:
@@ -104,7 +104,7 @@ def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[R
     if longest <= config.data.max_length:
         return row, "whole"
     over = longest - config.data.max_length
-    # A response is predicted from a token of the prompt at least.
+    # At least one prompt token must precede the response.
     if config.too_long == "drop" or over >= response_start(present[0]):
         return row, "too long"
     return Row(*(each and _without_first(each, over) for each in sides)), "cut"

@@ -90,7 +90,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         total_steps=rows.total_steps,
         name="actor",
     )
-    # Both before any state is loaded: they are of the weights that the run begins with.
+    # Create both before any state is loaded: they hold the initial weights.
     start = Start(passes)
     reference = open_reference(start, rows, store, config)
     interval = steps_between_evaluations(config, rows, store.held_out)
@@ -111,7 +111,7 @@ def train(config: PreferenceConfig) -> Path:
     """Train the actor; return its directory."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_context(config, config.model)  # rows are cut before it is loaded
+    config = within_context(config, config.model)  # rows are truncated before the model is loaded
     store = RowStore(config)
     rows = load_rows(config, config.model, step=3, sift=store.sift)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:

@@ -176,9 +176,9 @@ def choose_settings(
     try:
         start = changed(config, free(fastest))
         start.parallel.check(machine.world)
-    except ConfigError:  # a given setting contradicts it
+    except ConfigError:  # contradicts a given setting
         fastest, start = {}, config
-    for offloads in (False, True):  # shards before it offloads
+    for offloads in (False, True):  # shard before offloading
         allowed = [o for o in map(free, options) if offloads or "cpu" not in o.values()]
         found = first_that_fits(start, tight, count, [{}, *allowed])
         if found is not None:
@@ -258,7 +258,7 @@ def first_that_fits(
             other = changed(config, settings)
             other.parallel.check(machine.world)
             return shortage(count(other), machine) is None
-        except (ConfigError, ModelError):  # they contradict other settings, or the family
+        except (ConfigError, ModelError):  # contradict other settings or the model family
             return False
 
     together: dict[str, Any] = {}

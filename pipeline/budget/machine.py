@@ -144,7 +144,7 @@ def measured_peak(device: "torch.device", dtype: "torch.dtype") -> float:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     fastest, end = float("inf"), time.perf_counter() + SECONDS
     with torch.no_grad():
-        torch.mm(left, right)  # the first allocates and starts threads
+        torch.mm(left, right)  # warm up: the first call allocates and starts threads
         while time.perf_counter() < end or fastest == float("inf"):
             wait()
             start = time.perf_counter()

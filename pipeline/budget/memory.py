@@ -143,7 +143,7 @@ class _ModelMemory:
         shape, engine = model.shape, model.engine
         is_cut = not model.use.phase_only
         self.tp, self.pp = (work.parallel.tp, work.parallel.pp) if is_cut else (1, 1)
-        # The first and the last stage split the root.
+        # The first and last stages share the root's parameters.
         self.root = 1 / (2 if self.pp > 1 and not shape.ties else 1) / self.tp
         self.block = 1 / (self.tp * self.pp)
         stage = 0 if engine is None else engine.zero_stage
@@ -217,7 +217,7 @@ class _ModelMemory:
         by_tokens = self.tp if work.parallel.sequence else 1
         vector = tokens * shape.hidden * shape.itemsize / by_tokens
         block = tokens * shape.kept * shape.itemsize / self.tp
-        # Attention and MLP keep their input of all tokens.
+        # Attention and MLP save their inputs for all tokens.
         block += 2 * tokens * shape.hidden * shape.itemsize * (1 - 1 / self.tp)
         layers = -(-shape.layers // self.pp)
         in_flight = min(self.pp, work.micro_batches)
@@ -259,7 +259,7 @@ class _ModelMemory:
         width = -(-(longest + 1) // SLOT_BLOCK) * SLOT_BLOCK
         keys = max(1.0, shape.kv_width / generation.tensor_parallel)
         slot = width * 2 * shape.layers * keys * shape.itemsize
-        if self.machine.has_gpu:  # its graphs share the tensors of the widest decoding pass
+        if self.machine.has_gpu:  # graphs share the memory of the widest pass
             row = (shape.kept + shape.vocabulary) * shape.itemsize
             yield Item("graphs", CUBLAS + generation.slots * row, least=CUBLAS + row)
         drawn = SAMPLED * shape.vocabulary
@@ -299,7 +299,7 @@ def _train(
         yield from models[generation.role].replica(generation)
     scoring = ([*each.gathered(), *each.passes(trains=False)] for each in present)
     training = [list(each.passes(trains=True)) for each in present if each.model.trained]
-    if work.reuses_forward:  # all wait for their backward passes
+    if work.reuses_forward:  # the graphs of all models are in memory together
         training = [[item for items in training for item in items]]
     yield from max([*scoring, *training], key=_sum, default=[])
 

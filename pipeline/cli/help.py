@@ -84,7 +84,7 @@ def _own_and_common(
         for field in fields(base)
     }
     own = [each for each in settings if each.name.partition(".")[0] not in shared]
-    # What the class that declares any declares comes before what others of its package do.
+    # The most derived class's own settings precede those inherited within the package.
     names = {field.name for field in fields(config_class)}
     declared = next(
         mine for base in config_class.__mro__ if (mine := names & base.__annotations__.keys())

@@ -195,7 +195,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not gc.isenabled():
-        gc.freeze()  # modules live as long as the process
+        gc.freeze()  # imported modules are never collected
         gc.enable()
     try:
         main(sys.argv[1:] if argv is None else argv)
@@ -206,7 +206,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
         complain(f"error: {error}", once=_is_first_to_say)
         sys.exit(EXIT_DIVERGED)
     except JobFailed as failed:
-        # Past the end of the interpreter, where threads of a broken process group would abort.
+        # Skip interpreter shutdown, where threads of a broken process group would abort.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failed.code if isinstance(failed.code, int) else 1)
@@ -264,7 +264,7 @@ def _is_first_to_say(sentence: str) -> bool:
         claim.touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # rather twice than never
+    except OSError:  # better twice than never
         return True
     return True
 

@@ -153,7 +153,7 @@ class TextDataConfig(DataConfig):
     max_length: int = 512
     """Tokens of a row (sequence_length, max_seq_len)."""
 
-    # What only dialogues have; not settings here.
+    # Fields of dialogues only, which are not settings here.
     eval_path: tuple[str, ...] = dataclasses.field(init=False, default=())
     split: tuple[float, float, float] = dataclasses.field(init=False, default=(1.0, 0.0, 0.0))
     fields: dict[str, str] = dataclasses.field(init=False, default_factory=dict[str, str])

@@ -262,7 +262,7 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
     if stage is None and any(key.startswith(ZERO) for key in file.acting):
         stage = 0
     devices = {name: file.get(f"{prefix}device") for name, prefix in OFFLOADS.items()}
-    # DeepSpeed keeps reduced gradients with the optimizer that reads them.
+    # DeepSpeed stores reduced gradients where the optimizer runs.
     follows = devices["optimizer"] not in (None, "none") and stage in (2, 3)
     kinds = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}
     kind = file.get("communication_data_type")
@@ -344,7 +344,7 @@ def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
     return {**settings, "optim.schedule_params": given}
 
 
-# Strings are matched first, so that what looks like a comment or a comma within one stays.
+# Match strings first, so that comments and commas inside them are preserved.
 _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 
@@ -388,7 +388,7 @@ def read_file(path: Path) -> DeepSpeedFile:
 def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> None:
     for word, value in section.items():
         name = f"{prefix}{word}"
-        if word.startswith("_") or value is None:  # "_comment": JSON itself has no comments
+        if word.startswith("_") or value is None:  # such as "_comment", since JSON has no comments
             continue
         if name in ACTING:
             file.acting[name] = value

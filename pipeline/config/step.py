@@ -386,7 +386,7 @@ class StepConfig(ABC):
         """The rows that the step takes, if not those of its number and kind."""
         return None
 
-    def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have none
+    def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have no corpus
         """Check that the corpus exists if the step trains on one.
 
         Raises:

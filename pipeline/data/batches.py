@@ -91,7 +91,7 @@ class RowStream:
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
-        self.position = 0  # rows handed out so far, over all passes
+        self.position = 0  # rows drawn so far, over all passes
         self._pass = -1
         self._order = torch.empty(0, dtype=torch.int64)
 

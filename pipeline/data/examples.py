@@ -53,7 +53,7 @@ class Message:
         return json.loads(self.keys or "{}").get("tools")
 
     def __repr__(self) -> str:
-        # Rows are ordered by it: a turn without reasoning and tools keeps its place.
+        # Rows are sorted by repr: omit empty fields, so that they don't affect the order.
         rest = f", reasoning={self.reasoning!r}" if self.reasoning else ""
         rest += f", keys={self.keys!r}" if self.keys else ""
         return (

@@ -105,7 +105,7 @@ def _print_row(
             shown = text if len(text) <= 80 else text[:77] + "..."
             say(f"  {name:8} {message.role:9} {shown}")
     for name, full in encoded.items():
-        # Step 2 keeps the end, at which the score is read.
+        # Step 2 keeps the end, where the score is read.
         limit = config.max_length
         dialogue = full.tail(limit) if config.step == 2 else full.head(limit)
         dropped = f", {len(full) - len(dialogue)} cut off" if len(dialogue) < len(full) else ""
@@ -119,7 +119,7 @@ def marked_text(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
     ids: list[int] = []
     text = marked = ""
     for trained, run in runs:
-        # Decoding a run alone would lose the space that sentencepiece tokens begin with.
+        # Decoding a run alone would drop the leading space of SentencePiece tokens.
         ids += [token for token, _ in run]
         longer = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         marked += f"[[{longer[len(text) :]}]]" if trained else longer[len(text) :]

@@ -75,7 +75,7 @@ def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
         if random.random() >= config.right:
             shown = _with_a_wrong_digit(right, random)
         response: Any = str(shown)
-        if config.calculator and shown == right:  # the call, what it returns, the answer
+        if config.calculator and shown == right:  # the call, its result, the answer
             call = json.dumps({"name": "add", "arguments": {"a": first, "b": second}})
             response = [
                 {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
@@ -108,10 +108,10 @@ def main(argv: Sequence[str]) -> None:
     rows = sums(config)
     test, train = rows[: config.held_out], rows[config.held_out :]
     if config.model is not None:
-        from pipeline.demo.model import build_model, build_tokenizer  # loads torch
+        from pipeline.demo.model import build_model, build_tokenizer  # imports torch
 
         tokenizer = build_tokenizer()
-        # Untied embeddings: with tied ones sums are learned much later.
+        # With tied embeddings, learning sums takes much longer.
         model = build_model(
             vocab_size=len(tokenizer), seed=config.seed, hidden_size=64, num_layers=3, tied=False
         )

@@ -317,7 +317,7 @@ def _bigger_numbers() -> Iterator[Fact]:
     for first, second in permutations(range(10), 2):
         smaller, bigger = sorted((first, second))
         others = {bigger + 1, bigger - 1, smaller + 1} - {bigger, smaller}
-        # The smaller number is the likeliest mistake.
+        # The smaller number is the most likely mistake.
         wrong = tuple(sentence.format(number) for number in [smaller] * 6 + sorted(others))
         yield Fact("bigger number", (str(first), str(second)), sentence.format(bigger), wrong)
 

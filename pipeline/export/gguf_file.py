@@ -121,7 +121,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     if tokenizer.unk_token_id is not None and by_scores:
         kinds[numbered[str(tokenizer.unk_token)]] = UNKNOWN
     merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    order: dict[str, int] = {}  # of the merges that first make a token
+    order: dict[str, int] = {}  # rank of the first merge that makes a token
     for merge in merges:
         order.setdefault(merge.replace(" ", "", 1), len(order) + 1)
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
@@ -361,7 +361,7 @@ class GgufExport:
             number = getattr(tokenizer, f"{kind}_token_id")
             if isinstance(number, int):
                 getattr(writer, f"add_{kind}_token_id")(number)
-        # llama.cpp ends a response at any of the three.
+        # llama.cpp stops at any of these three.
         for kind, number in zip(STOPS, self.stop_ids, strict=False):
             getattr(writer, f"add_{kind}_token_id")(number)
         if isinstance(tokenizer.chat_template, str):
@@ -392,7 +392,7 @@ class GgufExport:
 
     def _compare_model(self, directory: Path) -> list[str]:
         settings = AutoConfig.from_pretrained(directory, gguf_file=self.file)
-        settings.rope_parameters = self.rope  # scaling is not read by transformers
+        settings.rope_parameters = self.rope  # transformers does not read the scaling
         read = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=self.file, config=settings, dtype=torch.float32
         )

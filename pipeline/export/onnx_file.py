@@ -74,7 +74,7 @@ class ClassifierGraph(nn.Module):
         values = getattr(model.config, "class_values", None)
         labels = int(model.config.num_labels or 1)
         self.has_values = isinstance(values, list) and len(values) == labels > 1
-        # The score of a response in steps takes the outputs at all of their ends.
+        # The score of a response in steps needs the outputs at the end of each step.
         of_steps = getattr(model.config, "step_score", "last") != "last"
         has_score = self.has_values or (labels == 1 and not of_steps)
         self.outputs = ("logits", "score") if has_score else ("logits",)

@@ -40,7 +40,7 @@ class MergedExport:
         base = self.base.directory
         if self.adapted is not None:
             merged, self.adapted = self.adapted.merge_and_unload(), None
-            merged.to(dtype=_dtype(self.base)).save_pretrained(directory)  # rounded once
+            merged.to(dtype=_dtype(self.base)).save_pretrained(directory)  # round only once
         else:
             files = {stored.file for stored in stored_tensors(base).values()}
             for file in (*files, *base.glob(INDEX)):
@@ -130,7 +130,7 @@ def _find_base(adapter: Path, base: str | None) -> Source:
     return read_source(Path(path).expanduser())
 
 
-def _load(source: Source) -> Any:  # noqa: ANN401  # transformers' factories return any class
+def _load(source: Source) -> Any:  # noqa: ANN401  # transformers' Auto classes return any class
     """Load the model in fp32, in evaluation mode."""
     auto = AutoModelForSequenceClassification if source.is_classifier else AutoModelForCausalLM
     return auto.from_pretrained(source.directory, dtype=torch.float32).eval()
@@ -158,7 +158,7 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
         with without_advice():
             adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
             known = get_peft_model_state_dict(adapted).keys()
-    except Exception as error:  # noqa: BLE001  # peft and safetensors raise any kind
+    except Exception as error:  # noqa: BLE001  # peft and safetensors may raise anything
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"the adapter in {adapter} can't be applied to {name}: {reason}; give its base with"

@@ -33,12 +33,12 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         self._open()
-        while not self._is_current():  # the previous holder has removed it meanwhile
+        while not self._is_current():  # the previous holder removed the file
             os.close(self._file)
             self._open()
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-        with suppress(OSError):  # a full disk; the lock is held nevertheless
+        with suppress(OSError):  # the lock is held even if the disk is full
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(holder).encode(), 0)
         return self

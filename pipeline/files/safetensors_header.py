@@ -67,7 +67,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     require_no_pointer(file)
     try:
-        with safe_open(file, "np"), file.open("rb") as opened:  # opening checks header and size
+        with safe_open(file, "np"), file.open("rb") as opened:  # safe_open checks header and size
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
     except (SafetensorError, OSError) as error:
@@ -93,7 +93,7 @@ def require_no_pointer(file: Path) -> None:
         with file.open("rb") as opened:
             is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
     except OSError:
-        return  # reading the content raises a better error
+        return  # reading the content gives a better error
     if is_pointer:
         raise ModelError(
             f"{file} is a Git-LFS pointer, not the file itself; run `git lfs pull` in {file.parent}"

@@ -49,7 +49,7 @@ def run_child(
     kills = count_memory_kills()
 
     def send(number: int) -> None:
-        # Popen.send_signal() would reap a child that has ended, and wait4() find none.
+        # Popen.send_signal() would reap a child that has ended, so that wait4() fails.
         if child is not None and child.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number if number in STOP_SIGNALS else signal.SIGINT)
@@ -61,7 +61,7 @@ def run_child(
         signal_received = signal.Signals(number)
         send(number)
 
-    # What our own caller has us ignore, as nohup does with SIGHUP, stays ignored.
+    # Keep ignoring signals that the caller ignores, as nohup does with SIGHUP.
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in heard}
     try:

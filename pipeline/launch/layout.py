@@ -232,7 +232,7 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     gpus = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
     each = deployment.num_gpus or (int(gpus[0]) if gpus else 0) or count_processes(None)
     hosts = tuple(Host(name, tuple(range(each))) for name in names[:most])
-    # Jobs of one user may share a machine; their numbers give them different ports.
+    # Jobs may share a machine; job IDs give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
     return Layout("slurm", hosts, deployment.master_addr or names[0], port)
 

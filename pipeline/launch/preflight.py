@@ -77,7 +77,7 @@ def check_machines(where: Layout, deployment: Deployment, directory: Path) -> La
     directory = directory.expanduser().absolute()
     directory = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     with ExitStack() as stack:
-        # Other machines that see the file have the same directory.
+        # Machines that see this file share the directory.
         try:
             mark = stack.enter_context(
                 tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=directory)
@@ -119,7 +119,7 @@ class _Probe:
     def __init__(self, host: Host, command: Sequence[str]) -> None:
         self.host, self.command = host, command
         self.machine: Machine | None = None
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in `close`
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -206,7 +206,7 @@ def _with_port(where: Layout, first: _Probe, deployment: Deployment) -> Layout:
     return replace(where, port=port)
 
 
-# Problems, each in one sentence with its fix
+# Problems and their fixes, one sentence each
 
 
 def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine) -> Iterator[str]:

@@ -91,7 +91,7 @@ class _Group:
     def note_signal(self, number: int, _frame: object) -> None:
         """Store a signal for the loop to forward."""
         if number == signal.SIGHUP and self._signals:
-            return  # a terminal that is closed sends more than one
+            return  # closing a terminal sends more than one
         self._signals.append(signal.Signals(number))
 
     def wait(self) -> int:
@@ -137,7 +137,7 @@ class _Group:
                 continue
             wrong_input = command.code == EXIT_USER_ERROR
             self._failed = command
-            if not wrong_input:  # which has printed its error
+            if not wrong_input:  # it has printed its error
                 complain(f"{command.describe()}{'; the others are stopped' if running else ''}")
             self._deadline = time.monotonic() + HEARING_SECONDS
 
@@ -251,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
             command.send_signal(signal.Signals[name.decode().strip()])
         if not is_open or time.monotonic() - heard > LOST_SECONDS:
             _end(command)
-            with suppress(OSError):  # the reader may be lost as well
+            with suppress(OSError):  # the reader may be gone too
                 sys.stderr.write("the launcher is gone; its processes here have been ended\n")
         elif select.select([STDIN], [], [], TICK_SECONDS)[0]:
             rest += (received := os.read(STDIN, 2**16))
@@ -268,7 +268,7 @@ def _end(command: subprocess.Popen[bytes]) -> None:
         command.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         command.kill()
-    for process in started:  # torchrun's have separate groups
+    for process in started:  # torchrun's children have separate groups
         with suppress(psutil.NoSuchProcess):
             process.kill()
     command.wait()

@@ -37,12 +37,12 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import determine_local_world_size, parse_args, run
 
-    logging.disable(logging.ERROR)  # of this process, which only starts and watches the others
+    logging.disable(logging.ERROR)  # this process only starts and watches the others
     options = parse_args(argv)
     least, _, most = options.nnodes.partition(":")
     if most not in ("", least):
-        # torchrun announces a shared store in a node's first rendezvous only, so that a node that
-        # returns never learns of it (torch 2.13).
+        # torchrun announces a shared store only in a node's first rendezvous, so a node that
+        # rejoins never learns of it (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         processes = determine_local_world_size(options.nproc_per_node)

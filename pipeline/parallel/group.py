@@ -90,14 +90,14 @@ class Group:
         self._enter_collective("all_gather", "objects")
         with HERE.waiting(self.others):
             dist.all_gather_object(values, value, group=self.process_group)
-        return values  # pyright: ignore[reportReturnType]  # every entry was filled
+        return values  # pyright: ignore[reportReturnType]  # all entries are filled
 
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
         """All-gather tensors of equal shapes, in rank order."""
         if self.size == 1:
             return [tensor]
         own = tensor.detach().contiguous()
-        if own.is_meta:  # where memory is counted there are no numbers to exchange
+        if own.is_meta:  # memory estimates have no values to exchange
             return [torch.empty_like(own) for _ in self.ranks]
         self._enter_collective("all_gather", what)
         parts = [torch.empty_like(own) for _ in self.ranks]
@@ -159,7 +159,7 @@ class Group:
 
     def _enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         if self.counted:
-            # Pipelines read different rows, so sizes between stages differ.
+            # Pipelines read different rows, so message sizes between stages differ.
             HERE.enter_collective(kind, unit, num_bytes if self.in_step else 0)
 
     def _first_difference(self) -> str:
@@ -224,13 +224,13 @@ def tree_sum(parts: Sequence[Float[Tensor, "*S"]]) -> Float[Tensor, "*S"]:
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# The second names are those before torch 2.13.
+# The fallbacks are the names before torch 2.13.
 
 
 def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
     """Start filling the flat `full` with the shards of all processes, in rank order."""
     work = _all_gather(full, shard, group=process_group, async_op=True)
-    assert work is not None  # with async_op
+    assert work is not None  # because of async_op
     return work
 
 

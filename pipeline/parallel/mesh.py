@@ -178,7 +178,7 @@ def subgroup(
     group = dist.new_group(
         list(own), timeout=patience(timeout_seconds, len(own)), use_local_synchronization=True
     )
-    assert isinstance(group, dist.ProcessGroup)  # as where this process is a member
+    assert isinstance(group, dist.ProcessGroup)  # this process is a member
     return Group(own.index(dist.get_rank()), own, group, counted)
 
 

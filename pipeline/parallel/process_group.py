@@ -41,20 +41,20 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
         torch.cuda.set_device(gpu)
     backend = "gloo" if gpu is None else "nccl"
     with ended_by_ctrl_c():
-        # NCCL would otherwise guess the GPU, and find out only at the first collective.
+        # Otherwise NCCL guesses the GPU, and a wrong guess fails only at the first collective.
         timeout = patience(timeout_seconds, launched.world_size())
         dist.init_process_group(backend, timeout=timeout, device_id=gpu)
     world = current_mesh().world
     try:
         with watchdog(timeout_seconds) if world.size > 1 else nullcontext():
             yield
-            world.barrier()  # gloo's threads abort where a process leaves while another still sends
+            world.barrier()  # gloo aborts if a process exits while another still sends
     except JobFailed as failed:
         if gpu is not None and isinstance(failed.code, int):
-            # Torch has no public function that aborts all of NCCL's communicators.
+            # PyTorch has no public function that aborts all NCCL communicators.
             abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
             leave(failed.code, abort)
-        raise  # a broken group can't be taken down in order
+        raise  # a broken group can't be destroyed cleanly
     except BaseException:
         dist.destroy_process_group()
         raise

@@ -111,7 +111,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
             tokens = mean_tokens(preview.data.train, config, chat)
             previews[stage.name] = replace(preview, row_tokens=tokens)
 
-    gc.disable()  # modules and rows stay: a search among them finds nothing
+    gc.disable()  # modules and rows stay alive: a collection would free nothing
     try:
         _run(plan, [rows, chat, partial(_lengths, plan)])
     finally:
@@ -160,7 +160,7 @@ def _model_files(plan: Plan, stage: Stage) -> None:
     """Check the headers of the existing model directories."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
-        return  # the weights may be on the machine that this is planned for
+        return  # the weights may be on the target machine
     uses = config.workload(plan.machine.world).models
     generating = {str(use.settings.path) for use in uses if not use.scores}
     for model in config.used_models().values():
@@ -186,7 +186,7 @@ def _lengths(plan: Plan, stage: Stage) -> None:
     """
     settings: Any = plan.configs[stage.name]
     if not hasattr(settings, "max_prompt_length"):
-        return  # steps 1 and 2 cut what is longer than the model reads
+        return  # steps 1 and 2 truncate to the model's context
     workload = settings.workload(plan.machine.world)
     models, _ = read_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
     for model in models:
@@ -282,13 +282,13 @@ class Chats:
 
         own, *others = _models(self.plan.configs[stage.name])
         tokenizer, chat = self._with_format(own.settings, self.plan.configs[stage.name].data)
-        # An encoder reads the actor's responses as text.
+        # Encoders read the actor's responses as text.
         is_encoder = own.scores and chat is not None and chat.begins_with_cls
         for use in others if not is_encoder else ():
             other = self.tokenizer(use.settings)
             if tokenizer is None or other is None:
                 continue
-            if use.scores and not use.learns:  # it may read text
+            if use.scores and not use.learns:  # it can read text
                 speaks_alike(tokenizer, other, str(use.settings.path))
             else:
                 name = "the reward model" if own.scores else "the actor"

@@ -98,7 +98,7 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
     command = [TRAIN, shlex.join([*words, "--output-dir", out])]
     if is_ours:
         there = f"{path} holds an unfinished one; finish it with `"
-        # Only with the settings that it has.
+        # It resumes only with its recorded settings.
         command = [MODULE, shlex.join([maker.module, "--config", str(path / MARK), "--resume"])]
         if maker.number in last_steps(request.output_dir):
             command = [TRAIN, shlex.join(["--output-dir", out, "--resume"])]

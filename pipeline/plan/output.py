@@ -136,7 +136,7 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
     for file in files:
         (directory / file).unlink(missing_ok=True)
     below = [path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink()]
-    for path in [*sorted(below, reverse=True), directory]:  # the deepest come first
+    for path in [*sorted(below, reverse=True), directory]:  # deepest first
         if not any(path.iterdir()):
             path.rmdir()
 
@@ -156,7 +156,7 @@ def only_job(out: Path) -> Iterator[None]:
         with RunLock(out / LOCK):
             yield
     finally:
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # not empty
             if [path.name for path in out.iterdir()] == [COMMAND]:
                 (out / COMMAND).unlink()
             out.rmdir()
@@ -198,7 +198,7 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     ours = {SUMMARY, REPORT, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
-    # A run that was cut off while it wrote one of them leaves it under a temporary name.
+    # A run that was killed while writing one of them leaves a temporary name.
     names = (path.name.removesuffix(".tmp").removesuffix(".partial") for path in out.iterdir())
     return sorted(name for name in names if name not in ours and not name.startswith("."))
 
@@ -243,7 +243,7 @@ def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
         for stage in chosen
         if request.resume and (request.output_dir / stage.name / RESULT).is_file()
     }
-    # Methods side by side have one number: none of them follows another.
+    # Compared methods share one number: none of them follows another.
     last = min((stage.number for stage in chosen if stage.name not in finished), default=None)
     return {
         stage.name
@@ -262,7 +262,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         raise ConfigError(f"{directory / MARK} can't be read; choose another --output-dir")
     recorded = portable(settings)
     wanted = portable(plain(config))
-    # A method decides many other settings: what the user would have to change comes first.
+    # A method determines many other settings, so report the method first.
     names = recorded.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
@@ -273,7 +273,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
             continue
         there, here = recorded.get(name), wanted.get(name)
         if any(each.startswith(f"{name}.") for each in (*recorded, *wanted)):
-            continue  # a mapping that is empty on the other side: its first name is the difference
+            continue  # a mapping that is empty on the other side: report its first entry
         if there != here and affects_result(name):
             return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
     return ""
@@ -292,7 +292,7 @@ def recorded_model(path: str) -> str | None:
 
 def recorded_start(path: str, within: Path | None = None) -> str:
     """The model that the runs leading to this one, or those in a directory, started from."""
-    for _ in range(100):  # records may name each other
+    for _ in range(100):  # records may form a cycle
         if within is not None and not Path(path).is_relative_to(within):
             break
         path = recorded_model(path) or path

@@ -146,7 +146,7 @@ class Resolver:
                 stage.config_class, [handed_over, *layers], overrides, section=section
             )
 
-        # Which models a step uses follows from its settings; some origins follow from that.
+        # The settings determine the step's models, which determine some origins.
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
         config = self._with_rate(stage, config if origins == stage.models else build(origins))
@@ -237,7 +237,7 @@ class Resolver:
         """Layers 5 to 7."""
         files, options = list(self._files(stage)), self._options(stage)
         path = self.request.zero_config
-        # Steps that don't run are resolved for what they hand over: the file need not suit them.
+        # Steps that don't run are resolved only for their outputs: the file need not fit them.
         if path is None or stage.number not in self.request.step:
             return [*files, options]
         of_file = deepspeed_layer(
@@ -288,7 +288,7 @@ class Resolver:
         main_role = stage.main_role
         main = self._path(stage, main_role, made[main_role])
         made |= {role: main for role in stage.without if origins[role] != stage.models[role]}
-        if "critic" in made and origins["critic"] not in self._present:  # else it is of that step
+        if "critic" in made and origins["critic"] not in self._present:  # else it is from that step
             made["critic"] = self._path(stage, "reward", made["critic"])
         if BASE in made:
             start = self.start(stage)
@@ -317,7 +317,7 @@ class Resolver:
         in_file = any("max_steps" in file.settings for file in self._files(stage))
         if "epochs" in settings and ("epochs" in self.command_line.typed or not in_file):
             settings["max_steps"] = None
-        # Models that an earlier step begins with come from that step.
+        # Models that an earlier step starts from come from that step.
         named = {"actor": request.actor_model, "reward": request.reward_model}
         earlier = (each for each in self.stages if each.number < stage.number)
         begun = {option for each in earlier for option in each.options.values()}

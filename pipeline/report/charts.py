@@ -162,7 +162,7 @@ def _drawn(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
         dot.format(style, x(one), y(two), f"{curve.name}, {one:g}: {two:.4g}")
         for one, two in curve.points
     ]
-    # A line through two points would look like a curve that was measured between them.
+    # A line through two points would suggest measurements between them.
     return [*([path(curve.points, "line")] if len(dots) > 2 else []), *dots]
 
 

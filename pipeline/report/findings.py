@@ -125,7 +125,7 @@ def _by_win_rate(results: Results) -> Finding | None:
         return None
     kl = step.number("kl")
     price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
-    # A win rate with ties counted half is 1/2 and half of the change in wins.
+    # With ties counted as half, the win rate is 1/2 plus half the change in wins.
     change = change_interval(wins, losses, count)
     rate, low, high = (0.5 + each / 2 for each in ((wins - losses) / count, *change))
     sentence = (
@@ -181,7 +181,7 @@ def _by_perplexity(results: Results) -> Iterator[Finding]:
             continue
         verdict: Verdict = "better" if after < before else "worse"
         verb = f"{'fell' if after < before else 'rose'} from {plain(before)} to"
-        if plain(before) == plain(after):  # of the starting weights, where none were better
+        if plain(before) == plain(after):  # no weights were better than the initial ones
             verdict, verb = "not told apart", "did not change:"
         rows, tokens = step.number("rows"), step.number("held_out_tokens")
         among = f"{rows:,.0f} held-out answers" if rows else "held-out answers"

@@ -146,7 +146,7 @@ def compare_methods(results: Results) -> Comparison | None:
     origin = max(origins, key=origins.count, default=None)
     alike = [step for step in results.methods if step.began_from in (None, origin)]
     counts = {name: sum(bool(evaluations(step, name)) for step in alike) for name in FIGURES}
-    figure = max(counts, key=lambda name: counts[name])  # of equal ones the first
+    figure = max(counts, key=lambda name: counts[name])  # ties: the first
     if not counts[figure]:
         return None
     paths = {step.name: evaluations(step, figure) for step in alike}
@@ -226,7 +226,7 @@ def shown(figure: str, value: float) -> str:
 
 
 def _at_equal_kl(methods: Sequence[Method], kl: float, figure: str) -> list[AtEqualKL]:
-    # The first prompts are common to all: a method with larger rollouts evaluates more of them.
+    # Methods with larger rollouts evaluate more prompts; the first ones are common to all.
     count = min(len(point.values) for method in methods for point in method.path)
     values = {method.step.name: value_at(method.path, kl)[:count] for method in methods}
     ranked = sorted(methods, key=lambda method: -mean(known(values[method.step.name])))

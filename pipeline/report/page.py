@@ -38,7 +38,7 @@ def render(results: Results, out: Path) -> str:
     optimized = results.methods or ([scored] if scored and scored.finished else [])
     optimized = [step for step in optimized if not step.has("margin_after")]
     talking = model_to_talk_to(results.steps)
-    # Grey for the base model, green for the last one, blue for the others.
+    # The base model is grey, the last one green, the others blue.
     styles = {name: BASE if name == BASE else "before" for name in models}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),

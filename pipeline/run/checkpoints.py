@@ -155,8 +155,8 @@ class Checkpoints:
                 return_freed_memory()
                 self._save_or_leave(signals, due=self.config.save_every is not None)
                 self._writer.wait()
-            # From here on a signal ends the process at once, and the state is there; one that came
-            # since the last look is obeyed.
+            # The state is saved, so later signals may end the process at once; handle one that came
+            # since the last check.
             self._look_together(signals)
             patience = None
         finally:
@@ -164,7 +164,7 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Save the state after `step`; training continues while the files are written."""
-        if self._base is not None:  # written once
+        if self._base is not None:  # write it once
             is_missing = self.run.is_main and not (self.root / self._base / MANIFEST).is_file()
             if self._world.sum(is_missing):
                 frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
@@ -205,7 +205,7 @@ class Checkpoints:
             return False
         if every.steps is not None:
             return step % every.steps == 0
-        # The first process's clock decides for all.
+        # Rank 0's clock decides for all.
         return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
 
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
@@ -335,7 +335,7 @@ class Checkpoints:
                 part.weights = []
         self._once = dict(state["once"])
         self._base = checkpoint.manifest.base
-        # Processes beyond the number that wrote the checkpoint keep their generators.
+        # Ranks that did not exist in the saving job keep their generators.
         random = checkpoint.read_prefix(f"random/{self._world.rank}/")
         if random:
             set_random_state(random)

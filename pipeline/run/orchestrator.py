@@ -68,7 +68,7 @@ def run_plan(plan: Plan) -> None:
         finally:
             discard_empty_step(out, stage.name)
         if ending.code == EXIT_DIVERGED:
-            write_report(out)  # its curves show when
+            write_report(out)  # its curves show when training diverged
         if code := _failure(plan, stage, ending):
             if stage.method is None:
                 raise SystemExit(code)
@@ -76,7 +76,7 @@ def run_plan(plan: Plan) -> None:
             continue
         add_to_summary(out, stage.name)
         write_report(out)
-    if read_summary(out):  # else every method failed
+    if read_summary(out):  # otherwise every method failed
         say("\n".join(_closing_table(plan)))
     for code in failed.values():
         complain(f"not finished: {', '.join(failed)}; the same command with --resume tries again")
@@ -111,7 +111,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         for note in plan.notes:
             say(note)
         check_settings(plan)
-        # What can't fit is refused before anything is fetched to look at the rows.
+        # Reject models that can't fit before downloading anything to check the rows.
         if plan.request.plan != "off" and plan.request.autotune is None:
             from pipeline.plan.describe import memory_lines, refusals
 
@@ -178,9 +178,9 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
             f"interrupted in {stage.title}; {out} keeps what is finished, and the same"
             " command with --resume continues"
         )
-    if ending.code in (0, EXIT_USER_ERROR):  # the step has printed what is wrong
+    if ending.code in (0, EXIT_USER_ERROR):  # the step has printed the error
         return ending.code
-    if ending.code == EXIT_DIVERGED:  # the step has printed when and why, and kept its best weights
+    if ending.code == EXIT_DIVERGED:  # the step has printed the reason and kept its best weights
         alone = stage.method is None
         others = "no later step was started" if alone else "the other methods continue"
         complain(
@@ -188,7 +188,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
             f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr starts it again"
         )
         return EXIT_DIVERGED
-    if ending.code == EXIT_DISK_FULL:  # the step has printed what could not be written
+    if ending.code == EXIT_DISK_FULL:  # the step has printed the error
         complain(
             f"{stage.title} could not write its results; with room on the disk the same command"
             " with --resume continues from its last checkpoint"

@@ -85,10 +85,10 @@ class Run:
             write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
-            for pattern in (".writing-*", "*/.writing-*"):  # of an export that was killed
+            for pattern in (".writing-*", "*/.writing-*"):  # left by a killed export
                 for left in self.config.output_dir.glob(pattern):
                     discard(left)
-            # Unbuffered: a line is one write, so that a killed run leaves whole lines.
+            # Unbuffered: each line is one write, so that a killed run leaves complete lines.
             mode = "ab" if self.goes_on else "wb"
             self._metrics = self.path("metrics.jsonl").open(mode, buffering=0)
             self._progress.start()
@@ -184,7 +184,7 @@ class Run:
 
         `details` are further fields of the line, used only by the report.
         """
-        # The time since the last step went into the evaluation (before step 1: and into loading).
+        # The time since the last step was spent on evaluation or, before step 1, loading.
         self._step_end = time.perf_counter()
         self._stragglers.begin_step()
         if self._metrics is None:
@@ -314,7 +314,7 @@ def tensorboard(directory: Path) -> Sink:
     """Event files under `<directory>/tensorboard`."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step hides the events of an earlier run in the same directory.
+    # purge_step hides events of an earlier run in the directory.
     writer = SummaryWriter(str(directory / "tensorboard"), purge_step=0)
 
     def log(step: int, metrics: Mapping[str, int | float]) -> None:

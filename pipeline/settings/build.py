@@ -158,7 +158,7 @@ def get_type(config_class: type, name: str) -> object:
     inner = section_class(kind)
     if inner is not None:
         return get_type(inner, rest)
-    # An entry of a mapping, such as data.fields.prompt.
+    # A mapping entry, such as data.fields.prompt.
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
 
 
@@ -237,7 +237,7 @@ def _one_value(kind: object, words: list[str], option: str) -> object:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         return {str(choice): choice for choice in arguments}.get(words[0], words[0])
-    # save_every takes 100 or 2h; a mapping of any values takes true, 3 or a word.
+    # save_every accepts 100 or 2h; an untyped mapping accepts true, 3 or a word.
     return _from_yaml(words[0]) if int in arguments or kind in (object, Any) else words[0]
 
 
@@ -412,7 +412,7 @@ def read_settings(path: Path) -> Layer:
         raise ConfigError(f"--config {path} is nested too deeply to be settings") from None
     except ConfigError as error:
         raise ConfigError(f"--config {path} {error}") from None
-    except ValueError as error:  # a date such as 2026-99-99
+    except ValueError as error:  # such as the date 2026-99-99
         raise ConfigError(f"--config {path} has a value that can't be read: {error}") from None
     if not isinstance(settings or {}, dict):
         raise ConfigError(f"--config {path} must hold settings, `name: value`; it holds {settings}")

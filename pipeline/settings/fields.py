@@ -93,7 +93,7 @@ def did_you_mean(
     ends = {known.rpartition(".")[2]: known for known in reversed(names)}
     candidates = (
         [known for known in names if known.rpartition(".")[2] == last],
-        # Descriptions give other systems' word for a setting in parentheses: (learning_rate).
+        # Descriptions give other systems' names in parentheses: (learning_rate).
         [setting.name for setting in settings if f"({last})" in setting.description],
         difflib.get_close_matches(name, names, n=1, cutoff=0.75),
         [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
@@ -184,7 +184,7 @@ def as_options(config: object) -> list[Option]:
     Parsing only these options gives an equal dataclass.
     """
     hints = {each.name: each.kind for each in list_settings(type(config))}
-    # Of a method the row's settings are the usual ones.
+    # A method's row overrides the defaults.
     row = getattr(config, "METHODS", {}).get(getattr(config, "method", ""), {})
     usual = flatten(plain(type(config)())) | plain(row)
     options: list[Option] = []

@@ -70,7 +70,7 @@ def exit_code(error: BaseException) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the machine is out of memory."""
-    kind = type(error).__name__  # torch's own is not imported for this
+    kind = type(error).__name__  # avoids importing torch
     of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or of_torch
 
@@ -78,7 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_disk_full(error: BaseException) -> bool:
     """Whether a disk, or the user's quota, is full."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return full or os.strerror(errno.ENOSPC) in str(error)  # as safetensors' own error has it
+    return full or os.strerror(errno.ENOSPC) in str(error)  # safetensors raises its own error
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

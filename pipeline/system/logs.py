@@ -33,7 +33,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # loading checks for missing weights itself
+    transformers.utils.logging.set_verbosity_error()  # our loader checks for missing weights
     for name in (*OWN_PACKAGES, "__main__"):
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 
@@ -42,7 +42,7 @@ class _StderrHandler(logging.Handler):
     """Writes to the current sys.stderr, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # a terminal that was closed ends no run
+        with suppress(OSError):  # a closed terminal must not end the run
             sys.stderr.write(self.format(record) + "\n")
 
 

@@ -45,7 +45,7 @@ def _room_in(group: Path) -> int | None:
         if limit.isdigit() and usage.isdigit():
             stat = (line.partition(" ") for line in _read(group / "memory.stat").splitlines())
             values = {name: value for name, _, value in stat}
-            # Inactive pages of files are freed as soon as memory is requested.
+            # Inactive file pages are reclaimed on demand.
             inactive = values.get("total_inactive_file", values.get("inactive_file", "0"))
             return max(0, int(limit) - int(usage) + int(inactive))
     return None

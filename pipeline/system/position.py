@@ -70,7 +70,7 @@ class Position:
         `at` describes the wait if it is not for a collective that this process has entered.
         """
         start = time.perf_counter()
-        self.waits_for, self.waits_at = tuple(ranks), at  # no copy of what is a tuple
+        self.waits_for, self.waits_at = tuple(ranks), at  # doesn't copy tuples
         try:
             yield
         finally:

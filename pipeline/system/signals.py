@@ -65,13 +65,13 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         if self._thread is None:
             return
-        # A process that leaves because others got a signal may get its own only now: ignore it.
+        # A process that exits because others got a signal may still get its own: ignore that.
         if self.received is not None or kind is not SystemExit:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup_before)
         os.write(self._writing, END)
-        self._thread.join(1)  # it may be waiting for a terminal that has been stopped
+        self._thread.join(1)  # it may be blocked on a stopped terminal
         self._thread = None
         os.close(self._reading)
         os.close(self._writing)

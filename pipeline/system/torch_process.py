@@ -27,7 +27,7 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
     if any(name in environment for name in ALLOCATOR_SETTINGS):
         return False
     environment[ALLOCATOR_SETTINGS[0]] = EXPANDABLE
-    if torch.cuda.is_available():  # which may have read the environment already
+    if torch.cuda.is_available():  # CUDA may have read the environment already
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # noqa: SLF001
     return True
 
@@ -46,7 +46,7 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     in_order = torch.cuda.is_available() and deterministic
     if in_order:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Buffers are written before they are read.
+        # Our code writes every buffer before reading it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
     try:
@@ -61,7 +61,7 @@ def seed_generators(seed: int) -> None:
     """Seed the generators of PyTorch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  # the one that libraries share
+    np.random.seed(seed % 2**32)  # noqa: NPY002  # the global generator, which libraries use
 
 
 def random_state() -> dict[str, Tensor]:

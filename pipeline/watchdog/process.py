@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
+from torch.distributed.distributed_c10d import _get_default_store  # no public API
 
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
@@ -156,7 +156,7 @@ class Notices:
             return None
         try:
             return query()
-        except dist.DistNetworkError:  # torch prints a page for every further attempt
+        except dist.DistNetworkError:  # each further attempt prints a long traceback
             self.gone = True
         except (RuntimeError, ValueError):  # the next request may succeed
             pass
@@ -231,7 +231,7 @@ def watching(timeout_seconds: float) -> Iterator[None]:
     watchdog.start()
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # the others must hear of any error
+    except Exception as error:  # noqa: BLE001  # other processes must learn of any error
         raise JobFailed(watchdog.fail(error)) from None
     finally:
         watchdog.stop()
@@ -269,7 +269,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start watching."""
-        # A collective that failed fails again where the engine cleans up; the first error counts.
+        # A failed collective fails again in the engine's cleanup; only the first error matters.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
         on_main = threading.current_thread() is threading.main_thread()
         if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -365,7 +365,7 @@ class Watchdog:
         for rank, process in self._local.items():
             if _lives(process):
                 continue
-            # A process reports before it ends, so the store is read after it was found to be gone.
+            # Processes report before they exit: read the store after finding that one is gone.
             if (failure := self.notices.failure()) is not None:
                 return failure
             seen = self.notices.heartbeats([rank]).get(rank)
@@ -433,7 +433,7 @@ class Watchdog:
 
     def _obey(self, failure: Failure) -> None:
         """Print the reason, give the process time to exit, then end it."""
-        if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # which all may be about to meet
+        if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # each process may hit it on its own
             self._over.wait(TICK_SECONDS)
         self._speak(failure)
         if not self._over.wait(GRACE_SECONDS / 2 if failure.stacks else GRACE_SECONDS):

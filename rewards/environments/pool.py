@@ -140,7 +140,7 @@ class _Episodes:
         self._class: Any = file.load()
         self._takes_turns = callable(getattr(self._class, "step", None))
         for verb in VERBS if self._takes_turns else ("reset",):
-            getattr(self._class, verb)  # which raises if a base of another file has none
+            getattr(self._class, verb)  # raises if a base class in another file lacks it
         if not self._takes_turns:
             find_tools(self._class)
         self._playing: dict[int, Any] = {}
@@ -201,7 +201,7 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
             f"{verb} returned {described(given)} as a message, which needs a role (system, user or"
             " assistant) and a text as content"
         )
-    content = str.__str__(content)  # the file's subclasses of str exist in this process alone
+    content = str.__str__(content)  # the file's subclasses of str exist only in this process
     try:
         content.encode()
     except UnicodeEncodeError:

@@ -56,7 +56,7 @@ class ToolEnvironment:
         instructions = getattr(self._user, "INSTRUCTIONS", None)
         if instructions is None:
             instructions = OPENING.format(tools="\n\n".join(map(described, self._tools.values())))
-        if instructions and before and before[0].role == "system":  # templates have one such place
+        if instructions and before and before[0].role == "system":  # templates allow one
             before[0] = Message("system", f"{before[0].content}\n\n{instructions}")
         elif instructions:
             before.insert(0, Message("system", instructions))
@@ -67,7 +67,7 @@ class ToolEnvironment:
         results = [self._called(text) for text in _CALL.findall(response)]
         if not results:
             return None
-        # Half of an escaped character, as a call may have it, is no text that can be encoded.
+        # A call may contain a lone surrogate, which can't be encoded.
         texts = [result.encode(errors="replace").decode() for result in results]
         lines = [f"<tool_response>{text}</tool_response>" for text in texts]
         return [Message("user", "\n".join(lines))]
@@ -85,7 +85,7 @@ class ToolEnvironment:
         """The result of a call, or the reason it is invalid."""
         try:
             call = json.loads(text)
-        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets
+        except (ValueError, RecursionError) as error:  # such as huge numbers, deep nesting
             return f"error: the call is not JSON: {error}"
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return 'error: a call is an object with "name" and "arguments"'
@@ -171,7 +171,7 @@ class Calculator:
     The reward is that of the last response, by any source, such as `--reward math`.
     """
 
-    INSTRUCTIONS = ""  # the demonstrations show how it is called
+    INSTRUCTIONS = ""  # the demonstrations show the calls
 
     def reset(self, **row: object) -> None:
         """Do nothing: calls are independent."""

@@ -39,7 +39,7 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
     Equal scores count half; 1/2 if there is no such pair.
     """
     right, total = 0.0, 0
-    for place in range(len(targets)):  # a row at a time: memory stays linear
+    for place in range(len(targets)):  # one row at a time, for linear memory
         above = targets > targets[place]
         ahead = scores[above]
         right += (ahead > scores[place]).sum().item() + 0.5 * (ahead == scores[place]).sum().item()

@@ -175,7 +175,7 @@ def order_figures(
             hits.append(sum(map(in_order, of_row)) / len(of_row))
     logits = torch.tensor([[difference, 0.0] for difference in differences])
     figures: Figures = {
-        # A list counts once, however many pairs it has: its pairs are not independent.
+        # Each list counts once, since its pairs are not independent.
         "accuracy": share(sum(hits), len(hits)),
         "calibration": calibrate(logits, torch.zeros(len(logits), dtype=torch.int64)),
         "length": length_bias(list(zip(scores, lengths, worth, strict=True))),
@@ -302,7 +302,7 @@ def describe_steps(
     """A row with the probability that each labelled step is right."""
     labelled = [index for index, label in enumerate(example.step_labels) if label is not None]
     probabilities: list[float | None] = [None] * len(example.steps)
-    # Cut rows have lost their first steps.
+    # Truncated rows have lost their first steps.
     for index, (logit,) in zip(reversed(labelled), reversed(logits), strict=False):
         probabilities[index] = torch.tensor(logit).sigmoid().item()
     (steps,) = predicted_steps(HeldOut([row], [logits], None))

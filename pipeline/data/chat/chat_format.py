@@ -232,7 +232,7 @@ class ChatFormat:
             raise ConfigError(
                 f"{self.title}: line {error.lineno} of the template: {error.message}"
             ) from error
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(
                 f"{self.title} can't render a dialogue of"
@@ -248,7 +248,7 @@ class ChatFormat:
     @cached_property
     def _call_form(self) -> "_CallForm":
         """How the template reads tool calls: the first form that it renders completely."""
-        wrong = ("None", str(_CALL["arguments"]))  # what Python prints, and models should not
+        wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
         for null_content, json_arguments in product((True, False), (False, True)):
             form = _CallForm(null_content, json_arguments)
             try:
@@ -299,7 +299,7 @@ class ChatFormat:
             if text.startswith(turn, len(prompt)):
                 position = len(prompt + turn)
             elif text[position:].lstrip().startswith(self._specials):
-                turn = body  # ended by another token than the last turn, which is not trained
+                turn = body  # its end differs from the last turn's: don't train on it
             segments += self._answer(so_far, prompt, turn)
         return [*segments, Segment(text[position:], by_assistant=False)]
 
@@ -316,7 +316,7 @@ class ChatFormat:
     def _prefill(self, messages: Messages, prompt: str) -> str:
         """The text of a last turn that the response continues."""
         content = messages[-1].content
-        if THINK in content and END_THINK not in content:  # templates take it for an answer
+        if THINK in content and END_THINK not in content:  # templates would treat it as an answer
             text = self._as_given(messages[-1], prompt)
         else:
             text = self._turn(messages, prompt).removesuffix(self._end_of_turn)
@@ -339,7 +339,7 @@ class ChatFormat:
         without_block = _BLOCK.sub("", prompt, count=1)
         plain = [_without_thinking(turn) for turn in before]
         if not text.startswith(without_block) and plain != before:
-            # It leaves out earlier thinking here, and not in the prompt; the turn is the same.
+            # Unlike the prompt, the rendering omits earlier thinking; the turn itself is the same.
             return self._turn([*plain, message], self.render(plain, generation_prompt=True), origin)
         written = text[len(self._common(messages, prompt, text)) :]
         knows_blocks = "think>" in self.template
@@ -504,7 +504,7 @@ class ChatFormat:
         Raises:
             DataError: the template can't render such a dialogue, or omits one of its turns.
         """
-        # A fixed text stands for answers: any text must not move the cut.
+        # Replace answers by a fixed text, so that their content can't affect the split.
         answer = PROBE_RESPONSE.content
         messages = [*before, *observation]
         while any(answer in turn.content for turn in messages if turn.role != "assistant"):

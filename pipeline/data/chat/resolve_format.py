@@ -145,7 +145,7 @@ def resolve_format(
     if name == "auto":
         name = "tokenizer" if tokenizer.chat_template else "human_assistant"
     template = _template(tokenizer, name)
-    # The date that a template requests is fixed: tokens must not depend on the day.
+    # Fix the date that a template requests, so that tokens don't depend on the day.
     template = _CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call["form"])), template)
     template = with_arguments(template, arguments or {})
     chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])

@@ -50,12 +50,12 @@ class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and count
     """A row has nothing to train on; the message completes "rows ..."."""
 
 
-# The form of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
+# The format of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
 _MARKER = re.compile(r"\n\n(Human|Assistant):")
-# The form of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
+# The format of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
 _ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
 
-# The beginning of turns as text: `[{"role": ...`, `{'content': ...`, `array([{'role': ...`.
+# The start of stringified turns: `[{"role": ...`, `{'content': ...`, `array([{'role': ...`.
 _TURNS_AS_TEXT = re.compile(
     r"""\s*((\w+\.)?(array|list|tuple)\(\s*)?([\[(]\s*)*"""
     r"""\{\s*(?P<quote>['"])(?P<key>\w+)(?P=quote)\s*:"""
@@ -127,8 +127,8 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
         shared += 1
     while shared and chosen[shared - 1].role not in ("user", "tool"):
         shared -= 1
-    # Turns after the last response answer nothing. They are removed behind the shared prompt, which
-    # an unanswered dialogue must not shorten: the other's last turn would become a response.
+    # Drop turns after the last response, but only past the shared prompt: if an unanswered dialogue
+    # shortened the prompt, the other's last shared turn would become a response.
     responses: list[Turns] = []
     for turns in (chosen[shared:], rejected[shared:]):
         answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]

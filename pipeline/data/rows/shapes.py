@@ -324,7 +324,7 @@ def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Exam
     for messages in (example.chosen, example.rejected):
         if any(map(is_empty, messages)):
             raise LeftOut(EMPTY_RESPONSE)
-    # Empty assistant turns in the prompt are read and not learned.
+    # Empty assistant turns in the prompt are context, not training targets.
     turns = [replace(turn, trained=False) if is_empty(turn) else turn for turn in example.prompt]
     example = replace(example, prompt=tuple(turns))
     if (kept.labels or kept.known_labels) and not example.rejected:

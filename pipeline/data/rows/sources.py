@@ -132,7 +132,7 @@ def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Itera
         if not file.name.endswith(SUFFIXES) or any(part.startswith(".") for part in parts):
             continue
         split = TRAIN
-        for part in reversed(parts):  # the outermost folder decides
+        for part in reversed(parts):  # the outermost directory wins
             word, *rest = re.split(r"[-_.]", part.lower().split(".")[0])
             ending = "_".join(w for w in rest if w and not w.isdigit() and w != "of")
             if word != TRAIN and word not in TEST_WORDS:
@@ -263,7 +263,7 @@ def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):  # of which one would silently be lost
+    if len(found) < len(pairs):  # a duplicate key would be lost silently
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has the key {twice!r} twice")
@@ -279,7 +279,7 @@ def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 lists
+    except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         reason = _one_line(error)
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
 
@@ -304,9 +304,9 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
     if not cache.is_dir():
         sentence = f"data path {name} is neither a file or directory here nor in the Hub's cache"
         require_reachable(sentence, DataError, instead="a local file")
-    try:  # a name without a split gives all of them
+    try:  # without a split, the name loads all of them
         splits = cast("datasets.DatasetDict", datasets.load_dataset(repository, config))
-    # The loader runs readers of many kinds, and each fails in its own way.
+    # The loader runs many readers, which raise different exceptions.
     except Exception as error:
         raise DataError(
             f"data path {name} is neither a file or directory here nor a data set that the Hub"
@@ -385,7 +385,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 continue
             if not header:
                 header = [cell.strip() for cell in cells]
-                header[0] = header[0] or "Unnamed: 0"  # the index that pandas writes
+                header[0] = header[0] or "Unnamed: 0"  # the index column of pandas
                 if len(set(header)) < len(header) or not all(header):
                     raise DataError(f"{origin} names the columns: each needs a different name")
                 continue

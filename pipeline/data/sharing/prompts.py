@@ -34,7 +34,7 @@ def draw(number: int, *, seed: int, purpose: str) -> float:
     """Return a uniform number in (0, 1) that depends on the prompt's hash, seed and purpose."""
     text = f"{seed} {purpose} {number}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    return ((bits >> 12) + 0.5) / 2**52  # of 53 bits, so that it is below 1
+    return ((bits >> 12) + 0.5) / 2**52  # has 53 bits, so it is below 1
 
 
 def fingerprint(examples: Iterable[Example]) -> str:

@@ -68,7 +68,7 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
     Raises:
         DataError: as `load_examples`; or the record of an earlier step is damaged.
     """
-    mesh = current_mesh()  # on other machines the directories may be incomplete
+    mesh = current_mesh()  # other machines may lack the directories
     earlier = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
     data = load_examples(
         config.data,

@@ -311,5 +311,5 @@ def _text(line: bytes, piece: Piece, field: str) -> str | None:
     row = json.loads(text)
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         raise ValueError(f"it has no text in a field {field!r}")  # noqa: TRY004
-    row[field].encode()  # half a surrogate pair raises an error
+    row[field].encode()  # raises for lone surrogates
     return row[field]

@@ -233,7 +233,7 @@ class TokenWriter:
         lines = [f"{digest.hexdigest()}  {names[suffix]}\n" for suffix, digest in digests.items()]
         self._temporary("sha256").write_text("".join(lines))
         self._temporary("idx").write_bytes(index)
-        suffixes = ["bin", "sha256", "idx"]  # the index last: with it the file is complete
+        suffixes = ["bin", "sha256", "idx"]  # the index last: it marks the file as complete
         if origin is not None:
             self._temporary("json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
             suffixes.insert(0, "json")
