@@ -2,16 +2,16 @@
 # make test    a fresh environment in .test-venv, then lint, types and tests
 # make check   lint, types and tests in the current environment
 # make test-jobs     whole commands, and jobs of several processes; CI runs these with `make test`
-# make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
-# make test-grid     the kernels for GPUs: all cases, planted faults, every architecture; every
-#                    family of models of transformers; every stage, family and format; kernels for
-#                    ARM where g++-aarch64-linux-gnu and qemu-user are installed
-# make test-serve    the server under hundreds of clients that leave, and 20,000 fuzzed requests
+# make test-faults   slow fault tests: kills at random instants, lost machines, every pair of layouts
+# make test-grid     GPU kernels: all cases, injected faults, every architecture; every model family
+#                    of transformers; every stage, family and format; ARM kernels if
+#                    g++-aarch64-linux-gnu and qemu-user are installed
+# make test-serve    the server with hundreds of disconnecting clients, and 20,000 fuzzed requests
 #
-# PYTHON chooses the interpreter: make demo PYTHON=python3.12
-# TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
-# which on Linux may be the CUDA build, gigabytes of it. Without a GPU, with the address of the CPU
-# builds that PyTorch's installation page gives:
+# PYTHON selects the interpreter: make demo PYTHON=python3.12
+# TORCH selects the build of torch, as arguments of pip. The default is your package index's build,
+# which on Linux may be the CUDA build of several gigabytes. Without a GPU, use the index of CPU
+# builds from PyTorch's installation page:
 #   make demo TORCH="torch==2.13.0 --index-url ADDRESS"
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ TORCH ?= torch==2.13.0
 OUTPUT ?= output
 CI_TIERS = not faults and not grid and not serve
 TIERS ?= not jobs and $(CI_TIERS)
-# Files in the order of tests/conftest.py, not those with the most tests first.
+# Keep the order of files from tests/conftest.py, instead of largest first.
 WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-jobs test-faults test-grid test-serve check
@@ -54,8 +54,8 @@ test-serve:
 	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest -m serve
 
-# Bytecode is kept, whatever the environment says: the tests start hundreds of processes. Pyright
-# runs while the first tests do.
+# Always cache bytecode: the tests start hundreds of processes. Pyright runs in parallel with the
+# first tests.
 check: export PYTHONDONTWRITEBYTECODE =
 check:
 	ruff check .
@@ -63,8 +63,8 @@ check:
 	pyright & types=$$!; python -m pytest $(WORKERS) -m "$(TIERS)"; tests=$$?; \
 		wait $$types && exit $$tests
 
-# torch comes first and alone, so that nothing else decides its build. $(3) are further options of pip:
-# the tests compile the modules that they import, a quarter of all.
+# Install torch first and alone, so that no other package selects its build. $(3) are further options of
+# pip: the tests compile only the modules that they import, a quarter of all.
 define install
 	$(PYTHON) -m venv --clear $(1)
 	grep -v '^torch==' requirements.lock > $(1)/constraints.txt

@@ -1,32 +1,31 @@
 #!/usr/bin/env bash
-# One GPU, without network: is everything right (first, 285 s), and how fast is it (speed, 405 s)?
+# Check correctness (first, 285 s) and measure speed (speed, 405 s) on one GPU, without network.
 #
-#   measure_gpu.sh prepare                           before, where there is a network
-#   measure_gpu.sh first | speed [PART ...]          all parts, or these
-#   measure_gpu.sh first | speed --tiny [PART ...]   toys on the CPU; parts that need a GPU are skipped
-#   measure_gpu.sh first | speed --list              the commands alone
+#   measure_gpu.sh prepare                           beforehand, with network access
+#   measure_gpu.sh first | speed [PART ...]          all parts, or the given ones
+#   measure_gpu.sh first | speed --tiny [PART ...]   tiny sizes on the CPU; skips parts that need a GPU
+#   measure_gpu.sh first | speed --list              only list the commands
 #
-# Each part has a process and a limit of its own and stops no other. Rows come as lines of JSON in
-# OUT/rows.jsonl (OUT: output/gpu), the output of part X in OUT/X.log, a table at the end; exit code
-# 1 means that a row is not ok. A kernel that is missing on a GPU is such a row.
+# Each part runs in a separate process with its own time limit; a failure does not stop the others.
+# Rows are written as JSON lines to OUT/rows.jsonl (OUT: output/gpu), the output of part X to
+# OUT/X.log, and a table at the end; exit code 1 means that a row is not ok, such as a missing kernel.
 #
-# `prepare` fills .offline, which git ignores: wheels that the GPU's image lacks, for Python 3.12,
-# and CUDA kernels compiled for sm_90 by NVRTC 13.0 (SM=80, NVRTC=12.9.* choose others). Where a
-# machine is lent for minutes, .offline travels with the checkout, and `first` and `speed` install
-# the wheels for themselves and use the kernels.
+# `prepare` fills .offline, which git ignores, with the wheels for Python 3.12 that the GPU image
+# lacks, and with CUDA kernels compiled for sm_90 by NVRTC 13.0 (override with SM=80, NVRTC=12.9.*).
+# Copy .offline along with the checkout: `first` and `speed` install the wheels and use the kernels.
 #
-# PYTHON: the interpreter, by default that of the active environment, then of `make demo`.
+# PYTHON: the interpreter; defaults to the active environment's, then to that of `make demo`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$PWD
 source scripts/python.sh
 
-# What an image with torch, transformers, peft, cuda-bindings and pytest lacks of pyproject.toml, at
-# the versions of requirements.lock. `datasets` isn't needed: only names of the Hub are read with it.
+# Dependencies that an image with torch, transformers, peft, cuda-bindings and pytest lacks, in the
+# versions of requirements.lock. Without `datasets`, which only reads data sets of the Hub.
 WHEELS="docstring_parser pydantic pydantic_core annotated-types typing-inspection beartype"
-LANES=3 # parts of `first` that share the GPU; `speed` has one
+LANES=3 # parts of `first` that run concurrently
 
-# NAME, seconds, what it needs (-, gpu, or a program), whether it runs alone, and the command
+# NAME, time limit in seconds, requirement (-, gpu, or a program), alone or shared, command
 parts_of_first() {
   local tests="-m pytest -q -p no:cacheprovider -W default --timeout 90 tests"
   local kernels=$tests/pipeline/kernels/test_device.py nccl=test_a_graph_contains_the_collectives_of_nccl
@@ -72,7 +71,7 @@ run_part() { # NAME SECONDS NEEDS ALONE COMMAND
   if [ $left -lt 8 ]; then row "$name" false '"ended": "no time was left"'; return; fi
   timeout --kill-after 2 $((limit < left ? limit : left)) \
     bash -c "exec $under\"$PYTHON\" $command" >"$OUT/$name.log" 2>&1 </dev/null || code=$?
-  # Tests that skip themselves on a GPU have tested nothing.
+  # On a GPU, skipped tests count as failures.
   tests=$(grep -oE '[0-9]+ (passed|failed|skipped|deselected|errors?)\b.*' "$OUT/$name.log" | tail -1) || true
   if [ $code -ne 0 ] || { [ -z "$TINY" ] && [[ $tests == *skipped* ]]; }; then ok=false; fi
   if [ $code -eq 124 ] || [ $code -eq 137 ]; then code='"limit"'; fi
@@ -98,7 +97,7 @@ prepare() {
   for name in 2_28 2_27 2_17 2014 1; do platforms+=(--platform "manylinux${name}_x86_64"); done
   mkdir -p .offline/kernels
   chmod 700 .offline/kernels
-  rm -rf .offline/wheels # two versions of a package would stop the installation
+  rm -rf .offline/wheels # two versions of a package would break the installation
   for name in $WHEELS; do
     "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
       --implementation cp "${platforms[@]}" --dest .offline/wheels \
@@ -114,7 +113,7 @@ from importlib import import_module
 
 from pipeline.kernels.gpu import Gpu
 
-gpu = object.__new__(Gpu)  # one that isn't here
+gpu = object.__new__(Gpu)  # stands in for the GPU that this machine lacks
 gpu.capability = int(sys.argv[1])
 for name in ("adamw", "cache_append", "decode_attention", "sampling"):
     for defines in import_module(f"tests.pipeline.kernels.{name}.cases").SPECIALISATIONS:

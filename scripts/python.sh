@@ -1,5 +1,5 @@
-# Sets PYTHON to the interpreter that has the project's packages: the one that the caller names,
-# the active environment's, or that of `make demo`. Read by the other scripts; ROOT is set.
+# Sets PYTHON to an interpreter with the project's packages: the caller's choice, the active
+# environment's, or that of `make demo`. Sourced by the other scripts, which set ROOT.
 if [ -z "${PYTHON:-}" ]; then
   for PYTHON in python3 python "$ROOT/.venv/bin/python" ""; do
     "${PYTHON:-false}" -c 'from importlib.util import find_spec as f; exit(not f("transformers"))' \

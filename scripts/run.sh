@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One step of training for one model.
+# Runs one training step for one model.
 #
 #   bash scripts/run.sh step1_sft opt-1.3b single_gpu out/step1_sft
 #   ACTOR=out/step1_sft CRITIC=out/step2_reward bash scripts/run.sh step3_ppo llama-3.1-8b single_node
@@ -8,17 +8,17 @@
 #   STEP        step0_pretrain, step1_sft, step2_reward, step3_ppo, step3_grpo, step3_preference
 #   MODEL       a file in configs/, without .yaml; MODEL_lora adds configs/lora.yaml
 #   DEPLOYMENT  single_gpu, single_node, multi_node
-#   ZERO_STAGE  0 to 3; default 0 on one GPU, otherwise that of the model's file
+#   ZERO_STAGE  0 to 3; default: 0 on one GPU, otherwise that of the model's file
 #
-# PYTHON         the interpreter; default that of the active environment, then of `make demo`
-# NUM_PROCESSES  processes of single_node; default one per GPU
-# HOSTFILE       machines of multi_node; default those of the SLURM allocation
+# PYTHON         the interpreter; default: the active environment's, then that of `make demo`
+# NUM_PROCESSES  processes of single_node; default: one per GPU
+# HOSTFILE       machines of multi_node; default: the SLURM allocation
 # LAUNCH         further options of multi_node, such as "--include worker-0" (docs/scaling.md)
-# CORPUS         of step0_pretrain: token files or texts
-# ACTOR, CRITIC  of steps 2 and 3: the outputs of steps 1 and 2; default those below output/, in
-#                step 2 next to OUTPUT
-# CRITIC_STAGE   ZeRO stage of the critic; default that of the actor
-# METHOD         of step3_preference: dpo (default) or another of docs/preference.md
+# CORPUS         for step0_pretrain: token files or texts
+# ACTOR, CRITIC  for steps 2 and 3: the outputs of steps 1 and 2; default: those below output/, or
+#                next to OUTPUT in step 2
+# CRITIC_STAGE   ZeRO stage of the critic; default: the actor's
+# METHOD         for step3_preference: dpo (default) or another method of docs/preference.md
 set -euo pipefail
 if [ $# -lt 3 ]; then sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
 STEP=$1 MODEL=$2 DEPLOYMENT=$3

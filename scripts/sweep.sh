@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One step with every combination of ZeRO stage, offload and LoRA, each in a directory below OUTPUT
-# and with a row in OUTPUT/sweep.tsv. A combination that fails, as when memory runs out, has a row
-# too; one that is finished is not run again.
+# Runs one step with every combination of ZeRO stage, offload and LoRA, each in a subdirectory of
+# OUTPUT and with a row in OUTPUT/sweep.tsv. Combinations that fail, for example out of memory, get a
+# row too; finished ones are not repeated.
 #
 #   bash scripts/sweep.sh step1_sft opt-1.3b single_node out --max_steps 20
 #
@@ -29,7 +29,7 @@ for stage in ${STAGES:-0 1 2 3}; do
         [ "$offload" = none ] || settings+=("--$model.zero.offload.optimizer" "$offload")
         [ "$lora" = off ] || settings+=("--$model.lora.rank" "$lora")
       done
-      [ ! -f "$run/config.yaml" ] || rm -rf "$run"  # of a combination that failed
+      [ ! -f "$run/config.yaml" ] || rm -rf "$run"  # left by a failed combination
       began=$SECONDS code=0
       bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" "$STEP" "$MODEL" "$DEPLOYMENT" "$run" "$stage" \
         ${settings[@]+"${settings[@]}"} "$@" || code=$?
