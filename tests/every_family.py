@@ -183,7 +183,7 @@ def place(family: str) -> tuple[str, str]:
         return NOT_LOADED, _NOT_CAUSAL
     if run.packed:
         return PACKED, ""
-    reason = re.sub(r"^\w+ does not hand on", "a layer does not hand on", run.reason)
+    reason = re.sub(r"^\w+ does not pass on", "a layer does not pass on", run.reason)
     return PADDED, re.sub(r" of a small copy differ by \S+ nats", " differ", reason)
 
 

@@ -114,7 +114,7 @@ def test_frozen_weights_are_restored(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     Engine(torch.nn.Linear(16, 16)).save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"bias trained in shape \[16\]"):
+    with pytest.raises(CheckpointError, match=r"trained bias of shape \[16\]"):
         Engine(torch.nn.Linear(8, 8)).resume(tmp_path)
 
 

@@ -351,8 +351,8 @@ class Engine:
             )
         if self.skipped_in_a_row >= self.max_skipped:
             raise NonFiniteGradientError(
-                f"the gradient was infinite or NaN for {self.max_skipped} steps in a row, in"
-                f" {worst} first; lower the learning rate, or train with precision bf16 or fp32"
+                f"the gradient was infinite or NaN for {self.max_skipped} steps in a row, first in"
+                f" {worst}; lower the learning rate, or train with precision bf16 or fp32"
             )
 
 

@@ -52,8 +52,8 @@ def check_output(block: str, output: object) -> None:
     for leaf in tree_leaves(output):
         if not isinstance(leaf, (*PLAIN, Tensor)):
             raise ConfigError(
-                f"{block} returns a {type(leaf).__qualname__}, in which the engine finds no tensor:"
-                " have it return tensors, in tuples or dictionaries"
+                f"{block} returns a {type(leaf).__qualname__}, in which the engine finds no"
+                " tensors: return tensors, or tuples or dictionaries of them"
             )
 
 
@@ -175,8 +175,8 @@ class ZeroModel:
             return
         if not self.root.gathered:
             raise RuntimeError(
-                f"{unit.name} was called while the weights outside of it were sharded: call the"
-                " engine instead of a module inside it, or do it under `engine.gathered()`"
+                f"{unit.name} was called while the weights outside it were sharded: call the engine"
+                " instead of its modules, or do so under `engine.gathered()`"
             )
         if self.head is not None and unit.kind == "embedding":  # another run within this pass
             self._free(self.head)
@@ -372,9 +372,7 @@ class ZeroModel:
     def check_ready(self) -> None:
         """Raise if the engine is not in a state to continue."""
         if self.is_offloaded:
-            raise RuntimeError(
-                "tensors of the engine are off the device: call reload_states() first"
-            )
+            raise RuntimeError("the engine's tensors are offloaded: call reload_states() first")
         if self.broken:
             raise RuntimeError(
                 "a backward pass failed and left part of a gradient: call discard(), then repeat"
@@ -391,14 +389,14 @@ class ZeroModel:
     def _before_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
         if not keep_vars and not all(unit.gathered for unit in self.units):  # else only names
             raise RuntimeError(
-                "the weights are sharded among processes: call state_dict() under"
-                " `with engine.gathered():`, on all of them"
+                "the weights are sharded among processes: call state_dict() on all of them, under"
+                " `with engine.gathered():`"
             )
 
     def _before_load_state_dict(self, *_: object) -> None:
         raise RuntimeError(
-            "the engine's masters would overwrite what load_state_dict() sets: load the weights"
-            " before the engine takes the model"
+            "the engine's masters would overwrite the loaded weights: call load_state_dict() before"
+            " creating the engine"
         )
 
     def _check_unchanged(self) -> None:
@@ -409,13 +407,13 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     what = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {what} after the engine was created; do it before"
+                        f"{name} was {what} after the engine was created; do so before"
                     )
                 shown = flat.views[name] if flat.gathered else flat.hidden[name]
                 if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
                     raise ConfigError(
-                        f"{name} was converted or moved after the engine was created"
-                        " (as .half() and .to() do); do it before"
+                        f"{name} was converted or moved after the engine was created (as .half()"
+                        " and .to() do); do so before"
                     )
 
 

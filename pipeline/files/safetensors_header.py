@@ -117,7 +117,7 @@ def _nothing_found(directory: Path) -> str:
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled:
         return (
-            f"{directory} holds its weights as {pickled[0].name}, a pickle that can run code;"
+            f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code;"
             " save the model as safetensors first: save_pretrained does"
         )
     others = [

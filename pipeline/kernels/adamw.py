@@ -136,13 +136,13 @@ def check(weights: Weights, gradient: Tensor) -> None:
     for name, tensor in tensors.items():
         if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
             raise ValueError(
-                f"AdamW steps flat vectors of one length on one device: {name} has shape"
+                f"AdamW needs flat vectors of equal length on one device: {name} has shape"
                 f" {tuple(tensor.shape)} on {tensor.device}, the gradient has"
                 f" {tuple(gradient.shape)} on {gradient.device}"
             )
         if not tensor.is_contiguous():
             raise ValueError(
-                f"AdamW steps contiguous vectors, and {name} has stride {tensor.stride()}"
+                f"AdamW needs contiguous vectors, but {name} has stride {tensor.stride()}"
             )
         if tensor.dtype not in allowed[name]:
             takes = " or ".join(str(dtype) for dtype in allowed[name]) or "none"
@@ -322,7 +322,7 @@ def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | 
     elif device.type == "cpu":
         kernel = library(kind)
     else:
-        kernel = f"there is none for {device.type}"
+        kernel = f"no kernel supports {device.type}"
     return choice.accept("AdamW", kernel, kernels)
 
 
@@ -448,7 +448,7 @@ class ShardTable:
         self.shards, self.gpu = tuple(shards), gpu
         kinds = {Kind.of(shard.weights, shard.gradient) for shard in shards}
         if len(kinds) != 1:
-            raise ValueError(f"shards of one launch have the same dtypes, got {kinds}")
+            raise ValueError(f"all shards of a launch must have the same dtypes, got {kinds}")
         self.kind = kinds.pop()
         counts = [-(-len(shard.gradient) // BLOCK_ELEMENTS) for shard in shards]
         self.num_blocks = sum(counts)

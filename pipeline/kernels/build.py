@@ -68,7 +68,7 @@ def build(
     except KernelError as reason:
         return str(reason)
     except OSError as error:  # no writable directory, or a full disk
-        return f"it can't be written to a disk: {error}"
+        return f"it can't be saved: {error}"
 
 
 def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Library:
@@ -114,11 +114,11 @@ def cache_directory() -> Path | None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-            raise PermissionError(f"{directory} can be written by other users")
+            raise PermissionError(f"{directory} is writable by other users")
         if not os.access(directory, os.W_OK):
             raise PermissionError(f"{directory} can't be written")
     except (OSError, RuntimeError) as error:
-        _warn(f"compiled kernels are not kept: {error}; {CACHE} may name another directory")
+        _warn(f"compiled kernels are not cached: {error}; set {CACHE} to another directory")
         return None
     return directory
 
@@ -134,8 +134,8 @@ def compiler() -> list[str]:
         if path := shutil.which(words[0]):
             return [path, *words[1:]]
     if chosen:
-        raise KernelError(f"the compiler that CXX names, {chosen[0]}, was not found")
-    raise KernelError(f"no C++ compiler was found ({', '.join(COMPILERS)}; CXX may name one)")
+        raise KernelError(f"the compiler set by CXX, {chosen[0]}, was not found")
+    raise KernelError(f"no C++ compiler was found ({', '.join(COMPILERS)}; or set CXX)")
 
 
 def run_compiler(command: Sequence[str]) -> str:
@@ -154,7 +154,7 @@ def run_compiler(command: Sequence[str]) -> str:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
         raise KernelError(
-            f"the compiler {command[0]} ended with code {done.returncode}: {errors[0]}"
+            f"the compiler {command[0]} failed with exit code {done.returncode}: {errors[0]}"
         )
     return done.stdout
 
@@ -169,8 +169,8 @@ def load(library: Path) -> Library:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelError(
-            f"{library} can't be loaded ({error}); set {CACHE} to a directory on a disk"
-            " from which programs may be run"
+            f"{library} can't be loaded ({error}); set {CACHE} to a directory on a file system"
+            " mounted without noexec"
         ) from error
 
 
@@ -185,8 +185,8 @@ def instruction_flags() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in INSTRUCTIONS:
         raise KernelError(
-            f"the processor ({platform.machine()}, {capability}) is not x86 with AVX2 or AVX-512,"
-            " or ARM with 64 bits"
+            f"the processor ({platform.machine()}, {capability}) is neither x86 with AVX2 or"
+            " AVX-512 nor 64-bit ARM"
         )
     return INSTRUCTIONS[capability]
 

@@ -95,8 +95,8 @@ def refusal(
         if new.stride(-1) != 1 or any(place % LOAD for place in places):
             # Omits the strides, which vary with the number of tokens: reasons are cached.
             return (
-                f"heads of {new.shape[-1]} numbers, {new.dtype}: {name} are not contiguous and"
-                f" aligned to {LOAD} bytes"
+                f"heads of size {new.shape[-1]}, {new.dtype}: {name} are not contiguous and aligned"
+                f" to {LOAD} bytes"
             )
     return None
 

@@ -34,7 +34,9 @@ def kernel_mode() -> Kernels:
     for known in get_args(Kernels):
         if word == known:
             return known
-    raise ConfigError(f"the variable {SWITCH} must be {', '.join(get_args(Kernels))}: {word!r}")
+    raise ConfigError(
+        f"the environment variable {SWITCH} must be {', '.join(get_args(Kernels))}, got {word!r}"
+    )
 
 
 def use_gpu(device: torch.device) -> bool:
@@ -57,8 +59,8 @@ def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T 
         return kernel
     if (kernels or kernel_mode()) == "required":
         raise KernelError(
-            f"the kernel of {operator} is not available: {kernel}; fix that, or use PyTorch:"
-            f" set kernels auto, and {SWITCH}=auto for generation"
+            f"the kernel of {operator} is not available: {kernel}; fix that, or fall back to"
+            f" PyTorch with kernels auto, and {SWITCH}=auto for generation"
         )
     _log_once(operator, kernel)
     return None
@@ -81,9 +83,9 @@ def _compiled(
             return gpu
     except (KernelError, LaunchError) as error:
         return str(error)
-    return f"{name} computes something else than its reference on this GPU"
+    return f"{name} does not match its reference on this GPU"
 
 
 @functools.cache
 def _log_once(operator: str, reason: str) -> None:
-    logger.info("PyTorch is used instead of the kernel of %s: %s", operator, reason)
+    logger.info("using PyTorch instead of the kernel for %s: %s", operator, reason)

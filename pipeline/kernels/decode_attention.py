@@ -213,7 +213,7 @@ def cpp_refusals(
         even = "even " if unit == 2 else ""
         yield f"it supports {even}head sizes up to {MOST_SIZE}, not {size}"
     if not key.is_contiguous() or not value.is_contiguous() or query.stride(2) != 1:
-        yield "the numbers of a head are not contiguous"
+        yield "the elements of a head are not contiguous"
     if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
         yield "a tensor is not aligned to its elements"
 
@@ -332,7 +332,7 @@ def cuda_refusal(
     if query.shape[2] not in HEAD_SIZES or value.shape[3] != query.shape[2]:
         return f"head sizes {query.shape[2]} and {value.shape[3]}"
     if not key.shape[1] or query.shape[1] % key.shape[1]:
-        return f"{query.shape[1]} query heads for {key.shape[1]} of keys"
+        return f"{query.shape[1]} query heads for {key.shape[1]} key heads"
     if not 0 < query.shape[0] <= SEQUENCES or not query.shape[1]:
         return f"no sequences, no heads, or more than {SEQUENCES} sequences"
     itemsize = query.dtype.itemsize
@@ -341,8 +341,8 @@ def cuda_refusal(
         if tensor.stride(-1) != 1 or any(offset % 16 for offset in offsets):
             # Omits the strides, which vary with the number of sequences: reasons are cached.
             return (
-                f"heads of {tensor.shape[-1]} numbers, {tensor.dtype}: those of the {name} are not"
-                " contiguous and aligned to 16 bytes"
+                f"heads of size {tensor.shape[-1]}, {tensor.dtype}: the {name} is not contiguous"
+                " and aligned to 16 bytes"
             )
     return None
 

@@ -188,8 +188,8 @@ def architecture(capability: int) -> str:
     older = [number for number in supported if number < capability]
     if not older:
         raise KernelError(
-            f"this GPU has compute capability {capability / 10}, and NVRTC"
-            f" {nvrtc_version()[0]} compiles the kernels for {supported[0] / 10} and later"
+            f"this GPU has compute capability {capability / 10}, but NVRTC {nvrtc_version()[0]}"
+            f" compiles kernels only for {supported[0] / 10} and later"
         )
     return f"compute_{older[-1]}"
 

@@ -347,7 +347,7 @@ def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))
     same = (grad == first) | (grad.isnan() & first.isnan())
-    sentence = "the tokens of a pass that is `uniform` have other gradients"
+    sentence = "gradients differ between tokens in a pass declared `uniform`"
     torch.ops.aten._assert_async.msg(same.all(), sentence)  # noqa: SLF001
     return True
 

@@ -113,4 +113,4 @@ def _memory() -> PinnedMemory:
 
 @functools.cache
 def _log_refused(reason: str) -> None:
-    logger.warning("pinned memory comes from PyTorch, in powers of two: %s", reason)
+    logger.warning("PyTorch allocates pinned memory, rounded up to powers of two: %s", reason)

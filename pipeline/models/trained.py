@@ -109,7 +109,7 @@ def get_context(config: FrozenModelConfig) -> int:
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} has no configuration that can be read: {error}") from error
+        raise ModelError(f"{path} has no readable configuration: {error}") from error
     return positions(settings)
 
 

@@ -50,7 +50,7 @@ def test_a_save_that_one_rank_can_not_make_costs_a_sentence(
 
     (sentence,) = [line for line in output.splitlines() if "failed" in line]
     assert f"saving step 3 to {tmp_path}/checkpoints failed: rank 1: {reason}" in sentence
-    assert sentence.endswith("training continues, and the next save tries again")
+    assert sentence.endswith("training continues, and the next save will retry")
     assert steps_saved(tmp_path) == [1, 2, 4, 5, 6, 7, 8]
     assert_same_end(tmp_path, reference, step=STEPS)
 
@@ -88,7 +88,7 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     saved = steps_saved(small_disk)
     assert 1 <= len(saved) < STEPS
     assert len(failed) == STEPS - len(saved)  # one sentence each
-    said_of = re.findall(r"the state after step (\d+) is saved in", output)
+    said_of = re.findall(r"saved the state after step (\d+) in", output)
     assert [int(step) for step in said_of] == saved  # and nothing of the others
     assert "saves its state" not in output
     assert metrics(small_disk) == metrics(reference)

@@ -220,7 +220,7 @@ def test_a_warm_start_goes_on_with_the_moments_on_other_rows(start: Path, tmp_pa
     tiny_causal_lm("gptj", vocab_size=len(build_tokenizer())).save_pretrained(tmp_path / "other")
     build_tokenizer().save_pretrained(tmp_path / "other")
     of_other = replace(model, path=str(tmp_path / "other"))
-    with pytest.raises(CheckpointError, match="and the model has"):
+    with pytest.raises(CheckpointError, match="but the model has"):
         train(replace(warm, output_dir=tmp_path / "refused", model=of_other))
     with pytest.raises(ConfigError, match=r"warm_start .*nowhere holds no checkpoints"):
         train(replace(warm, output_dir=tmp_path / "refused", warm_start=tmp_path / "nowhere"))

@@ -27,11 +27,11 @@ def verify(words: Sequence[str]) -> None:
             checkpoint.verify()
         except CheckpointError as error:
             damaged = True
-            say(f"{path.name} does not verify: {error}")
+            say(f"{path.name} failed verification: {error}")
         else:
             say(
-                f"{path.name} verifies: {len(checkpoint.keys()):,} tensors,"
-                f" {checkpoint.nbytes:,} bytes in {time.perf_counter() - began:.1f} s"
+                f"{path.name} is intact: {len(checkpoint.keys()):,} tensors, {checkpoint.nbytes:,}"
+                f" bytes in {time.perf_counter() - began:.1f} s"
             )
     if damaged:
         raise SystemExit(EXIT_DAMAGED)
@@ -77,7 +77,7 @@ def consolidate(words: Sequence[str]) -> None:
         )
     path, out = _checkpoints("consolidate", words[:1])[0], Path(words[1])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} already exists; name a new directory")
+        raise ConfigError(f"{out} already exists; choose a new directory")
     from pipeline.models.hf.consolidate import consolidate as write
     from pipeline.system.logs import configure_logging
 
@@ -117,8 +117,8 @@ def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
     if found:
         return found
     if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}")
-    raise ConfigError(f"{path} is not a checkpoint and holds none")
+        raise ConfigError(f"no such directory: {path}")
+    raise ConfigError(f"{path} is not a checkpoint and contains none")
 
 
 def _help() -> str:

@@ -129,7 +129,8 @@ class Checkpoint:
         filled = sum(_fill(piece, start, out) for piece in pieces)
         if filled != out.numel():
             raise CheckpointError(
-                f"{self.path} holds {filled} of {out.numel()} elements of {key} from {start} on"
+                f"{self.path} has only {filled} of {out.numel()} elements of {key} starting at"
+                f" {start}"
             )
 
     def read_prefix(self, prefix: str) -> dict[str, Tensor]:
@@ -166,7 +167,7 @@ class Checkpoint:
             return pieces
         if self.base is not None:
             return self.base._pieces(key)  # noqa: SLF001  # an instance of this class
-        raise CheckpointError(f"{self.path} holds no {key}")
+        raise CheckpointError(f"{self.path} has no {key}")
 
     def _own_index(self) -> _Index:
         """Fragments in the file that this rank wrote, by tensor name."""
@@ -227,7 +228,7 @@ def _verify(named: tuple[Path, StoredFile]) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     if crc32 != stored.crc32:
-        raise CheckpointError(f"{path} is damaged: its CRC-32 differs")
+        raise CheckpointError(f"{path} is damaged: CRC-32 mismatch")
 
 
 def _fill(piece: _Stored, start: int, out: Tensor) -> int:

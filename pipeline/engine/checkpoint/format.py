@@ -74,7 +74,7 @@ class Fragment:
         if self.tensor.ndim != 1 or not self.tensor.is_contiguous():
             raise ValueError(f"the fragment of {self.key} must be flat and contiguous")
         if not _LABEL.fullmatch(self.label):
-            raise ValueError(f"{self.key!r} from {self.start} on is not a valid fragment name")
+            raise ValueError(f"{self.key!r} starting at {self.start} is not a valid fragment name")
 
     @property
     def label(self) -> str:
@@ -199,14 +199,14 @@ class Manifest:
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is not a manifest of format {FORMAT}")
         if stored.get("crc32") != _crc32(content):
-            raise CheckpointError(f"{path} is damaged: its CRC-32 differs")
+            raise CheckpointError(f"{path} is damaged: CRC-32 mismatch")
         if content.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is not a manifest of format {FORMAT}")
         try:
             files = {name: StoredFile(**file) for name, file in content.pop("files").items()}
             manifest = cls(**content, files=files)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is not a manifest: {error!r}") from error
+            raise CheckpointError(f"{path} is not a valid manifest: {error!r}") from error
         base = manifest.base
         if not all(map(_FILE.fullmatch, files)) or not (base is None or is_base_name(base)):
             raise CheckpointError(f"{path} names files outside the checkpoint")

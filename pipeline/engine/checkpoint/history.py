@@ -70,8 +70,8 @@ def newest_on_all(
         logger.warning("%s; trying the previous checkpoint", problems[0])
     if skipped:
         raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {root} can be used: {skipped[0]};"
-            " restore one, or pass --overwrite to start again"
+            f"none of the {len(skipped)} checkpoints in {root} can be used: {skipped[0]}; restore"
+            " one, or pass --overwrite to start over"
         )
     return None
 
@@ -143,7 +143,7 @@ class RollbackRecord:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{path} can't be read: {error!r}; restore it, or pass --overwrite to start again"
+                f"{path} can't be read: {error!r}; restore it, or pass --overwrite to start over"
             ) from error
 
     def write(self, root: Path) -> None:

@@ -265,7 +265,7 @@ def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint)
     place = f"the checkpoint {checkpoint.path}"
     if described["optimizer"] != engine.optim.name:
         raise CheckpointError(
-            f"{place} is of the optimizer {described['optimizer']}, not {engine.optim.name}"
+            f"{place} is for the optimizer {described['optimizer']}, not {engine.optim.name}"
         )
     own = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
     whole = merged(engine.parts.gather_objects(own))
@@ -274,14 +274,13 @@ def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint)
         for name in sorted(theirs.keys() | ours.keys()):
             if theirs.get(name) != ours.get(name):
                 raise CheckpointError(
-                    f"{place} has {_shown(name, kind, theirs)}, and the model has"
-                    f" {_shown(name, kind, ours)}; resume with the model and the LoRA settings it"
-                    " was made with"
+                    f"{place} has {_shown(name, kind, theirs)}, but the model has"
+                    f" {_shown(name, kind, ours)}; resume with the original model and LoRA settings"
                 )
 
 
 def _shown(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
-    return f"{name} {kind} in shape {shapes[name]}" if name in shapes else f"no {kind} {name}"
+    return f"{kind} {name} of shape {shapes[name]}" if name in shapes else f"no {kind} {name}"
 
 
 def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:

@@ -89,9 +89,9 @@ class CheckpointWriter:
         timeout_seconds: int | float = 600,
         margin: int | None = None,
     ) -> None:
-        require(keep_last >= 2, f"keep_last must be 2 or more, not {keep_last}")
+        require(keep_last >= 2, f"keep_last must be at least 2, got {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
-            raise ValueError(f"{job!r} can't be part of a directory's name")
+            raise ValueError(f"{job!r} is not valid in a directory name")
         self.root = root
         self.failure: str | None = None
         """The reason why this process's last save failed; None if it didn't."""
@@ -151,7 +151,7 @@ class CheckpointWriter:
                 point_latest(self.root, step)
                 self._prune(step)
                 logger.info(
-                    "the state after step %d is saved in %s; training was blocked for %.2f s",
+                    "saved the state after step %d in %s; training was blocked for %.2f s",
                     step,
                     self.root / step_name(step),
                     seconds,
@@ -171,7 +171,7 @@ class CheckpointWriter:
         A failure is reported like a failed save; saves that name the base then fail too.
         """
         if not is_base_name(name):
-            raise ValueError(f"{name!r} is not a name of frozen weights: base-<job>")
+            raise ValueError(f"{name!r} is not a valid name of frozen weights (base-<job>)")
         self.wait()
         directory = self._new_directory(name)
 
@@ -283,7 +283,7 @@ class CheckpointWriter:
             reason = _reason(error, self._rank)
             self.failure = (
                 f"saving {what} to {self.root} failed: {reason}; training continues, and the next"
-                " save tries again"
+                " save will retry"
             )
             if self._rank == 0:
                 logger.error("%s", self.failure)  # noqa: TRY400  # the message suffices
@@ -350,7 +350,7 @@ def _listed(directory: Path) -> set[Path]:
     try:
         return set(directory.iterdir())
     except FileNotFoundError:
-        raise SaveError("another rank abandoned it") from None
+        raise SaveError("abandoned by another rank") from None
 
 
 def _verifies(path: Path) -> bool:

@@ -204,8 +204,8 @@ class FlatGradients:
         gradient, param.grad = param.grad, None
         if self._buffer is None or gradient is None:
             raise RuntimeError(
-                f"the gradient of {name} came before its block's backward pass began: don't change"
-                " a view that a module returns in place"
+                f"the gradient of {name} arrived before its block's backward pass: don't modify in"
+                " place a view that a module returns"
             )
         view = self._views[name]
         (view.copy_ if name in self._missing else view.add_)(gradient.detach())

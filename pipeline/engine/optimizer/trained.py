@@ -203,8 +203,8 @@ class TrainedParams:
             find(device, formats, kernels)  # compile before the first step
         elif kernels == "required":
             raise KernelError(
-                f"kernels required: there is none of {optim.name} on {device.type} with these"
-                " settings; set kernels auto, or take AdamW without optim.params"
+                f"kernels required: no kernel implements {optim.name} on {device.type} with these"
+                " settings; set kernels auto, or use AdamW without optim.params"
             )
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)

@@ -79,8 +79,8 @@ class TensorStore:
             free = 0
         if needed > free:
             raise ConfigError(
-                f"the offload directory {self.directory} lacks the {needed:,} bytes that rank"
-                f" {self.rank} needs; free space there, or choose another directory"
+                f"the offload directory {self.directory} lacks space for the {needed:,} bytes of"
+                f" rank {self.rank}; free space there, or choose another directory"
             )
         self._positions.update(positions)
         self._size = end

@@ -269,7 +269,7 @@ class QuantizedLinear(nn.Module):
             shape = " x ".join(map(str, part.whole))
             raise ConfigError(
                 f"quantize {self.form.codes} stores blocks of {BLOCK} weights, and parallel.tp"
-                f" {len(part.specs)} would cut blocks of {name} ({shape}); take another"
+                f" {len(part.specs)} would split blocks of {name} ({shape}); use another"
                 " parallel.tp, or quantize none"
             )
         for vector, stored in parts_of(self.form).items():
@@ -354,8 +354,8 @@ def quantized(
     form = Form(config.quantize, double=config.double_quant)
     if not quantize_layers(model, form, device=device):
         raise ConfigError(
-            f"quantize {config.quantize}: the blocks of {config.path} have no linear layer of"
-            " their own to quantize; set quantize none"
+            f"quantize {config.quantize}: the blocks of {config.path} have no linear layers to"
+            " quantize; set quantize none"
         )
     return model
 

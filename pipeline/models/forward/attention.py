@@ -119,7 +119,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
             out.sum().backward()
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        logger.info("attention pads its sequences: varlen_attn doesn't run here: %s", reason)
+        logger.info("attention pads sequences, because varlen_attn doesn't run here: %s", reason)
         return False
     return True
 

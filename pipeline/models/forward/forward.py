@@ -298,12 +298,12 @@ def _say_whole(family: str, kernels: Kernels) -> None:
     Raises:
         KernelError: `kernels` is required.
     """
-    reason = f"the logits of {family} are no matrix product with what its blocks end in"
+    reason = f"the logits of {family} are not a matrix product with the last hidden states"
     if kernels == "required":
         raise KernelError(
-            f"kernels required: {reason}, and can't be computed tile by tile; set kernels auto"
+            f"kernels required: {reason}, so they can't be computed in tiles; set kernels auto"
         )
-    logger.info("%s: those of a micro-batch are computed at once", reason)
+    logger.info("%s: all logits of a micro-batch are computed at once", reason)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -325,7 +325,8 @@ def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
     longest, limit = max(batch.lengths), context_length(model)
     if longest > limit:
         raise DataError(
-            f"a sequence has {longest} tokens and the model reads {limit}; lower data.max_length"
+            f"a sequence has {longest} tokens, but the model's context is {limit}; lower"
+            " data.max_length"
         )
 
 

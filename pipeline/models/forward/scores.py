@@ -49,9 +49,9 @@ def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
     values = getattr(classifier.config, "class_values", None)
     if not isinstance(values, list) or len(values) != count:
         raise ModelError(
-            f"{classifier.config.name_or_path}: its {count} classes have no values, so that it"
-            " gives no score; train it with reward.class_values, or write class_values, a list of"
-            f" {count} numbers, into its config.json"
+            f"{classifier.config.name_or_path}: its {count} classes have no values, so it has no"
+            f" score; train it with reward.class_values, or add class_values, a list of {count}"
+            " numbers, to its config.json"
         )
     return [float(value) for value in values]
 

@@ -40,7 +40,7 @@ def load_chat(
 def untrained_tokens(config: FrozenModelConfig) -> str:
     """The reason why a chat format can't be trained with adapters alone."""
     return (
-        f"the chat format has tokens that {config.path} does not know, and LoRA would leave their"
+        f"the chat format has tokens that {config.path} lacks, and LoRA would leave their"
         " embeddings untrained; set lora null or choose another data.format"
     )
 
@@ -66,9 +66,8 @@ def speaks_alike(
         if same_tokens:
             return True
         raise ModelError(
-            f"the reward model {path} has another tokenizer than the actor and no chat template,"
-            " so it is not known how it reads a dialogue; save its template with it, as"
-            " chat_template.jinja"
+            f"the reward model {path} has a different tokenizer from the actor's and no chat"
+            " template, so its dialogue format is unknown; add its template as chat_template.jinja"
         )
     return same_tokens and other.chat_template == tokenizer.chat_template
 
@@ -91,12 +90,12 @@ def require_same_chat(
         differing = sum(ours.get(token) != theirs.get(token) for token in ours.keys() | theirs)
         raise ModelError(
             f"{model} and {path} have different tokenizers ({differing} tokens differ); start both"
-            " from models of one family"
+            " from models of the same family"
         )
     if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
         raise ModelError(
-            f"{model} is given dialogues in another chat format than {path} was trained in; set the"
-            " same data.format (--format) for all steps"
+            f"{model} would read dialogues in a different chat format from {path}'s training; set"
+            " the same data.format (--format) for all steps"
         )
 
 
@@ -124,8 +123,8 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
         count = len(chat.encode_prompt(example.prompt, origin=example.origin))
         if limit is not None and count >= limit:
             raise DataError(
-                f"{example.origin}: the prompt has {count} tokens; the model {path} reads 1 to"
-                f" {limit}, and answers in the same {limit}"
+                f"{example.origin}: the prompt has {count} tokens; the model {path} takes 1 to"
+                f" {limit}, and prompt and response at most {limit}"
             )
 
 
@@ -138,7 +137,7 @@ def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ModelError(
             f"{path} is not a reward model ({', '.join(kinds or ()) or 'unknown'}): it has no score"
-            " head; give step 2's output"
+            " head; use step 2's output"
         )
 
 

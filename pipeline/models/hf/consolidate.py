@@ -59,9 +59,7 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     described = checkpoint.state.get("models", {}).get(name)
     if described is None:
         known = ", ".join(checkpoint.state.get("models", {})) or "none"
-        raise CheckpointError(
-            f"{checkpoint.path} holds no Hugging Face model {name}; it has {known}"
-        )
+        raise CheckpointError(f"{checkpoint.path} has no Hugging Face model {name}; it has {known}")
     prefix = described["prefix"]
     keys = set(checkpoint.keys())
 
@@ -96,8 +94,8 @@ def _build(
     model_class = getattr(transformers, described["class"], None)
     if model_class is None:
         raise CheckpointError(
-            f"the model of {checkpoint.path} is a {described['class']}, which this transformers"
-            f" {transformers.__version__} does not have; continue the run, which exports it"
+            f"the model of {checkpoint.path} is a {described['class']}, which transformers"
+            f" {transformers.__version__} does not have; resume the run, which exports the model"
         )
     config = model_class.config_class.from_dict(described["config"])
     plain: PreTrainedModel = meta_model(lambda: model_class(config))

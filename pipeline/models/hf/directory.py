@@ -87,15 +87,15 @@ def require_language_model(path: str | Path, architectures: Iterable[str] | None
     if are_of_classifier(architectures):
         raise ModelError(
             f"{path} is a classifier, as reward models and critics are, and can't generate text;"
-            " give a language model, such as step 1's output"
+            " use a language model, such as step 1's output"
         )
 
 
 def untrusted_code(path: str | Path) -> str:
     """The reason why a model with custom code is not loaded."""
     return (
-        f"{path} comes with Python code of its own, which loading it would run; read the code, and"
-        " set trust_remote_code true for this model if you trust it"
+        f"{path} contains Python code that loading would execute; review the code, and set"
+        " trust_remote_code true for this model if you trust it"
     )
 
 
@@ -117,8 +117,8 @@ def check_configuration(directory: Path) -> dict[str, Any]:
     settings = _read_json(directory / "config.json")
     if not isinstance(settings.get("model_type"), str):
         raise ModelError(
-            f"{directory / 'config.json'} has no model_type; take the config.json that the"
-            " model came with"
+            f"{directory / 'config.json'} has no model_type; restore the model's original"
+            " config.json"
         )
     return settings
 
@@ -138,12 +138,12 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
             require_no_pointer(file)
         if not allow_pickle:
             raise ModelError(
-                f"{directory} holds its weights as {pickled[0].name}, a pickle that can run code;"
-                " save the model as safetensors (save_pretrained does), or set allow_pickle true if"
-                " you trust its source"
+                f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code;"
+                " save the model as safetensors (save_pretrained does), or set allow_pickle true"
+                " if you trust its source"
             )
     elif not stored_tensors(directory):
-        raise ModelError(f"{directory} holds no weights: its safetensors have no tensor in them")
+        raise ModelError(f"{directory} has no weights: its safetensors files are empty")
 
 
 def check_tokenizer(directory: Path) -> None:
@@ -155,9 +155,8 @@ def check_tokenizer(directory: Path) -> None:
     found = [file for pattern in TOKENIZER_FILES for file in sorted(directory.glob(pattern))]
     if not any(file.is_file() for file in found):
         raise ModelError(
-            f"{directory} holds no tokenizer: it has neither tokenizer.json nor tokenizer.model;"
-            " copy them from the model that it was made of, or save the tokenizer there"
-            " (save_pretrained)"
+            f"{directory} has no tokenizer: it has neither tokenizer.json nor tokenizer.model; copy"
+            " them from the original model, or save the tokenizer there (save_pretrained)"
         )
     for file in found:
         require_no_pointer(file)
@@ -168,7 +167,7 @@ def check_tokenizer(directory: Path) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     require_no_pointer(file)
-    again = "download it again, or copy it from the model that it came from"
+    again = "download it again, or copy it from the original model"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -181,7 +180,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _without_configuration(directory: Path) -> str:
-    nothing = f"{directory} holds no model"
+    nothing = f"{directory} contains no model"
     if (directory / ADAPTER).is_file():
         return _is_an_adapter(directory)
     if not any(directory.iterdir()):
@@ -189,16 +188,16 @@ def _without_configuration(directory: Path) -> str:
     deep = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
     if inside := sorted({each.parent for each in deep}):
         found = " or ".join(map(str, inside[:4]))
-        return f"{nothing}: it has no config.json; a model lies in {found}"
+        return f"{nothing}: it has no config.json; there is a model in {found}"
     return f"{nothing}: it has no config.json; copy it from where the weights came from"
 
 
 def _is_an_adapter(directory: Path) -> str:
-    alone = f"{directory} holds an adapter without the model that it changes"
+    alone = f"{directory} contains an adapter without its base model"
     if (directory.parent / "config.json").is_file():
-        return f"{alone}; the model with the adapter merged is in {directory.parent}: give that"
+        return f"{alone}; use the merged model in {directory.parent}"
     base = _read_json(directory / ADAPTER).get("base_model_name_or_path")
     return (
         f"{alone}{f', {base}' if base else ''}; merge them with peft's merge_and_unload, save the"
-        " result with save_pretrained, its tokenizer too, and give that directory"
+        " result and its tokenizer with save_pretrained, and use that directory"
     )

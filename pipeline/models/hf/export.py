@@ -207,8 +207,8 @@ def export(
         _write(model, ready, adapter, tokenizer, directory)
         if isinstance(model, PeftModel) and quantized_layers(model):
             logger.info(
-                "%s has the quantized base merged with its adapter; %s/ on top of the original "
-                "weights is a different model",
+                "%s contains the quantized base merged with its adapter; applying %s/ to the"
+                " original weights gives a different model",
                 directory,
                 directory / ADAPTER_DIR,
             )

@@ -46,7 +46,7 @@ def as_directory(path: str) -> str:
             except OSError:
                 if not directory.is_dir():  # unless another process created it first
                     raise
-    remark(f"{file}: a GGUF file, whose weights, dequantized to fp32, are in {directory}")
+    remark(f"{file}: dequantized the GGUF weights to fp32, in {directory}")
     return str(directory)
 
 
@@ -74,8 +74,8 @@ def _write(file: Path, scratch: Path) -> None:
     kinds = [rope] if "rope_type" in rope else rope.values()  # some have one per layer type
     if scaled and all(kind["rope_type"] == "default" for kind in kinds):
         raise ModelError(
-            f"{file} scales its rotary embeddings, which transformers does not read from a GGUF"
-            " file; give the directory of the model"
+            f"{file} has RoPE scaling, which transformers does not read from GGUF files; use the"
+            " model's directory"
         )
     model.generation_config.eos_token_id = list(stops) or None
     model.hf_quantizer = None  # the weights are no longer quantized

@@ -84,7 +84,7 @@ def model_path(config: FrozenModelConfig) -> str:
         ModelError: no path was given.
     """
     if config.path is None:
-        raise ModelError("no model path was given; set it, or run the step before through train.py")
+        raise ModelError("no model path was given; set it, or run the previous step with train.py")
     return as_directory(config.path)
 
 
@@ -138,8 +138,8 @@ def load_causal_lm(
     if not how_to_run(model).causal:
         raise ModelError(
             f"{path} is not a causal language model: the outputs of {model.config.model_type}"
-            " depend on later tokens; take another model, or set is_decoder true in its"
-            " config.json if it was trained to generate"
+            " depend on later tokens; use another model, or set is_decoder true in its config.json"
+            " if it was trained to generate"
         )
     return _prepared(model, config, device, defer=defer)
 
@@ -169,7 +169,7 @@ def load_classifier(
     path = model_path(config)
     if path == EMBEDDED:
         raise ModelError(
-            "the embedded model is a language model: a reward model starts from step 1's output;"
+            "the embedded model is a language model; a reward model starts from step 1's output;"
             f" run `{TRAIN} --step 1` first"
         )
     settings = _without_dropout(path, config)
@@ -311,8 +311,8 @@ def _build(
     heads = {name for name, *_ in mismatched if HEAD.match(name)}
     for name, stored, expected in sorted(each for each in mismatched if each[0] not in heads)[:1]:
         raise ModelError(
-            f"{path} holds {name} of shape {tuple(stored)}, but the model of its config.json has it"
-            f" of shape {tuple(expected)}; config.json and weights belong to different models"
+            f"{path} has {name} of shape {tuple(stored)}, but its config.json implies shape"
+            f" {tuple(expected)}; config.json and weights are from different models"
         )
     return model, set(info["missing_keys"]) | heads
 
@@ -350,13 +350,12 @@ def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> Non
     broken = [name for name, param in named if not _is_finite(param)]
     found = [name for own in processes.gather_objects(broken) for name in own]
     if found:
-        others = f" and {len(found) - 1} more weights hold" if len(found) > 1 else " holds"
-        narrow = ", or has numbers too large for fp16: try precision bf16 or fp32"
+        others = f" and {len(found) - 1} more weights have" if len(found) > 1 else " has"
+        narrow = ", or has values too large for fp16: try precision bf16 or fp32"
         is_fp16 = next(model.parameters()).dtype == torch.float16
         raise ModelError(
             f"{path}: {found[0]}{others} NaN or infinity; the model is damaged or its training"
-            " diverged: take an earlier one, or download it again"
-            f"{narrow if is_fp16 else ''}"
+            f" diverged: use an earlier one, or download it again{narrow if is_fp16 else ''}"
         )
 
 
@@ -387,15 +386,17 @@ def align_weights(model: nn.Module) -> None:
 def _require_weights(path: str, missing: Collection[str]) -> None:
     if missing:
         raise ModelError(
-            f"{path} lacks {len(missing)} of the model's weights, {min(missing)} among them; it "
-            f"was not saved completely, or its config.json has another architecture"
+            f"{path} lacks {len(missing)} of the model's weights, such as {min(missing)}; it was"
+            " not saved completely, or its config.json is for another architecture"
         )
 
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
     """Call `load`; describe a failure for `what` of `path` in one sentence."""
     if local_directory(path) is None and cached_file(path, "config.json") is None:
-        sentence = f"no such model: {path} is neither a local model directory nor on this machine"
+        sentence = (
+            f"no such model: {path} is neither a local model directory nor in the Hub's cache"
+        )
         require_reachable(sentence, ModelError, instead="a directory")
     try:
         with errors_only():
@@ -404,7 +405,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         raise
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{path} holds a pickle that does more than store tensors, and is not loaded"
+            f"{path} contains a pickle that does more than store tensors; refusing to load it"
         ) from error
     except Exception as error:  # transformers and tokenizers may raise even a bare Exception
         if is_out_of_memory(error):
@@ -413,7 +414,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
             raise ModelError(untrusted_code(path)) from error
         if local_directory(path) is None:
             raise ModelError(
-                f"no such model: {path} is neither a local model directory nor a Hub model that can"
-                f" be reached ({first_words(error)})"
+                f"no such model: {path} is neither a local model directory nor a reachable Hub"
+                f" model ({first_words(error)})"
             ) from error
         raise ModelError(f"the {what} of {path} can't be loaded: {first_words(error)}") from error

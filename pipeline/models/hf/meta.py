@@ -73,7 +73,7 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
             model = auto.from_config(settings, dtype=dtype, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"the model {path} has no configuration to read ({reason})") from None
+        raise ModelError(f"the model {path} has no readable configuration ({reason})") from None
     if isinstance(config, TrainedModelConfig):
         if config.lora is None:
             return model

@@ -140,7 +140,7 @@ class TensorShards:
         for name, _ in self.model.named_parameters():
             style = match(self.plan.styles, name)
             if style is not None and not style.startswith(REPLICATED):
-                raise self.refused(f"{name} would be divided as {style}")
+                raise self.refused(f"{name} would be sharded as {style}")
         for name, each in self.model.named_modules():
             style = match(self.plan.styles, name)
             if style is None or style.startswith(REPLICATED):
@@ -149,7 +149,7 @@ class TensorShards:
                 continue
             module = get_layer(each)
             if not isinstance(module, LinearLayer) or style not in STYLES:
-                raise self.refused(f"{name} would be divided as {style}")
+                raise self.refused(f"{name} would be sharded as {style}")
             if style == "colwise_gather_output":
                 # Not sharded if tied to the embedding table, which every process has.
                 is_table = head is not None and module is head and head.weight is table.weight
@@ -161,7 +161,7 @@ class TensorShards:
     def _check_heads(self) -> None:
         size = self.size
         if not self.styles:
-            raise self.refused("none of its layers is divided")
+            raise self.refused("none of its layers is sharded")
         if not self.divides_keys:
             return
         require(
@@ -172,15 +172,14 @@ class TensorShards:
         packed = any(name.endswith(PACKED) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"{self.label} doesn't go with the {self.kv_heads} key heads of"
-            f" {self.family}; choose one that divides them",
+            f"{self.label} doesn't divide the {self.kv_heads} key heads of {self.family}; choose"
+            " one that does",
         )
 
     def refused(self, reason: str) -> ConfigError:
         """The error for a model whose layers can't be sharded."""
         return ConfigError(
-            f"{self.label}: the layers of {self.family} can't be divided, since {reason};"
-            " set it to 1"
+            f"{self.label}: the layers of {self.family} can't be sharded: {reason}; set it to 1"
         )
 
     @property
@@ -288,7 +287,7 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
     plan = _PLANS.get(model.config.model_type) or theirs
     require(
         bool(plan.styles),
-        f"{setting}: there is no plan to divide {model.config.model_type}; set it to 1",
+        f"{setting}: there is no sharding plan for {model.config.model_type}; set it to 1",
     )
 
     def named(keys: Mapping[str, Any]) -> dict[str, Any]:

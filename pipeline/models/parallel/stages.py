@@ -153,13 +153,13 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     plain = base_model(model)
     if not can_stream(plain):
         raise ModelError(
-            f"{plain.config.model_type} models merge several parameters into one tensor of their "
-            f"files, and can't be split into stages; set parallel.pp 1"
+            f"{plain.config.model_type} models merge several parameters into one tensor in their"
+            " files, so they can't be split into stages; set parallel.pp 1"
         )
     if not how_to_run(plain).packed:
         raise ModelError(
-            f"{plain.config.model_type} models run padded, not packed, and can't be split into "
-            f"stages; set parallel.pp 1"
+            f"{plain.config.model_type} models run padded, not packed, so they can't be split into"
+            " stages; set parallel.pp 1"
         )
     family = Family.of(plain)
     require_exact(family, tuple(blocks))
@@ -182,15 +182,15 @@ def find_blocks(
     _, every = block_list(plain)
     if len(every) < stages:
         raise ConfigError(
-            f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
-            f" {len(every)} at most"
+            f"parallel.pp {stages} is more than the {len(every)} blocks of the model; use at most"
+            f" {len(every)}"
         )
     if given is not None and not (follows and sum(given) != len(every)):
         if len(given) != stages or sum(given) != len(every) or min(given) < 1:
             raise ConfigError(
-                f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"
-                f" {len(every)} blocks into {stages} stages; give {stages} numbers from 1 on that"
-                f" add up to {len(every)}"
+                f"parallel.partition {' '.join(map(str, given))} doesn't split the model's"
+                f" {len(every)} blocks into {stages} stages; set {stages} numbers of at least 1"
+                f" that add up to {len(every)}"
             )
         return list(given)
     head = plain.get_output_embeddings()
@@ -214,8 +214,8 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     }
     if len(found) != 1:
         raise ModelError(
-            f"{plain.config.model_type} models have their blocks in {len(found)} lists, and can't"
-            " be cut into stages; set parallel.pp 1"
+            f"{plain.config.model_type} models have their blocks in {len(found)} lists, so they"
+            " can't be split into stages; set parallel.pp 1"
         )
     return next(iter(found.items()))
 
@@ -352,4 +352,4 @@ def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
 
 
 def _unlike(settings: PreTrainedConfig, reason: str) -> str:
-    return f"{settings.model_type} models can't be cut into stages: {reason}; set parallel.pp 1"
+    return f"{settings.model_type} models can't be split into stages: {reason}; set parallel.pp 1"

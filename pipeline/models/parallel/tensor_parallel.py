@@ -142,12 +142,12 @@ def why_not(plain: PreTrainedModel, size: int) -> str | None:
     settings = plain.config.get_text_config()
     others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(MIXING))
     if others:
-        return f"{kind} models have layers of the kind {others[0]}, in which tokens may meet"
+        return f"{kind} models have layers of type {others[0]}, which may mix tokens"
     if getattr(plain, "_is_stateful", False):
-        return f"layers of {kind} models carry a state from token to token"
+        return f"layers of {kind} models carry state between tokens"
     if KEY_BLOCK % size and not how_to_run(plain).packed:
         return (
-            f"{kind} models run padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
+            f"{kind} models are padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
             " divide"
         )
     try:
@@ -199,10 +199,10 @@ def mismatch(
             (each * weights.to(each)).sum().backward()
         reason = _different_gradient(whole, sharded, group)
         if not _close(output.detach(), expected.detach()):
-            reason = "they compute something else"
+            reason = "the sharded output differs"
     except Exception as error:  # noqa: BLE001  # its code may raise anything
         words = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-        reason = f"their code can't run ({words})"
+        reason = f"their code failed ({words})"
     reasons = [each for each in group.gather_objects(reason) if each]
     return reasons[0] if reasons else None
 
@@ -220,7 +220,7 @@ def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> s
         found = completed(own, get_role(param), group, [stretch]).view(param.shape)
         if not _close(found, other.grad if part is None else part.own.of(other.grad), noise):
             names.append(name)
-    return f"the gradient of {names[0]} is another" if names else None
+    return f"the gradient of {names[0]} differs" if names else None
 
 
 def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
@@ -252,7 +252,7 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     if sequence:
         reason = why_not(plain, group.size) or differs(sequence=True)
         if reason is not None:
-            logger.info("each process keeps all hidden states between layers: %s", reason)
+            logger.info("hidden states between layers are replicated, not sharded: %s", reason)
         sequence = reason is None
     if not sequence:
         reason = differs(sequence=False)
@@ -273,7 +273,7 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
         cut_layers(model, group, sequence=sequence)
     else:
         logger.info(
-            "%s models have no layers to divide among %d processes: each has a complete copy",
+            "%s models have no layers that %d processes can share: each has a full copy",
             model.config.model_type,
             group.size,
         )

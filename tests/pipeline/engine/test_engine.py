@@ -117,7 +117,7 @@ def test_training_that_stays_non_finite_stops_and_says_what_to_do() -> None:
 
     for _ in range(20 - 1):
         step()
-    with pytest.raises(NonFiniteGradientError, match="20 steps in a row, in root first; lower the"):
+    with pytest.raises(NonFiniteGradientError, match="20 steps in a row, first in root; lower the"):
         step()
 
     assert model.weight.item() == 1.0

@@ -68,5 +68,5 @@ def test_the_kernels_change_no_bit(place: str, dtype: str, tmp_path: Path) -> No
 
 
 def test_required_kernels_of_an_optimizer_that_has_none_are_refused() -> None:
-    with pytest.raises(KernelError, match="kernels required: there is none of SGD on cpu"):
+    with pytest.raises(KernelError, match="kernels required: no kernel implements SGD on cpu"):
         Engine(build("llama", "fp32"), settings(0, "required", optim="SGD"), total_steps=1)

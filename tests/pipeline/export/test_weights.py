@@ -131,7 +131,7 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
     (tmp_path / "there" / "file").touch()
     out = tmp_path / "out"
 
-    with pytest.raises(ModelError, match=r"holds no model: it has no config.json"):
+    with pytest.raises(ModelError, match=r"contains no model: it has no config.json"):
         run(tmp_path / "empty", "gguf", out)
     with pytest.raises(ModelError, match=r"no such model: .*none is not a directory"):
         run(tmp_path / "none", "onnx", out)

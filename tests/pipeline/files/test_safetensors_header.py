@@ -58,7 +58,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         stored_tensors(tmp_path)
 
     assert str(error.value) == (
-        f"{tmp_path} holds its weights as pytorch_model.bin, a pickle that can run code;"
+        f"{tmp_path} stores its weights as pytorch_model.bin, a pickle that can run code;"
         " save the model as safetensors first: save_pretrained does"
     )
 

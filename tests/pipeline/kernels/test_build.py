@@ -66,4 +66,4 @@ def test_code_is_not_loaded_from_where_others_can_write(
 
     assert answer(source) == answer(source) == 42
     assert not list(cache.iterdir())
-    assert caplog.text.count("compiled kernels are not kept") == 1
+    assert caplog.text.count("compiled kernels are not cached") == 1

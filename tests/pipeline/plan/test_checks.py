@@ -85,7 +85,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     ),
     (
         "--reward.data.format llama2 --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",
-        "the reward model is given dialogues in another chat format than {out}/step1_sft was",
+        "the reward model would read dialogues in a different chat format from {out}/step1_sft's",
     ),
     (
         "--deployment-type single_node --num-processes 4 --ppo.parallel.replicas 3",

@@ -44,7 +44,7 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
         ),
         (
             ("--actor-model", "no/model", "--data-path", "embedded"),
-            "no such model: no/model is neither a local model directory nor on this machine"
+            "no such model: no/model is neither a local model directory nor in the Hub's cache"
             " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
             " or give a directory",
         ),

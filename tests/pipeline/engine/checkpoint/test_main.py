@@ -29,8 +29,8 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
     assert run("verify", str(tmp_path)) == 1
 
     first, second = capsys.readouterr().out.splitlines()
-    assert first == (f"step_00000002 does not verify: {file} is damaged: its CRC-32 differs")
-    assert second.startswith("step_00000001 verifies")
+    assert first == f"step_00000002 failed verification: {file} is damaged: CRC-32 mismatch"
+    assert second.startswith("step_00000001 is intact")
     assert run("verify", str(file.parent)) == 1
     assert run("verify", str(tmp_path / "step_00000001")) == 0
 
@@ -40,14 +40,14 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
     [
         (["verify"], "usage: python -m pipeline.engine.checkpoint verify DIR"),
         (["show", "--all"], "usage: python -m pipeline.engine.checkpoint show DIR"),
-        (["show", "{}/none"], "there is no directory {}/none"),
-        (["verify", "{}/empty"], "{}/empty is not a checkpoint and holds none"),
+        (["show", "{}/none"], "no such directory: {}/none"),
+        (["verify", "{}/empty"], "{}/empty is not a checkpoint and contains none"),
         (["verify", "{}/step_00000002"], None),
         (["consolidate", "{}"], "usage: python -m pipeline.engine.checkpoint consolidate DIR OUT"),
         (["consolidate", "{}", "out", "--model"], "usage: python -m"),
-        (["consolidate", "{}", "{}/file"], "{}/file already exists; name a new directory"),
-        (["consolidate", "{}", "{}"], "{} already exists; name a new directory"),
-        (["consolidate", "{}", "{}/empty"], "{}/step_00000001 holds no"),
+        (["consolidate", "{}", "{}/file"], "{}/file already exists; choose a new directory"),
+        (["consolidate", "{}", "{}"], "{} already exists; choose a new directory"),
+        (["consolidate", "{}", "{}/empty"], "{}/step_00000001 has no"),
     ],
 )
 def test_wrong_words_are_one_sentence(

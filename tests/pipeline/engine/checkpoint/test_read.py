@@ -149,7 +149,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     save_on_all(tmp_path, [[Fragment("w", 2, torch.zeros(3))]])
     checkpoint = Checkpoint.open(tmp_path / "step_00000005")
 
-    with pytest.raises(CheckpointError, match=r"holds no v$"):
+    with pytest.raises(CheckpointError, match=r"has no v$"):
         checkpoint.read("v", 0, torch.empty(1))
     with pytest.raises(CheckpointError, match="holds 2 of 4 elements of w from 0 on"):
         checkpoint.read("w", 0, torch.empty(4))
@@ -161,7 +161,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         ({"format": 4}, "is not a manifest of format 3"),
         ({"format": 3, "files": {"../x": {"nbytes": 1, "crc32": 1}}}, "names files outside"),
         ({"format": 3, "files": {}, "base": "/base-1"}, "names files outside"),
-        ({"format": 3, "files": {"x": {}}}, "is not a manifest"),
+        ({"format": 3, "files": {"x": {}}}, "is not a valid manifest"),
     ],
 )
 def test_a_manifest_that_is_not_one_is_refused(

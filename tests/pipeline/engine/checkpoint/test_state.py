@@ -139,9 +139,9 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     train(engine, range(1))
     save(engine, tmp_path)
 
-    with pytest.raises(CheckpointError, match=r"has no trained .*lora_A.*, and the model has"):
+    with pytest.raises(CheckpointError, match=r"has no trained .*lora_A.*, but the model has"):
         resume(with_adapters(0), tmp_path)
-    with pytest.raises(CheckpointError, match="is of the optimizer AdamW, not SGD"):
+    with pytest.raises(CheckpointError, match="is for the optimizer AdamW, not SGD"):
         resume(engine_at(0, optim=OptimConfig(name="SGD")), tmp_path)
 
 

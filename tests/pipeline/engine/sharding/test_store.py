@@ -66,7 +66,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(ConfigError) as error:
         store.reserve({"a": 2**50, "b": 2**50}, torch.float32)
 
-    assert "lacks the 9,007,199,254,740,992 bytes that rank 1 needs" in str(error.value)
+    assert "lacks space for the 9,007,199,254,740,992 bytes of rank 1" in str(error.value)
     store.reserve({"a": 1}, torch.float32)  # nothing of it was kept
     store.close()
 

@@ -68,7 +68,7 @@ def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form)
 
 def test_a_cut_within_a_block_is_refused() -> None:
     _, part = parts((32, 192), 1, (((0, 96),), ((96, 192),)))
-    with pytest.raises(ConfigError, match=r"parallel.tp 2 would cut blocks of it \(32 x 192\)"):
+    with pytest.raises(ConfigError, match=r"parallel.tp 2 would split blocks of it \(32 x 192\)"):
         linear((32, 192), Form("nf4")).cut(part, name="it")
 
 

@@ -130,5 +130,5 @@ def test_a_sequence_longer_than_the_context_is_refused() -> None:
 
     for run in (policy, policy.logits, Scorer(classifier), StageModule(language, kernels="off")):
         run(fits)
-        with pytest.raises(DataError, match="a sequence has 65 tokens and the model reads 64"):
+        with pytest.raises(DataError, match="has 65 tokens, but the model's context is 64"):
             run(too_long)

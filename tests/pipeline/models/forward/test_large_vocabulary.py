@@ -61,7 +61,7 @@ def test_tiles_say_what_whole_logits_say_in_every_family(
     whole = learn(Policy(asked.model, kernels="off"), batch, **settings)
 
     assert_near(by_tiles, whole)
-    wholly = [each for each in caplog.messages if "are no matrix product with what" in each]
+    wholly = [each for each in caplog.messages if "are not a matrix product with" in each]
     assert len(wholly) == (family in MORE_THAN_A_PRODUCT)
 
 

@@ -71,17 +71,17 @@ IN_FILES: list[tuple[Spoil, str]] = [
     (write("config.json", "{}"), "config.json has no model_type"),
     (remove("config.json"), "has no config.json"),
     (remove("*"), "the directory is empty"),
-    (remove(SINGLE), "holds no weights"),
-    (remove("tokenizer*"), "holds no tokenizer"),
+    (remove(SINGLE), "has no weights"),
+    (remove("tokenizer*"), "has no tokenizer"),
     (write("tokenizer.json", "{"), "tokenizer.json is not JSON"),
-    (only_an_adapter, "holds an adapter without the model that it changes, me/base"),
+    (only_an_adapter, "contains an adapter without its base model, me/base"),
 ]
 """How a directory is spoiled, and a part of the sentence."""
 
 IN_SHARDS: list[tuple[Spoil, str]] = [
     (remove("model-00002-*"), "model-00002-of-00004.safetensors can't be read"),
     (write("model-00002-of-00004.safetensors", POINTER), "is a Git-LFS pointer"),
-    (remove(INDEX), "holds no weights"),
+    (remove(INDEX), "has no weights"),
     (write(INDEX, "{"), f"{INDEX} is not an index"),
     (write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "which is outside"),
     (tensor_in_no_shard, "names ghost"),

@@ -50,8 +50,8 @@ def has_run() -> bool:
 
 def test_code_of_a_model_is_refused_in_one_sentence(foreign: str) -> None:
     sentence = (
-        f"{foreign} comes with Python code of its own, which loading it would run; read the code,"
-        " and set trust_remote_code true for this model if you trust it"
+        f"{foreign} contains Python code that loading would execute; review the code, and set"
+        " trust_remote_code true for this model if you trust it"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         load_causal_lm(FrozenModelConfig(path=foreign), device=torch.device("cpu"))

@@ -71,7 +71,7 @@ def test_a_family_that_runs_padded_is_not_cut() -> None:
         (2, [4, 1], False, [4, 1]),
         (2, [2, 4], True, [3, 2]),
         (6, None, False, "is more than the 5 blocks"),
-        (2, [3, 3], False, "partition 3 3 doesn't cut the model's 5 blocks into 2 stages"),
+        (2, [3, 3], False, "partition 3 3 doesn't split the model's 5 blocks into 2 stages"),
         (2, [5, 0], False, "partition 5 0 doesn't"),
     ],
 )
