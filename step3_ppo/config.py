@@ -405,7 +405,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(
             self.rollout_size >= self.batch_size,
             f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"
-            f" {self.rollout_size}: a minibatch is cut from one rollout",
+            f" {self.rollout_size}: a minibatch is part of one rollout",
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         check_method(self, ESTIMATOR_NEEDS[self.advantage])
@@ -417,9 +417,9 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
-        require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")
-        require(0 <= self.lam <= 1, f"ppo.lam must lie in [0, 1], got {self.lam}")
-        require(0 < self.clip < 1, f"ppo.clip must lie between 0 and 1, got {self.clip}")
+        require(0 <= self.gamma <= 1, f"ppo.gamma must be in [0, 1], got {self.gamma}")
+        require(0 <= self.lam <= 1, f"ppo.lam must be in [0, 1], got {self.lam}")
+        require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
         above = ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl")
         for name in above:
             value = getattr(self, name)
@@ -430,17 +430,18 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         )
         require(
             self.ema_decay is None or 0 < self.ema_decay < 1,
-            f"ppo.ema_decay must lie between 0 and 1 or be null, got {self.ema_decay}",
+            f"ppo.ema_decay must be between 0 and 1 or null, got {self.ema_decay}",
         )
         require(
             self.kl_target is None or self.kl_coef > 0,
-            "ppo.kl_target adapts kl_coef by factors: start from a ppo.kl_coef above 0",
+            "ppo.kl_target scales kl_coef by factors: set ppo.kl_coef above 0",
         )
         for role in ("actor", "critic"):
             lora = getattr(self, role).lora
             require(
                 lora is None or lora.dropout == 0,
-                f"ppo.{role}.lora.dropout must be 0: dropout breaks the ratio of new to old policy",
+                f"ppo.{role}.lora.dropout must be 0: dropout invalidates the ratio of new to old"
+                " policy",
             )
 
     def _complete_guards(self) -> None:
@@ -527,8 +528,8 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
     )
     require(
         config.baseline == "none" or config.advantage == "reinforce_pp",
-        f"ppo.baseline {config.baseline} belongs to ppo.advantage reinforce_pp;"
-        f" {config.advantage} has a separate baseline",
+        f"ppo.baseline {config.baseline} requires ppo.advantage reinforce_pp; {config.advantage}"
+        " has its own baseline",
     )
     require(
         config.baseline == "none" or grouped,
@@ -537,8 +538,8 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
     )
     require(
         config.baseline == "none" or not config.whiten_rewards,
-        "ppo.whiten_rewards changes the unit of rewards, and ppo.baseline group subtracts"
-        " scores from them; omit one",
+        "ppo.whiten_rewards rescales rewards, but ppo.baseline group subtracts raw scores; omit"
+        " one",
     )
     require(
         config.dynamic_sampling == 0 or grouped,
@@ -550,13 +551,13 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
 def _check_critic(config: PPOConfig, needs: Needs) -> None:
     require(
         needs.discount or config.gamma == 1,
-        f"ppo.gamma {config.gamma} discounts the returns that a critic learns, and ppo.advantage"
-        f" {config.advantage} sums a response's rewards as they are; leave it at 1",
+        f"ppo.gamma {config.gamma} discounts the returns of a critic, but ppo.advantage"
+        f" {config.advantage} sums a response's rewards undiscounted; leave it at 1",
     )
     require(
         needs.critic or config.critic_warmup_steps == 0,
-        f"ppo.critic_warmup_steps trains the critic alone, and ppo.advantage {config.advantage}"
-        " has none; leave it at 0",
+        f"ppo.critic_warmup_steps trains only the critic, but ppo.advantage {config.advantage} has"
+        " none; leave it at 0",
     )
 
 
@@ -564,19 +565,18 @@ def _check_losses(config: PPOConfig) -> None:
     require(
         config.loss != "none"
         or (config.ppo_epochs == 1 and config.batch_size == config.rollout_size),
-        "ppo.loss none is right for the policy that was sampled, so for one update on each"
-        " rollout: set ppo.ppo_epochs 1 and ppo.batch_size to ppo.rollout_size, or ppo.loss"
-        " clip",
+        "ppo.loss none is valid only for the sampling policy, so for one update per rollout: set"
+        " ppo.ppo_epochs 1 and ppo.batch_size to ppo.rollout_size, or ppo.loss clip",
     )
     require(
         config.loss != "cispo" or config.dual_clip is None,
-        "ppo.dual_clip bounds a clipped loss, and ppo.loss cispo bounds the ratio; leave it at"
+        "ppo.dual_clip bounds a clipped loss, but ppo.loss cispo bounds the ratio; leave it at"
         " null",
     )
     require(
         config.correction_cap >= 1,
-        f"ppo.correction_cap must be at least 1, got {config.correction_cap}: below it a policy"
-        " that is not off would be corrected",
+        f"ppo.correction_cap must be at least 1, got {config.correction_cap}: a lower cap would"
+        " also correct on-policy tokens",
     )
 
 
@@ -584,17 +584,17 @@ def _check_kl(config: PPOConfig) -> None:
     estimator = config.kl_estimator
     require(
         not (config.kl_in == "loss" and estimator == "k1"),
-        "ppo.kl_estimator k1 in the loss has an expected gradient of 0 and has no effect: take"
-        " k3_is or k2, or set ppo.kl_in reward",
+        "ppo.kl_estimator k1 in the loss has an expected gradient of 0 and no effect: use k3_is or"
+        " k2, or set ppo.kl_in reward",
     )
     require(
         not (config.kl_in == "reward" and estimator in ("k2", "k3", "k3_is")),
-        f"ppo.kl_estimator {estimator} belongs in the loss, and ppo.kl_in is reward, where k1"
-        " alone has the gradient of the KL: set ppo.kl_in loss, or leave it at auto",
+        f"ppo.kl_estimator {estimator} is for the loss, but ppo.kl_in is reward, where only k1 has"
+        " the gradient of the KL: set ppo.kl_in loss, or leave it at auto",
     )
     require(
         config.kl_target is None or config.kl_in != "none",
-        "ppo.kl_target steers a KL penalty, and ppo.kl_in none leaves it out: set reward or loss",
+        "ppo.kl_target adapts the KL penalty, but ppo.kl_in none omits it: set reward or loss",
     )
 
 
@@ -602,15 +602,15 @@ def _check_overlong(config: PPOConfig) -> None:
     buffer = config.overlong_buffer
     require(
         0 <= buffer <= config.max_new_tokens,
-        f"ppo.overlong_buffer must lie between 0 and ppo.max_new_tokens {config.max_new_tokens},"
+        f"ppo.overlong_buffer must be between 0 and ppo.max_new_tokens {config.max_new_tokens},"
         f" got {buffer}",
     )
     name = "ppo.overlong mask" if config.overlong == "mask" else f"ppo.overlong_buffer {buffer:g}"
     masks = config.overlong == "mask"
     require(
         not (masks and buffer > 0),
-        "ppo.overlong mask leaves responses without an end out, and ppo.overlong_buffer takes off"
-        " their reward: choose one",
+        "ppo.overlong mask excludes unfinished responses, and ppo.overlong_buffer penalizes them:"
+        " choose one",
     )
     require(
         not (
@@ -618,21 +618,21 @@ def _check_overlong(config: PPOConfig) -> None:
             and config.uses_reward_model
             and config.missing_eos_score is not None
         ),
-        f"{name} decides what a response without an end counts, and so does"
-        f" ppo.missing_eos_score {config.missing_eos_score}: set that to null",
+        f"{name} and ppo.missing_eos_score {config.missing_eos_score} both set the reward of"
+        " unfinished responses: set the latter to null",
     )
 
 
 def _check_scores(config: PPOConfig) -> None:
     require(
         config.environment is None or config.inference_tp_size == 1,
-        "ppo.environment takes turns with one process at a time; leave ppo.inference_tp_size at 1",
+        "ppo.environment runs episodes on single processes; leave ppo.inference_tp_size at 1",
     )
     for name in ("missing_eos_score", "score_clip"):
         value, usual = getattr(config, name), getattr(type(config), name)
         require(
             config.uses_reward_model or value in (None, usual),
-            f"ppo.{name} applies to a reward model's score, and ppo.rewards has none; other rewards"
-            " are used unchanged: a source of kind length, or a function that looks at `stopped`,"
-            " can make up for a missing end",
+            f"ppo.{name} applies to a reward model's score, but ppo.rewards has none; other"
+            " rewards are used unchanged: to penalize unfinished responses, add a source of kind"
+            " length, or a function that reads `stopped`",
         )

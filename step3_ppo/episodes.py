@@ -275,7 +275,7 @@ class _Table:
         try:
             ids = self._chat.encode_prompt(opening) if opening else []
         except DataError as error:
-            failure = f"what reset returned can't be put into the chat format: {error}"
+            failure = f"the result of reset can't be rendered in the chat format: {error}"
             self._environments.finish(playing.number)
         if len(ids) > self._limits.max_opening:
             failure = (
@@ -303,7 +303,7 @@ class _Table:
         try:
             ids = self._chat.encode_observation((*episode.opening, *episode.turns), observation)
         except DataError as error:
-            _fail(episode, f"what step returned can't be put into the chat format: {error}")
+            _fail(episode, f"the result of step can't be rendered in the chat format: {error}")
             self._environments.finish(playing.number)
             return [playing]
         if len(episode.sequence) + len(ids) >= playing.limit:

@@ -256,7 +256,7 @@ class Evaluator:
         require(
             any(response.score is not None for response in responses),
             "no response to a held-out prompt has a reward: no source of ppo.rewards applies to"
-            " one; check the columns that they read, such as an answer that is not a number",
+            " any; check the columns that they read, such as a non-numeric answer",
         )
         figures = self._figures(responses, kl=self.before.kl)
         check_start(self.config.actor.path, figures)
@@ -356,8 +356,8 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
     method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
-            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: "
-            "lower ppo.actor.%s, or look at the %s",
+            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: lower"
+            " ppo.actor.%s, or inspect the %s",
             method,
             now,
             start,

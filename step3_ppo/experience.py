@@ -432,9 +432,9 @@ def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> No
     if not (gap <= mean_limit and largest <= token_limit):
         raise OffPolicyError(
             f"log-probabilities of generation and training differ by {gap:.2g} nats on average and"
-            f" {largest:.2g} at a token, more than {mean_limit} and {token_limit}: the responses"
-            " are not those of the policy in training; please report the model, and"
-            " set ppo.inference_tp_size 1 if it is not"
+            f" {largest:.2g} at most per token, above the limits {mean_limit} and {token_limit}:"
+            " the responses are not from the policy in training; please report the model, and set"
+            " ppo.inference_tp_size 1 if it is not"
         )
 
 
@@ -451,8 +451,8 @@ def check_first_update(ratio_error: float, models: Models) -> None:
     limit = RATIO_LIMITS[_is_fp32(models)]
     if ratio_error > limit:
         raise OffPolicyError(
-            f"the first minibatch has a policy ratio {ratio_error:.2g} away from"
-            f" 1, more than {limit}: training sees another policy than the one that was sampled"
+            f"the policy ratio of the first minibatch differs from 1 by {ratio_error:.2g}, above"
+            f" {limit}: training and generation use different policies"
         )
 
 
@@ -479,8 +479,8 @@ def choose_correction(config: PPOConfig, *, gap: float) -> Literal["truncate", "
 @cache
 def _announce_correction(threshold: float, cap: float) -> None:
     logger.info(
-        "rollout_gap exceeds ppo.correction_threshold %g: importance weights of at most %g correct"
-        " such rollouts (ppo.correction none disables this)",
+        "rollout_gap exceeds ppo.correction_threshold %g: correcting such rollouts by importance"
+        " weights of at most %g (ppo.correction none disables this)",
         threshold,
         cap,
     )

@@ -91,7 +91,7 @@ def unmeasured(*, gold: bool, critic: bool, groups: bool, sources: bool) -> dict
     """Signals that a run does not measure, with their requirements."""
     needs = {
         "divergence": (gold, "ppo.gold, a source that is not trained on"),
-        "explained_variance": (critic, "a critic, which this method has not"),
+        "explained_variance": (critic, "a critic, which this method lacks"),
         "dead_groups": (groups, "ppo.group_size 2 or more"),
         "reward_failures": (sources or gold, "sources in ppo.rewards"),
     }

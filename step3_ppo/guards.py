@@ -15,32 +15,31 @@ LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tok
 
 
 SENTENCES: Mapping[str, str] = {
-    "kl": "the actor is {kl:.3g} nats a response from the reference, beyond {limit:g}; to keep it"
-    " nearer, raise ppo.kl_coef or lower ppo.actor.{rate}",
-    "kl_per_token": "the actor is {value:.2f} nats a token from the reference, beyond {limit:g}:"
-    " its responses may please what rewards them alone; raise ppo.kl_coef or lower"
-    " ppo.actor.{rate}",
-    "ratio_max": "updates made a token {ratio_max:.0f} times as likely, beyond {limit:.0f} times:"
-    " they go too far; lower ppo.actor.{rate}, ppo.ppo_epochs or ppo.target_kl",
-    "entropy": "entropy went from {first[entropy]:.3g} to {entropy:.3g} nats a token: responses"
+    "kl": "the KL to the reference is {kl:.3g} nats per response, above {limit:g}; raise"
+    " ppo.kl_coef or lower ppo.actor.{rate}",
+    "kl_per_token": "the KL to the reference is {value:.2f} nats per token, above {limit:g}: the"
+    " actor may exploit its reward; raise ppo.kl_coef or lower ppo.actor.{rate}",
+    "ratio_max": "the largest policy ratio is {ratio_max:.0f}, above {limit:.0f}: updates are too"
+    " large; lower ppo.actor.{rate}, ppo.ppo_epochs or ppo.target_kl",
+    "entropy": "entropy went from {first[entropy]:.3g} to {entropy:.3g} nats per token: responses"
     " {effect}; lower ppo.actor.{rate} or raise ppo.kl_coef",
     "response_length": "responses went from {first[response_length]:.0f} to {response_length:.0f}"
-    " tokens: the reward may favour their length; read the samples, or raise ppo.kl_coef",
-    "stop_rate": "{stop_rate:.0%} of responses end by themselves, against {first[stop_rate]:.0%} at"
-    " first: {remedy}",
-    "repetition": "{repetition:.0%} of tokens repeat a phrase of their response, beyond"
-    " {limit:.0%}: responses run in loops; raise ppo.kl_coef, or take repetition off the reward",
+    " tokens: the reward may favor length; check the samples, or raise ppo.kl_coef",
+    "stop_rate": "{stop_rate:.0%} of responses end before the limit, initially"
+    " {first[stop_rate]:.0%}: {remedy}",
+    "repetition": "{repetition:.0%} of tokens repeat a phrase of their response, above {limit:.0%}:"
+    " responses loop; raise ppo.kl_coef, or penalize repetition in the reward",
     "explained_variance": "the critic explains {explained_variance:.2f} of the returns' variance,"
-    " below {limit:g}: advantages are noise; change ppo.critic.{critic_rate}, or raise"
+    " below {limit:g}: advantages are noise; tune ppo.critic.{critic_rate}, or raise"
     " ppo.critic_warmup_steps",
-    "skipped": "{skipped:.2g} optimizer steps of an update were skipped, beyond {limit:g}:"
-    " gradients are not finite; lower ppo.actor.{rate}, or train with precision bf16 or fp32",
-    "dead_groups": "{dead_groups:.0%} of prompts have responses of equal rewards, beyond"
-    " {limit:.0%}: they teach nothing; take other prompts, or set ppo.dynamic_sampling",
-    "reward_failures": "{reward_failures:.0%} of responses have no reward, beyond {limit:.0%}: look"
-    " at why they failed, or raise ppo.reward_timeout",
-    "rollout_gap": "generation and training differ by {rollout_gap:.2g} nats a token, beyond"
-    " {limit:g}: responses are another policy's; set ppo.correction, or a higher precision",
+    "skipped": "{skipped:.2g} optimizer steps of an update were skipped, above {limit:g}: gradients"
+    " are not finite; lower ppo.actor.{rate}, or train with precision bf16 or fp32",
+    "dead_groups": "{dead_groups:.0%} of prompts have responses with equal rewards, above"
+    " {limit:.0%}: they give no gradient; use other prompts, or set ppo.dynamic_sampling",
+    "reward_failures": "{reward_failures:.0%} of responses have no reward, above {limit:.0%}: check"
+    " why they failed, or raise ppo.reward_timeout",
+    "rollout_gap": "generation and training differ by {rollout_gap:.2g} nats per token, above"
+    " {limit:g}: responses are off-policy; set ppo.correction, or a higher precision",
 }
 
 
@@ -88,7 +87,7 @@ class RLSignals(Signals):
         if guard.signal == "divergence":
             return _divergence(history, self.rate)
         more = {
-            "effect": "all become alike" if guard.limit < 1 else "become noise",
+            "effect": "become alike" if guard.limit < 1 else "become noise",
             "remedy": _ends(metrics, scores_ends=self.scores_ends),
             "critic_rate": self.critic_rate,
         }
@@ -115,9 +114,9 @@ def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
 def _divergence(history: Sequence[Metrics], rate: str) -> str:
     proxy, gold = (change([each[name] for each in history]) for name in ("score", "gold"))
     return (
-        f"over {len(history)} iterations what is trained on rose by {proxy:.2g} and gold fell by"
-        f" {-gold:.2g}: the actor exploits its reward; correct the reward, raise ppo.kl_coef or"
-        f" lower ppo.actor.{rate}"
+        f"over {len(history)} iterations, the trained reward rose by {proxy:.2g} and gold fell by"
+        f" {-gold:.2g}: the actor exploits its reward; fix the reward, raise ppo.kl_coef or lower"
+        f" ppo.actor.{rate}"
     )
 
 

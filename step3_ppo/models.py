@@ -363,9 +363,9 @@ def load_critic(
     critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
     if reads_whole(base_model(critic)):
         raise ModelError(
-            f"ppo.critic.path {config.critic.path} is an encoder, but a critic needs a value at "
-            f"every token; set ppo.critic.path to step 1's output, or choose a --method"
-            " without a critic"
+            f"ppo.critic.path {config.critic.path} is an encoder, but a critic needs a value at"
+            " each token; set ppo.critic.path to step 1's output, or choose a --method without a"
+            " critic"
         )
     return critic
 
@@ -409,7 +409,7 @@ def load_reward(
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout, parallel=config.parallel)
     logger.info(
-        "%s has a different tokenizer or chat template: it reads the text of responses",
+        "%s has a different tokenizer or chat template, so it reads responses as text",
         settings.path,
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
@@ -426,8 +426,8 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
     if config.max_length > limit:
         raise ConfigError(
             f"ppo.max_prompt_length {config.max_prompt_length} + ppo.max_new_tokens"
-            f" {config.max_new_tokens} is more than the {limit} tokens that the {role} reads; lower"
-            " one of them"
+            f" {config.max_new_tokens} exceeds the {limit}-token context of the {role}; lower one"
+            " of them"
         )
 
 

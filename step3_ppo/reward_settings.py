@@ -99,13 +99,13 @@ class RewardSettings:
             )
             require(
                 self.gold is None or self.gold.kind != kind,
-                f"ppo.gold can't be of kind {kind}; give it weight 0 among ppo.rewards to measure"
-                " it",
+                f"ppo.gold can't be of kind {kind}; to measure it, add it to ppo.rewards with"
+                " weight 0",
             )
         own = self.environment_source
         require(
             own is None or self.environment is not None,
-            "ppo.rewards has a source of kind environment, and ppo.environment names none; set it,"
+            "ppo.rewards has a source of kind environment, but ppo.environment is not set; set it,"
             " or remove the source",
         )
         require(
@@ -115,11 +115,11 @@ class RewardSettings:
         for name in names:
             require(
                 name not in RESERVED,
-                f"rewards.{name}: the metric reward_{name} is another figure; rename the source",
+                f"rewards.{name}: the metric reward_{name} already exists; rename the source",
             )
         require(
             0 <= self.max_reward_failures <= 1,
-            f"ppo.max_reward_failures must lie in [0, 1], got {self.max_reward_failures}",
+            f"ppo.max_reward_failures must be in [0, 1], got {self.max_reward_failures}",
         )
 
     def read_environment(self) -> "EnvironmentFile":
@@ -134,8 +134,8 @@ class RewardSettings:
         file = read_environment(self.environment)
         require(
             file.gives_reward or any(each.kind != ENVIRONMENT for each in self.rewards),
-            f"ppo.environment: class {file.name} of {file.file} has no reward: write get_reward, or"
-            " name what rewards its episodes by --reward-function or --reward",
+            f"ppo.environment: class {file.name} of {file.file} has no reward: define get_reward,"
+            " or reward its episodes with --reward-function or --reward",
         )
         return file
 
@@ -164,7 +164,7 @@ def without_reward_options(options: list[Option]) -> list[Option]:
         return rest
     require(
         all(name != "rewards" for name, _ in rest),
-        "--rewards lists the sources already; omit --reward-function and --reward",
+        "--rewards already lists the sources; omit --reward-function and --reward",
     )
     return [*rest, ("rewards", [json.dumps(read_reward_options(short))])]
 
@@ -181,7 +181,7 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
         for word in words:
             require(
                 name == "reward" or re.fullmatch(r".+\.py:\w+", word) is not None,
-                f"--reward-function {word}: give FILE.py:NAME",
+                f"--reward-function {word}: use FILE.py:NAME",
             )
             sources.append(read_spec(word, [source.name for source in sources]))
     return plain(sources)

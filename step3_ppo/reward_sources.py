@@ -121,8 +121,8 @@ class RewardSources:
         for name, fingerprint in state["files"].items():
             if own.get(name) != fingerprint:
                 raise ConfigError(
-                    f"the file of {_what(name)} has changed since the run started; restore it, "
-                    "or pass --overwrite to start again"
+                    f"the file of {_what(name)} has changed since the run started; restore it, or"
+                    " pass --overwrite to start over"
                 )
 
     def check_alike(self, group: Group) -> None:
@@ -136,8 +136,8 @@ class RewardSources:
         for name, fingerprint in first.items():
             if any(each.get(name) != fingerprint for each in others):
                 raise ConfigError(
-                    f"processes have read different files of {_what(name)}; copy the same one to"
-                    " all machines, leave it unchanged, and start again"
+                    f"processes read different files of {_what(name)}; copy the same file to all"
+                    " machines, and restart"
                 )
 
     def __enter__(self) -> "RewardSources":

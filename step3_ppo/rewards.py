@@ -109,7 +109,7 @@ def measured_moments(
     if ended < 2:
         logger.warning(
             "%d of %d responses of the first rollout ended: the reward model's scores are"
-            " normalized by those of responses without an end; raise ppo.max_new_tokens",
+            " normalized with those of unfinished responses; raise ppo.max_new_tokens",
             ended,
             generated,
         )

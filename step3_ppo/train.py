@@ -141,7 +141,7 @@ def set_moments(
     mean, std = checkpoints.once("moments", measure)
     models.set_moments(mean, std)
     logger.info(
-        "scores are normalized by mean %.4g and standard deviation %.4g of the first rollout",
+        "scores are normalized with mean %.4g and standard deviation %.4g of the first rollout",
         mean,
         std,
     )

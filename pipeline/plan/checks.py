@@ -194,8 +194,8 @@ def _lengths(plan: Plan, stage: Stage) -> None:
         require(
             model.role == "base" or settings.max_prompt_length + settings.max_new_tokens <= tokens,
             f"{stage.section}.max_prompt_length {settings.max_prompt_length} +"
-            f" {stage.section}.max_new_tokens {settings.max_new_tokens} is more than the {tokens}"
-            f" tokens that the {model.role} {model.path} reads; lower one of them",
+            f" {stage.section}.max_new_tokens {settings.max_new_tokens} exceeds the {tokens}-token"
+            f" context of the {model.role} {model.path}; lower one of them",
         )
 
 

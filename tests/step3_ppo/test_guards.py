@@ -26,25 +26,25 @@ SOUND = {
 WRONG: dict[str, tuple[dict[str, float], str]] = {
     "kl_per_token>0.25": (
         {"kl": 2.6},
-        "the actor is 0.26 nats a token from the reference, beyond 0.25",
+        "the KL to the reference is 0.26 nats per token, above 0.25",
     ),
     "ratio_max>20": (
         {"ratio_max": 85.0},
-        "updates made a token 85 times as likely, beyond 20 times",
+        "the largest policy ratio is 85, above 20",
     ),
     "entropy<0.2": (
         {"entropy": 0.09},
-        "entropy went from 0.5 to 0.09 nats a token: responses all become alike",
+        "entropy went from 0.5 to 0.09 nats per token: responses become alike",
     ),
     "entropy>3": (
         {"entropy": 1.6},
-        "entropy went from 0.5 to 1.6 nats a token: responses become noise",
+        "entropy went from 0.5 to 1.6 nats per token: responses become noise",
     ),
     "response_length>3": ({"response_length": 31.0}, "responses went from 10 to 31 tokens"),
     "response_length<0.5": ({"response_length": 4.0}, "responses went from 10 to 4 tokens"),
     "stop_rate>0.2": (
         {"stop_rate": 0.75},
-        "75% of responses end by themselves, against 100% at first",
+        "75% of responses end before the limit, initially 100%",
     ),
     "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
     "explained_variance<0": (
@@ -128,7 +128,7 @@ def test_responses_that_no_longer_end_name_what_ends_them(
 
     (sentence,) = sentences(guards, 2, SOUND | {"stop_rate": 0.75} | by_limit)
 
-    assert sentence.partition(" at first: ")[2] == remedy
+    assert sentence.partition(" 100%: ")[2] == remedy
 
 
 def measured(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:

@@ -80,8 +80,8 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("--ppo.data.format chatm", "--format chatm is neither a Jinja file nor one of auto,"),
     (
         "--ppo.max_new_tokens 500",
-        f"ppo.max_prompt_length 256 + ppo.max_new_tokens 500 is more than the {CONTEXT} tokens that"
-        " the actor {out}/step1_sft reads; lower one of them",
+        f"ppo.max_prompt_length 256 + ppo.max_new_tokens 500 exceeds the {CONTEXT}-token context of"
+        " the actor {out}/step1_sft; lower one of them",
     ),
     (
         "--reward.data.format llama2 --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",

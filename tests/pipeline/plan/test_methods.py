@@ -72,7 +72,7 @@ REFUSED = {
         "method grpo: there is no setting ppo.foo; --help lists the settings"
     ),
     "--method ppo grpo rloo --ppo.critic_warmup_steps 2": (
-        "method grpo: ppo.critic_warmup_steps trains the critic alone, and ppo.advantage grpo has"
+        "method grpo: ppo.critic_warmup_steps trains only the critic, but ppo.advantage grpo has"
         " none; leave it at 0"
     ),
 }

@@ -20,7 +20,7 @@ from step3_ppo.config import PPOConfig
         ('[{"name": "a", "kind": "math", "wieght": 2}]', "did you mean rewards.weight"),
         ('[{"name": "a", "kind": "math", "weight": "x"}]', "rewards.weight.* must be a number"),
         ('[{"name": "a b", "kind": "math"}]', "letters, digits and _"),
-        ('[{"name": "score", "kind": "math"}]', "metric reward_score is another figure"),
+        ('[{"name": "score", "kind": "math"}]', "metric reward_score already exists"),
     ],
 )
 def test_a_wrong_item_is_answered_in_a_sentence(given: str, sentence: str, tmp_path: Path) -> None:
