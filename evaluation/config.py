@@ -107,8 +107,8 @@ class EvaluationConfig:
     next to it as .jsonl. Existing files are replaced."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "--path is missing: give a model directory")
-        require(bool(self.tasks), "--tasks is missing: give one or more, such as embedded or gsm8k")
+        require(bool(self.path), "--path is missing: pass a model directory")
+        require(bool(self.tasks), "--tasks is missing: pass one or more, such as embedded or gsm8k")
         selected = tasks_named(self.tasks, self.paths, setting="--data")
         require(
             bool(self.k) and all(k > 0 for k in self.k),
@@ -127,7 +127,7 @@ class EvaluationConfig:
         require(self.shots >= 0, f"--shots must be 0 or above, got {self.shots}")
         takes = any(task.takes_shots for task in selected)
         require(takes or not self.shots, "--shots is for gsm8k; its rows have solutions to show")
-        require(takes or not self.instruction, "--instruction is for gsm8k; leave it out")
+        require(takes or not self.instruction, "--instruction is for gsm8k; omit it")
         require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
         require(
             self.max_new_tokens is None or self.max_new_tokens > 0,

@@ -61,7 +61,7 @@ class WinrateConfig(SamplingConfig):
             require(self.paths.count(path) == 1, f"--paths names {path} twice; name it once")
         require(
             bool(self.judge),
-            "--judge is missing: give '{kind: model, path: DIR}', file.py:function or a kind",
+            "--judge is missing: pass '{kind: model, path: DIR}', file.py:function or a kind",
         )
         require(
             self.source.kind != "model" or self.source.path is not None,
@@ -69,7 +69,7 @@ class WinrateConfig(SamplingConfig):
         )
         require(
             self.source.weight == 1.0,
-            f"--judge: weight has no meaning for one judge, got {self.source.weight}; leave it out",
+            f"--judge: weight has no meaning for one judge, got {self.source.weight}; omit it",
         )
 
     @property

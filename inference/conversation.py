@@ -22,7 +22,7 @@ from pipeline.system.errors import DataError, UserError
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
-/system TEXT     begin again with TEXT as the system message; without TEXT, with none
+/system TEXT     start over with TEXT as the system message, or without one if empty
 /temperature X   0 is greedy, 1 samples from the model's distribution
 /length N        longest response, in tokens
 /save FILE       write the dialogue as a JSON list of messages
@@ -189,7 +189,7 @@ class Terminal:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                self.say("\n(Ctrl-D or /quit leaves; the dialogue is still there)")
+                self.say("\n(Ctrl-D or /quit to leave; the dialogue is kept)")
 
     def take(self, text: str) -> bool:
         """Run the command in `text`, or respond to it; return False for /quit."""
@@ -213,7 +213,7 @@ class Terminal:
         elif word == "/help":
             self.say(HELP)
         elif text and word != "/quit":
-            self.say(f"There is no command {word}; /help lists them.")
+            self.say(f"Unknown command {word}; see /help.")
         return word != "/quit"
 
     def respond(self, text: str) -> None:
@@ -248,7 +248,7 @@ class Terminal:
             self.say(f"({path} can't be written: {error.strerror})")
             return
         self._saved.add(path)
-        self.say(f"(saved {len(messages)} messages in {path})")
+        self.say(f"(saved {len(messages)} messages to {path})")
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -267,7 +267,7 @@ class Terminal:
         except UserError as error:
             self.say(f"({error})")
         except ValueError:
-            self.say(f"({name} takes {'a whole ' if kind is int else 'a '}number, not {text!r})")
+            self.say(f"({name} takes {'an integer' if kind is int else 'a number'}, not {text!r})")
         else:
             self.say(f"({name} {number})")
 

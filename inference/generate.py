@@ -59,7 +59,7 @@ class GenerateConfig(ModelOptions):
             self.cache_gib is None or self.cache_gib > 0,
             f"--cache-gib must be above 0, got {self.cache_gib}",
         )
-        require(all(self.stop), "--stop needs a text that is not empty")
+        require(all(self.stop), "--stop needs a non-empty text")
 
 
 def main(argv: Sequence[str]) -> None:

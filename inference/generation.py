@@ -165,8 +165,8 @@ def _own_responses(
             yield replace(each, index=index)
     if len(set(tp_group.gather_objects(checksum))) > 1:
         raise GroupDisagreesError(
-            "the processes of a tensor-parallel group chose different tokens: they have "
-            "different versions or devices"
+            "the processes of a tensor-parallel group chose different tokens: check that their"
+            " versions and devices match"
         )
 
 
@@ -220,8 +220,8 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
     needed = slot_bytes(model, num_tokens)
     if needed > cache_bytes:
         raise ConfigError(
-            f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, and"
-            f" there is room for {cache_bytes:,}; lower max_new_tokens or shorten the prompts"
+            f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, but"
+            f" only {cache_bytes:,} are available; lower max_new_tokens or shorten the prompts"
         )
     return cache_bytes // needed
 

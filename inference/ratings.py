@@ -222,7 +222,7 @@ class ExportConfig:
     """pairs: prompt, chosen, rejected, margin; hh: two texts of complete dialogues."""
 
     def __post_init__(self) -> None:
-        require(self.out != Path(), "--out is missing: give the file to write")
+        require(self.out != Path(), "--out is missing: pass the file to write")
         check_output(self.out, option="--out")
 
 
@@ -248,7 +248,7 @@ def export_rows(words: Sequence[str]) -> None:
         raise DataError(f"no rating prefers a response: {', '.join(files)}")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
-    left_out = f"; {undecided} pairs without a preference left out" if undecided else ""
+    left_out = f"; {undecided} pairs without a preference skipped" if undecided else ""
     say(f"{config.out}: {len(rows)} rows{left_out}")
     for name, value in asdict(agreement(ratings)).items():
         say(f"{name:16}{'-' if value is None else format(value, '.4g')}")

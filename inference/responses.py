@@ -154,8 +154,8 @@ class Responder:
         limit = context_length(self.model)
         if not 0 < len(token_ids) < limit:
             raise DataError(
-                f"{prompt.origin}: the prompt has {len(token_ids)} tokens; the model reads 1 to"
-                f" {limit}, and answers in the same {limit}"
+                f"{prompt.origin}: the prompt has {len(token_ids)} tokens; the model takes 1 to"
+                f" {limit}, and prompt and response at most {limit}"
             )
         return token_ids
 

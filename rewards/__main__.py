@@ -39,9 +39,9 @@ class VerifyConfig(ScoringConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            bool(self.reward), "--reward is missing: give file.py:function, or a kind such as math"
+            bool(self.reward), "--reward is missing: pass file.py:function, or a kind such as math"
         )
-        require(bool(self.data_path), "--data-path is missing: give a file of rows")
+        require(bool(self.data_path), "--data-path is missing: pass a file of rows")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -76,10 +76,10 @@ class SamplingConfig(ScoringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.prompts), "--prompts is missing: give rows with prompts")
+        require(bool(self.prompts), "--prompts is missing: pass rows with prompts")
         require(
             0 <= self.max_failures <= 1,
-            f"max_failures must lie between 0 and 1, got {self.max_failures}",
+            f"max_failures must be between 0 and 1, got {self.max_failures}",
         )
 
 

@@ -53,9 +53,9 @@ class SelectConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.path), "--path is missing: give the model that responds")
+        require(bool(self.path), "--path is missing: pass the model that responds")
         require(
-            bool(self.reward), "--reward is missing: give file.py:function, or a kind such as math"
+            bool(self.reward), "--reward is missing: pass file.py:function, or a kind such as math"
         )
         require(self.best_of > 1, f"--best-of must be 2 or more, got {self.best_of}")
         require(

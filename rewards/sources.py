@@ -106,7 +106,7 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
     """
     require(
         config.kind not in ("model", "environment"),
-        f"rewards.{config.name}: kind {config.kind} is available only in step 3; leave it out here",
+        f"rewards.{config.name}: kind {config.kind} is available only in step 3; omit it here",
     )
     function = read_function(config) if config.kind == "function" else None
     text = None

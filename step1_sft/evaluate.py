@@ -59,8 +59,8 @@ class CompareConfig:
     """JSON file for the comparison; null only prints it."""
 
     def __post_init__(self) -> None:
-        require(bool(self.baseline), "--baseline is missing: give the model before training")
-        require(bool(self.model), "--model is missing: give the model after training")
+        require(bool(self.baseline), "--baseline is missing: pass the model before training")
+        require(bool(self.model), "--model is missing: pass the model after training")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ class EvaluateConfig:
     """Responses to `prompt`."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "--path is missing: give a reward model, such as OUT/step2_reward")
+        require(bool(self.path), "--path is missing: pass a reward model, such as OUT/step2_reward")
         require(
             (self.prompt is None) == (not self.answer),
             "--prompt and --answer belong together: give a prompt and one or more answers",

@@ -300,13 +300,13 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             require(value >= 0, f"preference.{name} must not be below 0, got {value}")
         require(
             0 <= self.label_smoothing < 0.5,
-            f"preference.label_smoothing must lie in [0, 0.5), got {self.label_smoothing}",
+            f"preference.label_smoothing must be in [0, 0.5), got {self.label_smoothing}",
         )
         only_dpo = {"gamma": self.gamma, "label_smoothing": self.label_smoothing}
         for name, value in (*only_dpo.items(), ("robust", self.robust)):
             require(
                 not value or self.loss == "dpo",
-                f"preference.{name} belongs to loss dpo; leave it out with loss {self.loss}",
+                f"preference.{name} belongs to loss dpo; omit it with loss {self.loss}",
             )
         require(
             not self.robust or self.label_smoothing > 0,
@@ -352,7 +352,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
             require(
                 value == 1 or self.loss == "kto",
-                f"preference.{name} belongs to loss kto; leave it out with loss {self.loss}",
+                f"preference.{name} belongs to loss kto; omit it with loss {self.loss}",
             )
         require(
             self.loss != "orpo" or (self.is_mean and self.reference_free),

@@ -82,11 +82,11 @@ nonsense | 'nonsense' | options start with --
 --data-path good.jsonl --data-split 1,0,0 | leaves step 2 without rows | raise the step's share
 --fields prompt=nothing --data-path good.jsonl | column nothing | chosen, prompt, rejected
 --format nothing --data-path good.jsonl | --format nothing | chatml
---max-length ten | --max-length | whole number
+--max-length ten | --max-length | integer
 --config none.yaml | none.yaml | no such file
 --config bracket.yaml | bracket.yaml | not valid YAML in line 2
 --config twice.yaml | has kl_coef twice | keep one of them
---config type.yaml | sft.batch_size in type.yaml | whole number
+--config type.yaml | sft.batch_size in type.yaml | integer
 --config unknown.yaml | sft.bach_size in unknown.yaml | did you mean sft.batch_size
 --config latin.yaml | latin.yaml | save the file as UTF-8
 --zero-config none.json | none.json | no such DeepSpeed
@@ -94,7 +94,7 @@ nonsense | 'nonsense' | options start with --
 --zero-config stage7.json | sft.model.zero_stage in stage7.json | one of 0, 1, 2, 3
 --zero-config uneven.json | train_batch_size in uneven.json is 7 | choose sizes that divide
 --lr -1 | --lr | above 0
---batch-size 1.5 | --batch-size | whole number
+--batch-size 1.5 | --batch-size | integer
 --resume --overwrite | --resume | choose one
 --save-every never | never | 15m
 --plan-for 8xTOASTER | 8xTOASTER | 8xA100-80GB

@@ -117,15 +117,15 @@ class OpenBatch:
         prompt = tuple(map(index, request.prompt))
         num_tokens = len(prompt)
         if num_tokens == 0:
-            raise DataError("a prompt has no tokens; give it at least one")
+            raise DataError("a prompt has no tokens; it needs at least one")
         outside = [token for token in prompt if not 0 <= token < self._vocabulary]
         if outside:
             raise DataError(
-                f"a prompt has the token id {outside[0]}, and the model's are 0 to"
-                f" {self._vocabulary - 1}; use its own tokenizer"
+                f"a prompt has the token id {outside[0]}, but the model's are 0 to"
+                f" {self._vocabulary - 1}; use the model's tokenizer"
             )
         if request.max_new_tokens < 1:
-            raise DataError(f"max_new_tokens must be above 0: {request.max_new_tokens}")
+            raise DataError(f"max_new_tokens must be above 0, got {request.max_new_tokens}")
         if num_tokens + request.max_new_tokens > self.capacity:
             raise DataError(
                 f"a prompt of {num_tokens} tokens and a response of {request.max_new_tokens} don't"
@@ -199,7 +199,7 @@ class OpenBatch:
         if not is_out_of_memory(error) or self._num_slots == 1:
             return False
         self._num_slots //= 2
-        logger.warning("memory ran out: %d sequences are generated at once", self._num_slots)
+        logger.warning("out of memory: generating %d sequences at once", self._num_slots)
         return True
 
     def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, Reported]]:
@@ -325,4 +325,4 @@ def drain(tickets: deque[Ticket]) -> list[Ticket]:
 
 @cache
 def _log_padded(kind: str) -> None:
-    logger.info("%s has special attention: it generates in padded batches", kind)
+    logger.info("%s has custom attention: generating in padded batches", kind)

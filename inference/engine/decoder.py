@@ -78,7 +78,7 @@ class LiveKeys(NextToken):
             ReplayError: there is no kernel for it on this GPU.
         """
         if query.is_cuda and kernel_for(query[0].transpose(0, 1), key, value) is None:
-            raise ReplayError("there is no attention kernel for the model")
+            raise ReplayError("no attention kernel supports the model")
         return super().attend(query, key, value, **settings)
 
 

@@ -110,8 +110,8 @@ class ReplayedRows(ABC):
         # Half of a dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. False for NaN.
         if not difference <= torch.finfo(expected.dtype).eps ** 0.5:
             raise ReplayError(
-                "the recording does not repeat its modules: logits differ by"
-                f" {difference:.1g} of the largest"
+                f"the recording does not match the modules: logits differ by {difference:.1g} of"
+                " the largest"
             )
         return expected
 
@@ -204,7 +204,7 @@ class _NoNumbers(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         if func.__name__ in TO_PYTHON:
-            raise ReplayError(f"{func.__name__} returns numbers to Python")
+            raise ReplayError(f"{func.__name__} returns values to Python")
         return func(*args, **(kwargs or {}))
 
 
@@ -271,14 +271,14 @@ def require_replayable(call: Call, result: object) -> None:
             it copies between the host and a device.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
-        raise ReplayError(f"{call.name} returns a number to Python")
+        raise ReplayError(f"{call.name} returns a value to Python")
     # Dropout with probability 0 is a view.
     if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not call.is_view:
-        raise ReplayError(f"{call.name} can't be repeated")
+        raise ReplayError(f"{call.name} can't be replayed")
     if torch.Tag.dynamic_output_shape in call.operator.tags and (
         call.name != "index" or any(index.dtype == torch.bool for index in call.read())
     ):
-        raise ReplayError(f"the size of the result of {call.name} depends on numbers")
+        raise ReplayError(f"the output shape of {call.name} depends on data")
     if call.name in TRANSFERS and len({each.device for each in (*call.read(), *call.made)}) > 1:
         raise ReplayError(f"{call.name} copies between the host and a device")
 

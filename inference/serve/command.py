@@ -62,9 +62,9 @@ def main(argv: Sequence[str]) -> None:
         scheme = "https" if config.tls_cert else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not config.is_local and not keys:
-            remark("there is no key: whoever reaches this port uses the models")
+            remark("no API key is set: anyone who can reach this port can use the models")
         if state.ratings is not None:
-            remark(f"ratings go to {state.ratings.path}")
+            remark(f"ratings are saved to {state.ratings.path}")
         say(f"{url} : {'page and API' if config.page else 'API'} (OpenAI's clients: {url}/v1)")
         serve(state, listener)
 
@@ -81,5 +81,5 @@ def _open_ratings(config: ServeConfig) -> "RatingsFile | None":
     except ConfigError as error:
         if config.ratings is not None:
             raise
-        remark(f"no ratings are taken: {error}")
+        remark(f"ratings are disabled: {error}")
         return None

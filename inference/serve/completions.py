@@ -188,7 +188,7 @@ class Reply:
             message = f"n must be at most {config.max_n}, got {self.per_prompt}"
             raise ApiError(400, message, param="n")
         if self.num_rows > MOST_ROWS:
-            raise ApiError(400, f"a request has at most {MOST_ROWS} responses", param="n")
+            raise ApiError(400, f"a request can have at most {MOST_ROWS} responses", param="n")
         sampler = _sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt)
@@ -214,9 +214,9 @@ class Reply:
         if length > room:
             raise ApiError(
                 400,
-                f"the prompt has {num_prompt} tokens and {length} are requested, but"
-                f" {self.served.name} holds {self.served.context} in all; shorten the prompt or"
-                " lower max_tokens",
+                f"the prompt has {num_prompt} tokens and {length} are requested, but the context"
+                f" of {self.served.name} is {self.served.context}; shorten the prompt or lower"
+                " max_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -235,19 +235,19 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) 
         ApiError: the prompt is refused.
     """
     if not prompt:
-        raise ApiError(400, "a prompt has no tokens; give it at least one", param="prompt")
+        raise ApiError(400, "a prompt has no tokens; it needs at least one", param="prompt")
     if max(prompt) >= served.vocabulary:
         raise ApiError(
             400,
-            f"prompt has the token id {max(prompt)}, and those of {served.name} are 0 to"
-            f" {served.vocabulary - 1}; use its own tokenizer",
+            f"prompt has the token id {max(prompt)}, but those of {served.name} are 0 to"
+            f" {served.vocabulary - 1}; use its tokenizer",
             param="prompt",
         )
     if served.context - len(prompt) < after:
         raise ApiError(
             400,
-            f"the prompt has {len(prompt)} tokens, and {served.name} holds {served.context}, prompt"
-            " and response; shorten it",
+            f"the prompt has {len(prompt)} tokens, but {served.name} has a context of"
+            f" {served.context}, including the response; shorten it",
             param="messages",
             code="context_length_exceeded",
         )
@@ -359,7 +359,7 @@ class TextReply(Reply):
         self.scores: list[list[Reported | None]] = []
         """Log-probabilities of each prompt, if it is echoed with them."""
         if not given:
-            raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
+            raise ApiError(400, "prompt is empty; provide a text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):
             raise ApiError(
                 400, "best_of is not supported: omit it, or set it to n", param="best_of"

@@ -114,11 +114,11 @@ class ServeConfig:
     def __post_init__(self) -> None:
         require(
             bool(self.path or self.run or self.watch),
-            "--path is missing: give a model directory, or --run OUT for the models of a run",
+            "--path is missing: pass a model directory, or --run OUT for the models of a run",
         )
-        require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}")
+        require(0 <= self.port < 65536, f"port must be in [0, 65535], got {self.port}")
         if self.watch is not None:
-            require(self.watch.is_dir(), f"watch: {self.watch}: no such directory")
+            require(self.watch.is_dir(), f"watch: no such directory: {self.watch}")
         for name in ("slots", "context", "cache_gib", "prefill_chunk"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
@@ -129,16 +129,16 @@ class ServeConfig:
             value = getattr(self, name)
             require(value > 0, f"{name} must be above 0, got {value}")
         require(
-            self.drain_seconds >= 0, f"drain_seconds must be 0 or above, got {self.drain_seconds}"
+            self.drain_seconds >= 0, f"drain_seconds must not be below 0, got {self.drain_seconds}"
         )
         require(
             (self.tls_cert is None) == (self.tls_key is None),
-            "tls_cert and tls_key belong together; give both",
+            "tls_cert and tls_key must be set together",
         )
         for origin in self.cors:
             require(
                 origin.startswith(("http://", "https://")) and origin.count("/") == 2,
-                f"cors takes origins, such as https://example.org, got {origin}",
+                f"cors must be origins, such as https://example.org, got {origin}",
             )
 
     @property
@@ -159,15 +159,16 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
     if config.api_key_file is not None:
         keys |= _keys_in(config.api_key_file)
     for name, key in keys.items():
-        require(len(key) >= 8, f"--api-key: {name} is shorter than 8 characters; take a longer one")
+        require(len(key) >= 8, f"--api-key: {name} is shorter than 8 characters; use a longer one")
         require(
             key.isascii() and key.isprintable() and " " not in key,
-            f"--api-key: {name} has characters that no header takes; use letters and digits",
+            f"--api-key: {name} has characters that are invalid in a header; use letters and"
+            " digits",
         )
     if not config.is_local and not keys and not config.insecure_no_key:
         raise ConfigError(
-            f"--host {config.host} accepts other machines; give --api-key-file FILE, or"
-            " --insecure-no-key to serve requests without a key"
+            f"--host {config.host} accepts other machines; pass --api-key-file FILE, or"
+            " --insecure-no-key to serve without a key"
         )
     return keys
 
@@ -185,5 +186,5 @@ def _keys_in(path: Path) -> dict[str, str]:
             continue
         require(len(words) <= 2, f"--api-key-file {path} line {number} must be KEY or NAME KEY")
         keys[words[0] if len(words) == 2 else f"{path.name} line {number}"] = words[-1]
-    require(bool(keys), f"--api-key-file {path} has no keys; write one a line")
+    require(bool(keys), f"--api-key-file {path} has no keys; write one per line")
     return keys

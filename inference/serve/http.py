@@ -119,7 +119,7 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    too_large = ApiError(413, f"the body is larger than {limit:,} bytes; send less")
+    too_large = ApiError(413, f"the body is larger than {limit:,} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > limit):
         raise too_large

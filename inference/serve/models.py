@@ -90,8 +90,8 @@ class ServedModel:
         if (continues and not answered) or (answered and opens and not continues):
             raise ApiError(
                 400,
-                "messages must end in a user's turn, or in the assistant's with"
-                " continue_final_message true",
+                "messages must end with a user turn, or an assistant turn if"
+                " continue_final_message is true",
                 param="messages",
             )
         chat = self._chat_with(arguments) if arguments else self.chat
@@ -109,8 +109,8 @@ class ServedModel:
             names = ", ".join(name[:64] for name in unknown[:16])
             raise ApiError(
                 400,
-                f"chat_template_kwargs: the chat template of {self.name} never reads {names}; leave"
-                " out what it doesn't read",
+                f"chat_template_kwargs: the chat template of {self.name} never reads {names}; omit"
+                " them",
                 param="chat_template_kwargs",
             )
         try:
@@ -159,7 +159,7 @@ class ServedReward:
             ApiError: it doesn't, or is too long, or the template can't render it.
         """
         if messages[-1].role != "assistant" or len(messages) < 2:
-            raise ApiError(400, "messages must end in the assistant's turn", param="messages")
+            raise ApiError(400, "messages must end with an assistant turn", param="messages")
         try:
             encoded = self.chat.encode(messages[:-1], messages[-1:])
         except UserError as error:
@@ -168,8 +168,8 @@ class ServedReward:
         if len(encoded) > limit:
             raise ApiError(
                 400,
-                f"the dialogue has {len(encoded)} tokens, and {self.name} reads {limit};"
-                " shorten it",
+                f"the dialogue has {len(encoded)} tokens, but the context of {self.name} is"
+                f" {limit}; shorten it",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -225,7 +225,7 @@ def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
     for name in names:
         require(
             names.count(name) == 1,
-            f"--path: two models are called {name}; name them, such as sft=OUT/step1_sft",
+            f"--path: two models are called {name}; rename one, as in sft=OUT/step1_sft",
         )
     return paths
 
@@ -259,7 +259,7 @@ def models_of_run(out: Path) -> list[ModelPath]:
     best = model_to_talk_to(steps)
     paths.sort(key=lambda path: best is not None and path.name == best.name)
     if all(path.name == BASE for path in paths):
-        raise ModelError(f"--run {out} has no model to talk to yet; finish its steps with --resume")
+        raise ModelError(f"--run {out} has no model to serve yet; finish its steps with --resume")
     return paths
 
 
@@ -347,7 +347,7 @@ def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
         except ModelError as error:
             if path.choose_format is None:
                 raise
-            remark(f"{path.name} is left out, the model that the run began from: {error}")
+            remark(f"{path.name}, the run's starting model, is skipped: {error}")
         else:
             ready.append(path)
     return ready
@@ -387,7 +387,7 @@ def _plan_slots(
     limit = context_length(model)
     require(
         config.context is None or config.context <= limit,
-        f"--context is {config.context}, and {name} reads {limit} tokens; lower it",
+        f"--context {config.context} exceeds the {limit}-token context of {name}; lower it",
     )
     context = min(limit, config.context or MOST_CONTEXT)
     if config.context is None:  # shorten it rather than fail
@@ -399,7 +399,7 @@ def _plan_slots(
         needed, available = in_words(slots * slot, budget)
         raise ConfigError(
             f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
-            f" and {available} are free for them; lower --slots or --context, or serve fewer models"
+            f" but only {available} are free; lower --slots or --context, or serve fewer models"
         )
     return slots, context
 

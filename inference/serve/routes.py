@@ -80,7 +80,7 @@ async def _leave(*_: object) -> Response:
 
 
 async def _fail(*_: object) -> Response:
-    return ApiError(500, "the server failed; see its log").response
+    return ApiError(500, "internal server error; see the server's log").response
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
@@ -160,7 +160,7 @@ async def tokenize(request: Request) -> Response:
     fields, _ = read_request(TokenizeRequest, await read_body(request))
     served = state.model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
+        raise ApiError(400, "provide either prompt or messages", param="prompt")
     if fields.messages is not None:
         messages = [each.message for each in fields.messages]
         ids = await off_loop(
@@ -244,7 +244,7 @@ async def undo_rating(request: Request) -> Response:
     try:
         await asyncio.to_thread(_ratings(state).undo, undo.id, undo.rater or _key_name(request))
     except KeyError:
-        raise ApiError(404, "there is no rating with this id", param="id") from None
+        raise ApiError(404, "no rating has this id", param="id") from None
     except DataError as error:
         raise ApiError(503, str(error)) from None
     return json_response({"id": undo.id})

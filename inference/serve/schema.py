@@ -36,7 +36,7 @@ DEFAULTS = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type
 EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
 
 REASONS = {
-    "chat_template": "a template is a program; the model's own is used",
+    "chat_template": "templates are programs; only the model's own is used",
     **dict.fromkeys(NOT_SERVED[:11], EXPORTS),
 }
 
@@ -237,13 +237,13 @@ class RatingRequest(Strict, extra="forbid"):
     def check(self) -> "RatingRequest":
         """Each kind has its own fields."""
         if self.messages[-1].role != "user":
-            raise ValueError("messages must end in a user's turn")
+            raise ValueError("messages must end with a user turn")
         if len(self.answers) != (2 if self.kind == "pair" else 1):
-            raise ValueError("a pair has two answers, a thumb or an edit has one")
+            raise ValueError("a pair needs two answers, a thumb or an edit one")
         if (self.kind == "thumb" and self.choice is None) or (self.tie and self.choice is not None):
-            raise ValueError("a thumb has a choice, a tie has none")
+            raise ValueError("a thumb needs a choice, a tie must not have one")
         if (self.kind == "edit") != (self.edit is not None):
-            raise ValueError("only an edit has text in edit")
+            raise ValueError("only an edit can have the field edit")
         return self
 
 

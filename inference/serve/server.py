@@ -44,8 +44,8 @@ def listen(config: ServeConfig) -> socket.socket:
         listener.close()
         if error.errno in (98, 48):  # EADDRINUSE on Linux and macOS
             raise ConfigError(
-                f"--port {config.port} of {config.host} is taken; choose another one, or --port 0"
-                " for any that is free"
+                f"--port {config.port} of {config.host} is in use; choose another, or --port 0 for"
+                " any free port"
             ) from None
         raise ConfigError(
             f"--host {config.host} --port {config.port} can't be bound: {error.strerror}"
@@ -148,13 +148,13 @@ class Server(uvicorn.Server):
         while self.state.broker.num_open and time.monotonic() < end:
             await asyncio.sleep(0.05)
         if self.state.broker.num_open:
-            logger.warning("%d requests are aborted", self.state.broker.num_open)
+            logger.warning("aborting %d requests", self.state.broker.num_open)
         self.should_exit = True
 
     def _on_signal(self, number: int) -> None:
         if self._drain is not None:
             os._exit(128 + number)
-        remark("ending once the running requests have ended; again to end at once")
+        remark("shutting down once running requests finish; repeat to stop now")
         self.stop()
 
     def _fail(self, error: BaseException) -> None:

@@ -99,7 +99,7 @@ class Broker:
             if seconds >= limit:
                 raise ApiError(503, f"no slot was free for {limit:g} seconds; try again later")
             if self.failure is not None:
-                raise ApiError(500, "generation has failed, and the server ends")
+                raise ApiError(500, "generation has failed; the server is shutting down")
             try:
                 async with asyncio.timeout(min(1.0, limit - seconds)):
                     return await job.take()
@@ -128,7 +128,7 @@ class Broker:
 
     def _admit(self, num_tokens: int) -> Worker:
         if self.failure is not None:
-            raise ApiError(500, "generation has failed, and the server ends")
+            raise ApiError(500, "generation has failed; the server is shutting down")
         if self.worker is None or self.draining:
             what = "the server is about to end" if self.draining else "the models are being loaded"
             raise ApiError(503, f"{what}; try again later")
@@ -174,7 +174,7 @@ class State:
         if name not in self.models:
             raise ApiError(
                 404,
-                f"there is no model {name[:64]}; there are {', '.join(self.models)}",
+                f"no such model: {name[:64]}; available: {', '.join(self.models)}",
                 param="model",
                 code="model_not_found",
             )

@@ -82,7 +82,7 @@ class WatchedRun:
         if quiet < max(STALLED * seconds, LEAST_SECONDS):
             return ""
         return (
-            f"{name} has written nothing for {quiet:.0f} seconds, a line took {seconds:.1f} before"
+            f"{name} has written nothing for {quiet:.0f} seconds; a line took {seconds:.1f} before"
         )
 
 

@@ -336,14 +336,14 @@ class Worker:
         try:
             return row.token(event)
         except Exception:
-            logger.exception("the token %d has no text", event.id)
+            logger.exception("token %d has no text", event.id)
             return row.failed()
 
     def _ended(self, row: Row, event: Ended) -> Piece | None:
         del self._rows[event.ticket]
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
-            logger.error("a response failed: %s", "\n".join(notes) or event.error)
+            logger.error("generating a response failed: %s", "\n".join(notes) or event.error)
         is_stopped = event.reason == "cancelled" and row.stopped
         reason = "stop" if is_stopped else event.reason
         self._metrics.ended.labels(row.job.model, reason).inc()

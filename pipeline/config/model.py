@@ -127,7 +127,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
         require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}")
-        require(0 <= self.dropout < 1, f"lora.dropout must lie in [0, 1), got {self.dropout}")
+        require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout}")
         require(bool(self.targets), 'lora.targets must name a module, or "all-linear"')
         require(self.lr is None or self.lr > 0, f"lora.lr must be above 0 or null, got {self.lr}")
 
@@ -162,7 +162,7 @@ class FrozenModelConfig:
     def __post_init__(self) -> None:
         require(
             self.quantize == "nf4" or not self.double_quant,
-            f"double_quant belongs to quantize nf4, not {self.quantize}; leave it out",
+            f"double_quant belongs to quantize nf4, not {self.quantize}; omit it",
         )
 
 

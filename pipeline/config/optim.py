@@ -216,7 +216,7 @@ class OptimConfig:
         require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
         require(
             all(0 <= beta < 1 for beta in self.betas),
-            f"optim.betas must lie in [0, 1), got {self.betas}",
+            f"optim.betas must be in [0, 1), got {self.betas}",
         )
         require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
         require(
@@ -224,11 +224,11 @@ class OptimConfig:
         )
         require(
             0 <= self.warmup_ratio < 1,
-            f"optim.warmup_ratio must lie in [0, 1), got {self.warmup_ratio}",
+            f"optim.warmup_ratio must be in [0, 1), got {self.warmup_ratio}",
         )
         require(
             0 <= self.final_lr_ratio <= 1,
-            f"optim.final_lr_ratio must lie in [0, 1], got {self.final_lr_ratio}",
+            f"optim.final_lr_ratio must be in [0, 1], got {self.final_lr_ratio}",
         )
         require(
             self.schedule in SCHEDULES,
@@ -284,7 +284,7 @@ class LossScaleConfig:
         )
         require(
             0 <= self.initial_scale_power <= 127,
-            "fp16.initial_scale_power must lie in [0, 127], the powers of 2 that fp32 holds, got"
+            "fp16.initial_scale_power must be in [0, 127], the powers of 2 that fp32 holds, got"
             f" {self.initial_scale_power}",
         )
         require(

@@ -33,13 +33,13 @@ class ExportConfig:
     """Number format of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path is missing; give the directory of a model or a run")
+        require(bool(self.path), "path is missing; pass the directory of a model or a run")
         if self.to is None:
-            raise ConfigError("to is missing; give gguf, onnx, merged or adapter")
-        require(self.out is not None, "out is missing; give the directory to write")
+            raise ConfigError("to is missing; pass gguf, onnx, merged or adapter")
+        require(self.out is not None, "out is missing; pass the directory to write")
         require(
             self.number_format == "f32" or self.to == "gguf",
-            f"number_format {self.number_format} is for --to gguf; leave it out",
+            f"number_format {self.number_format} is for --to gguf; omit it",
         )
         require(
             self.base is None or self.to in ("merged", "adapter"),

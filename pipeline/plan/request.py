@@ -303,15 +303,15 @@ def check_sections_run(
             if stage.by_choice:
                 how = f"step {stage.number}, which is not named; add --step {stage.number}"
             raise ConfigError(
-                f"--{stage.section}.{options[0][0]} is a setting of {how}, or leave it out"
+                f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit it"
             )
     names = ("reward_function", "reward", "environment")
     rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(
         takes_rewards or not rewards,
-        f"{' '.join(rewards)} is for methods that learn from rewards, and those that run learn from"
-        " preferences; add a method such as grpo to --method, or leave it out",
+        f"{' '.join(rewards)} is for methods that learn from rewards, and those that run learn"
+        " from preferences; add a method such as grpo to --method, or omit it",
     )
 
 

@@ -270,7 +270,7 @@ class Resolver:
         in_files = [file.settings for file in self._files(stage)]
         require(
             stage.method is None or "method" not in dotted,
-            f"{stage.section}.method names one method, and --method several; leave it out",
+            f"{stage.section}.method names one method, and --method several; omit it",
         )
         require(
             not any("output_dir" in names for names in (dotted, *in_files)),

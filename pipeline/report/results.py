@@ -355,7 +355,7 @@ def find_model(path: str, method: str | None = None) -> str:
         if method is not None:
             raise ModelError(
                 f"--method chooses among the models of a run, and {path} is not an output directory"
-                " of one; leave it out"
+                " of one; omit it"
             )
         return path
     chosen = model_to_talk_to(steps)

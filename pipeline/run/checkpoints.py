@@ -126,7 +126,7 @@ class Checkpoints:
         require(
             self.once("training", lambda: training) == training,
             f"the model in {path} is not the one that this run began from: it was trained again;"
-            " restore that one, or pass --overwrite to start again",
+            " restore that one, or pass --overwrite to start over",
         )
         return training or path
 
@@ -364,13 +364,13 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
         there, here = theirs.get(name), settings.get(name)
         if there != here:
             raise ConfigError(
-                f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
-                " keep that setting, or pass --overwrite to start again"
+                f"{checkpoint.path} was made with {name} {there}, and this run has {here}; keep"
+                " that setting, or pass --overwrite to start over"
             )
     if state["data"] != data:
         raise ConfigError(
-            f"the training rows are not those of {checkpoint.path}: the data has changed;"
-            " restore it, or pass --overwrite to start again"
+            f"the training rows are not those of {checkpoint.path}: the data has changed; restore"
+            " it, or pass --overwrite to start over"
         )
 
 

@@ -127,8 +127,8 @@ class Run:
         if not self.config.resume and unfinished and steps_in(self.path(CHECKPOINTS)):
             self._held.close()
             raise ConfigError(
-                f"{self.config.output_dir} holds the checkpoints of an unfinished run; pass "
-                f"--resume to continue it, or remove {self.path(CHECKPOINTS)} to start again"
+                f"{self.config.output_dir} holds the checkpoints of an unfinished run; pass"
+                f" --resume to continue it, or remove {self.path(CHECKPOINTS)} to start over"
             )
 
     @property

@@ -295,7 +295,7 @@ def _wrong_type(name: str, kind: object, value: object) -> str:
 
 
 _WORDS = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "text",

@@ -71,12 +71,12 @@ def test_commands_change_the_dialogue_and_its_settings(
         "(new dialogue)",
         "(temperature 0.5)",
         "(temperature takes a number, not 'x')",
-        "(temperature must be 0 or above, got -1.0)",
+        "(temperature must not be below 0, got -1.0)",
         "(max_new_tokens 2)",
-        "(max_new_tokens takes a whole number, not '2.5')",
+        "(max_new_tokens takes an integer, not '2.5')",
         "(max_new_tokens must be above 0, got 0)",
         "(/save needs a file name)",
-        "There is no command /none; /help lists them.",
+        "Unknown command /none; see /help.",
     ]
     enter("/system", "Hi", "tell me " * 999, "/quit", "/length 9")
     assert [message.role for message in conversation.messages] == ["user", "assistant"]

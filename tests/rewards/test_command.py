@@ -61,7 +61,7 @@ def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
     ("word", "sentence"),
     [
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
-        ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be a whole number"),
+        ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be an integer"),
         ("{weight: 3}", "kind is missing, it takes code, environment, exact, function"),
         ("{kind: length", "is not a mapping of settings"),
         ("judge:x", "rewards.judge.model is missing"),

@@ -150,8 +150,8 @@ def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
             raise ConfigError(f"{directory} has a half-written pack; add --resume, or remove it")
         if path.read_text() != plan:
             raise ConfigError(
-                f"{directory} was started with other source files, another tokenizer or field; "
-                f"remove it to start again"
+                f"{directory} was started with other source files, another tokenizer or field;"
+                " remove it to start over"
             )
         return
     directory.mkdir(parents=True, exist_ok=True)

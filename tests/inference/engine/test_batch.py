@@ -162,7 +162,7 @@ def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
         (Request((5,) * 30, WARM, 0, 11), "a prompt of 30 tokens and a response of 11 don't fit"),
         (Request((), WARM, 0, 1), "a prompt has no tokens"),
         (Request((5,), WARM, 0, 0), "max_new_tokens must be above 0: 0"),
-        (Request((1, 99_999_999), WARM, 0, 1), "token id 99999999, and the model's are 0 to 100;"),
+        (Request((1, 99_999_999), WARM, 0, 1), "token id 99999999, but the model's are 0 to 100;"),
         (Request((1, 101), WARM, 0, 1), "token id 101, and"),
         (Request((-1, 1), WARM, 0, 1), "token id -1, and"),
     ],
@@ -219,5 +219,5 @@ def test_the_memory_of_a_slot_is_what_its_cache_takes(family: str, tmp_path: Pat
         slots = slots_within(model, 10**7, num_tokens=capacity)
         stored = SlotCache(num_slots=slots, capacity=capacity)._empty(states)
         assert stored.nbytes * 2 * len(cache.keys) <= 10**7
-    with pytest.raises(ConfigError, match=f"take {one:,} bytes, and there is room for {one - 1:,}"):
+    with pytest.raises(ConfigError, match=f"take {one:,} bytes, but only {one - 1:,}"):
         slots_within(model, one - 1, num_tokens=40)

@@ -174,7 +174,7 @@ def refuse(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor
     ("capture", "counts", "reason"),
     [
         (off_by(1 + 1e-5), PassCounts(1, 2, 10, 0), ""),
-        (off_by(-1.0), PassCounts(1, 12, 0, 1), "does not repeat its modules: logits differ"),
+        (off_by(-1.0), PassCounts(1, 12, 0, 1), "does not match the modules: logits differ"),
         (
             refuse,
             PassCounts(1, 12, 0, 1),

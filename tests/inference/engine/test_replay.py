@@ -12,11 +12,11 @@ from inference.engine.replay import ReplayError, TraceRecorder
 @pytest.mark.parametrize(
     ("compute", "reason"),
     [
-        (lambda x: x + torch.rand_like(x), "rand_like can't be repeated"),
-        (lambda x: x[x > 0], "the size of the result of index depends on numbers"),
-        (torch.nonzero, "the size of the result of nonzero depends on numbers"),
-        (lambda x: x * float(x.sum()), "item returns a number to Python"),
-        (lambda x: x * x.tolist()[0], "tolist returns numbers to Python"),
+        (lambda x: x + torch.rand_like(x), "rand_like can't be replayed"),
+        (lambda x: x[x > 0], "the output shape of index depends on data"),
+        (torch.nonzero, "the output shape of nonzero depends on data"),
+        (lambda x: x * float(x.sum()), "item returns a value to Python"),
+        (lambda x: x * x.tolist()[0], "tolist returns values to Python"),
         (lambda x: x if torch.equal(x, x + 1) else -x, "equal"),
     ],
 )

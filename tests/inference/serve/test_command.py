@@ -36,24 +36,24 @@ def refused(*argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ((), "error: --path is missing: give a model directory, or --run OUT"),
+        ((), "error: --path is missing: pass a model directory, or --run OUT"),
         (("--path", "./none"), "error: no such model"),
         (("--path", "a=x", "--path", "a=y"), "error: --path: two models are called a; name them"),
         (("--run", "none"), "error: --run none: no such directory"),
         (("--path", "embedded", "--prot", "1"), "error: there is no option --prot; did you mean"),
         (
             ("--path", "embedded", "--port", "70000"),
-            "error: --port must lie in [0, 65535], got 70000",
+            "error: --port must be in [0, 65535], got 70000",
         ),
         (("--path", "embedded", "--slots", "0"), "error: --slots must be above 0, got 0"),
-        (("--path", "embedded", "--cors", "x"), "error: --cors takes origins, such as https://"),
+        (("--path", "embedded", "--cors", "x"), "error: --cors must be origins, such as https://"),
         (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 accepts other"),
         (("--path", "embedded", "--api-key", "a"), "error: --api-key: key 1 is shorter than 8"),
         (("--path", "embedded", "--api-key-file", "no"), "error: --api-key-file no can't be read"),
-        (("--path", "embedded", "--tls-cert", "c"), "error: --tls-cert and tls_key belong"),
+        (("--path", "embedded", "--tls-cert", "c"), "error: --tls-cert and tls_key must be set"),
         (
             ("--path", "embedded", "--port", "0", "--context", "257"),
-            "error: --context is 257, and embedded reads 256 tokens; lower it",
+            "error: --context 257 exceeds the 256-token context of embedded; lower it",
         ),
         (
             ("--path", "embedded", "--port", "0", "--cache-gib", "0.001"),
@@ -82,8 +82,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         line = refused("--path", "embedded", "--port", str(port))
 
     assert line == (
-        f"error: --port {port} of 127.0.0.1 is taken; choose another one, or --port 0 for any that"
-        " is free"
+        f"error: --port {port} of 127.0.0.1 is in use; choose another, or --port 0 for any free"
+        " port"
     )
 
 
@@ -133,7 +133,7 @@ def test_a_process_answers_until_it_is_stopped_and_lets_what_runs_end() -> None:
         _, errors = process.communicate(timeout=60)
 
     assert process.returncode == 0
-    assert "ending once the running requests have ended" in errors
+    assert "shutting down once running requests finish" in errors
     assert rest.count(b'finish_reason":"length') == 1
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 

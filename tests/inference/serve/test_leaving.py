@@ -118,5 +118,5 @@ def test_a_server_that_ends_lets_running_requests_end_and_takes_no_new_ones() ->
         connection.close()
 
     assert refused.status == 503
-    assert "about to end" in refused.error["message"]
+    assert "shutting down" in refused.error["message"]
     assert events(whole)[-1]["choices"][0]["finish_reason"] == "length"

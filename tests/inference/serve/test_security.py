@@ -20,7 +20,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_without_a_key_other_machines_are_not_let_in() -> None:
     for host in ("0.0.0.0", "192.0.2.1", "::"):
-        with pytest.raises(ConfigError, match="accepts other machines; give --api-key-file"):
+        with pytest.raises(ConfigError, match="accepts other machines; pass --api-key-file"):
             read_keys(ServeConfig(path=("x",), host=host))
 
     assert read_keys(ServeConfig(path=("x",), host="::1")) == {}
@@ -46,7 +46,7 @@ def test_keys_come_from_the_command_line_the_environment_and_a_file(
         ("", "has no keys"),
         ("short\n", "shorter than 8"),
         ("a b c\n", "line 1 must be KEY or NAME KEY"),
-        ("ключ-ключ\n", "characters that no header takes"),
+        ("ключ-ключ\n", "characters that are invalid in a header"),
     ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=sentence):

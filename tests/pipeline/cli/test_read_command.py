@@ -53,8 +53,8 @@ def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--best-of x", "--best-of must be a whole number, got x"),
-        ("--best_of x", "--best-of must be a whole number, got x"),
+        ("--best-of x", "--best-of must be an integer, got x"),
+        ("--best_of x", "--best-of must be an integer, got x"),
         ("--best-of 1", "--best-of must be 2 or more, got 1"),
         ("--best-of 2 3", "--best-of takes one value, got 2: 2 3"),
         ("--write three", "--write must be one of"),

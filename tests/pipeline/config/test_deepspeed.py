@@ -195,7 +195,7 @@ def test_schedules_have_deepspeeds_defaults(
         ({"stage": 2}, "did you mean zero_optimization.stage"),
         ({"fp16": "yes"}, "fp16 in FILE must hold settings"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
-        ({"train_batch_size": 0}, "train_batch_size in FILE must be a whole number above 0"),
+        ({"train_batch_size": 0}, "train_batch_size in FILE must be an integer above 0"),
         ({"gradient_accumulation_steps": 2}, "alone does not determine the batch size"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},

@@ -141,7 +141,7 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
         run(tmp_path / "model", "merged", tmp_path / "there")
     with pytest.raises(ConfigError, match="--number-format f16 is for --to gguf"):
         run(tmp_path / "model", "merged", out, "--number-format", "f16")
-    with pytest.raises(ConfigError, match="--to is missing; give gguf, onnx, merged or adapter"):
+    with pytest.raises(ConfigError, match="--to is missing; pass gguf, onnx, merged or adapter"):
         main(["--path", str(tmp_path / "model"), "--out", str(out)])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "model", "there"]
 

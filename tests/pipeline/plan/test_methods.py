@@ -66,7 +66,7 @@ REFUSED = {
         "--methods.rloo.clip is of a method that does not run; add rloo to --method"
     ),
     "--method ppo grpo --ppo.method rloo": (
-        "method ppo: ppo.method names one method, and --method several; leave it out"
+        "method ppo: ppo.method names one method, and --method several; omit it"
     ),
     "--method ppo grpo dapo --methods.grpo.foo 1": (
         "method grpo: there is no setting ppo.foo; --help lists the settings"

@@ -53,7 +53,7 @@ def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> Non
     [
         ("--step 4", "--step must be one of 0, 1, 2, 3, got 4"),
         ("--step", "--step takes at least one value, got none"),
-        ("--seed x", "--seed must be a whole number or null, got x"),
+        ("--seed x", "--seed must be an integer or null, got x"),
         ("--kl_coef 1", "there is no option --kl-coef; did you mean --ppo.kl_coef?"),
         ("--data-pth a", "there is no option --data-pth; did you mean --data-path?"),
         ("--zzz", "there is no option --zzz; --help lists the options"),

@@ -62,9 +62,9 @@ def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() 
 @pytest.mark.parametrize(
     ("option", "words", "sentence"),
     [
-        ("count", ["x"], "s.count must be a whole number, got x"),
-        ("count", ["1.5"], "s.count must be a whole number, got 1.5"),
-        ("count", ["null"], "s.count must be a whole number, got null"),
+        ("count", ["x"], "s.count must be an integer, got x"),
+        ("count", ["1.5"], "s.count must be an integer, got 1.5"),
+        ("count", ["null"], "s.count must be an integer, got null"),
         ("maybe.rate", ["null"], "s.maybe.rate must be a number, got null"),
         ("count", [], "--s.count takes one value, got none"),
         ("count", ["1", "2"], "--s.count takes one value, got 2: 1 2"),

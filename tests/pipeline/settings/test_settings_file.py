@@ -17,7 +17,7 @@ SENTENCES = (
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
     ("epochs: -1", "epochs in {} must be above 0, got -1.0"),
-    ("seed: null", "seed in {} must be a whole number, got null"),
+    ("seed: null", "seed in {} must be an integer, got null"),
     ("a: " + 3000 * "[", "--config {} is nested too deeply to be settings"),
 )
 """Contents of a file, and the sentence about it, with the file in place of {}."""
