@@ -67,7 +67,7 @@ def test_each_step_says_when_and_why_and_exports_the_best_weights(
     note = json.loads((config.output_dir / "diverged.json").read_text())
     assert note["sentence"] == sentence
     if step in EXPORTED:
-        assert sentence.endswith("the weights after step 0, the best evaluated, are exported")
+        assert sentence.endswith("the best evaluated weights, after step 0, are exported")
         first = AutoModelForCausalLM.from_pretrained(start / "actor").state_dict()
         kept = AutoModelForCausalLM.from_pretrained(config.output_dir / EXPORTED[step])
         assert all(torch.equal(kept.state_dict()[name], each) for name, each in first.items())
@@ -105,7 +105,7 @@ def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path
     said = [line for line in first.stderr.splitlines() if "diverged" in line]
     assert len(said) == 2
     assert said[0].startswith("error: step1_sft diverged after step 1: held-out perplexity")
-    assert said[1].endswith("--resume and a smaller --sft.model.optim.lr starts it again")
+    assert said[1].endswith("--resume and a smaller --sft.model.optim.lr restarts it")
     assert not (out / "step2_reward").exists()
     assert "step1_sft diverged after step 1" in (out / "report.html").read_text()
 

@@ -147,7 +147,7 @@ def test_resume_skips_what_is_finished(finished: Path) -> None:
     done = run("train.py", "--output-dir", str(finished), *SHORT, *extra, "--resume")
 
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("skipped") == 3
+    assert (done.stdout + done.stderr).count("already finished") == 3
     assert (
         json.loads((finished / "summary.json").read_text())["steps"] == json.loads(summary)["steps"]
     )

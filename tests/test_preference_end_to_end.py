@@ -73,4 +73,4 @@ def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_
     AutoModelForCausalLM.from_pretrained(out / "step3_kto" / "actor")
     again = run(out, *command, "--resume")
     assert again.returncode == 0, again.stderr
-    assert "step 3 is finished, skipped" in again.stdout
+    assert "skipping step 3: already finished" in again.stdout

@@ -62,7 +62,7 @@ nonsense | 'nonsense' | options start with --
 --nonsense | --nonsense | --help lists
 --step 4 | --step | one of 0, 1, 2, 3
 --step 0 | pretrain.data.path | give token files
---step 3 | step 3 needs the model of step 1 | make it with `python train.py --step 1
+--step 3 | step 3 needs the model of step 1 | create it with `python train.py --step 1
 --actor-model ./none | --actor-model ./none | no such directory
 --actor-model empty_directory | --actor-model empty_directory | config.json
 --actor-model 1.4b | --actor-model 1.4b | 1.3b, 2.7b
@@ -110,7 +110,7 @@ nonsense | 'nonsense' | options start with --
 --sft.model.optim.schedule cosin | cosin | did you mean cosine
 --sft.model.quantize nf4 | sft.model.quantize nf4 | add adapters with lora.rank
 --sft.model.zero.offload.optimizer nvme | offload.optimizer nvme | offload.nvme_path
---sft.output_dir here | sft.output_dir | --output-dir moves it
+--sft.output_dir here | sft.output_dir | use --output-dir
 --reward mth | --reward mth | did you mean math
 --reward math --data-path good.jsonl | column answer | chosen, prompt, rejected
 --reward regex:( | rewards.regex.pattern | not a regular expression

@@ -58,7 +58,7 @@ class Shortage:
     def __str__(self) -> str:
         """The memory needed and available, to follow the name of a step."""
         needed, available = in_words(self.needed, self.available)
-        return f"takes {needed} on {self.where} to {self.phase.name}, and there are {available}"
+        return f"takes {needed} on {self.where} to {self.phase.name}, with {available} available"
 
 
 def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
@@ -119,7 +119,7 @@ def refusal(
     fix = suggest_fix(config, machine, count, origins)
     if fix is None:
         return (
-            f"{step} {short}; nothing that saves memory makes it fit: take a smaller model, shorter"
+            f"{step} {short}; no memory-saving setting makes it fit: use a smaller model, shorter"
             " sequences, or a machine with more memory, more GPUs or fewer processes"
         )
     prefix = f"--{section}." if section else "--"

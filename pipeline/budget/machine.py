@@ -70,13 +70,13 @@ def parse_machine(text: str) -> Machine:
     )
     if match is None:
         raise ConfigError(
-            f"--plan-for {text} is not a machine; write GPUs and their memory, such as 8xA100-80GB"
+            f"--plan-for {text} is not a machine; pass GPUs and their memory, such as 8xA100-80GB"
             " or 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
         )
     nodes, gpus, size, host = match.groups()
     count = int(gpus)
     if not count or not int(size) or not int(nodes or 1):
-        raise ConfigError(f"--plan-for {text} has no GPU or no memory; numbers are above 0")
+        raise ConfigError(f"--plan-for {text} has no GPU or no memory; numbers must be above 0")
     host_bytes = int(host) * GIB if host else None
     return Machine(count, count * int(nodes or 1), int(size) * GIB, host_bytes, name=text)
 
@@ -109,12 +109,12 @@ def describe_machine(machine: Machine) -> str:
     if machine.gpu_bytes is not None:
         parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")
     elif machine.has_gpu:
-        parts.append("GPUs whose memory is not known")
+        parts.append("GPUs of unknown memory")
     if machine.host_bytes is not None:
         count = machine.processes
         processes = "1 process" if count == 1 else f"{count} processes"
         parts.append(f"{in_words(machine.host_bytes)[0]} of main memory for {processes}")
-    return f"{machine.name} has {' and '.join(parts) or 'memory that is not known'}"
+    return f"{machine.name} has {' and '.join(parts) or 'unknown memory'}"
 
 
 PEAKS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}

@@ -325,7 +325,7 @@ def line(memory: StepMemory, machine: Machine) -> str:
     phases = [phase.least() for phase in memory.phases]
     worst = max(phases, key=lambda phase: phase.peak("device"))
     (needed,) = in_words(worst.peak("device"))
-    more = " and more, which is not counted" if memory.unknown else ""
+    more = " plus uncounted parts" if memory.unknown else ""
     host = max(phase.peak("host") for phase in phases)
     of_host = f", {in_words(host)[0]} of main memory" if host and machine.has_gpu else ""
     each = "on each GPU" if machine.has_gpu else "in each process"

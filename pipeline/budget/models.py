@@ -229,8 +229,8 @@ def read_models(
             models.append(CountedModel(use, path, settings, module))
         except ModelError:
             unknown.append(
-                f"{use.role} {path} is not counted: it is not downloaded, or has no configuration"
-                " that can be read"
+                f"{use.role} {path} is not counted: it is not downloaded, or has no readable"
+                " configuration"
             )
     return models, unknown
 

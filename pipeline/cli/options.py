@@ -247,7 +247,7 @@ def remark(text: str) -> None:
 
 def _one_file(option: str, words: Sequence[str]) -> Path:
     if len(words) != 1:
-        raise ConfigError(f"{option} takes one file, got {len(words)}: {' '.join(words)}")
+        raise ConfigError(f"{option} takes a single file, got {len(words)}: {' '.join(words)}")
     return Path(words[0])
 
 

@@ -127,6 +127,6 @@ def _nothing_found(directory: Path) -> str:
     ]
     only = f", only {others[0]}" if others else ""
     return (
-        f"{directory} holds no weights: it has neither {SINGLE} nor {INDEX}{only}; copy or download"
+        f"{directory} has no weights: it has neither {SINGLE} nor {INDEX}{only}; copy or download"
         " its safetensors"
     )

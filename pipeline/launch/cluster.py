@@ -72,8 +72,8 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
     options, step = split_options(argv[:at]), list(argv[at:])
     require(
         len(step) > 1 and not step[1].startswith("-"),
-        "-m names no module; end the command with -m MODULE and its options, such as"
-        " -m step1_sft.train --config my.yaml",
+        "-m needs a module; end the command with -m MODULE and its options, such as -m"
+        " step1_sft.train --config my.yaml",
     )
     known = {each.name for each in fields(Deployment)} - set(NOT_HERE)
     for name, _ in options:
@@ -83,7 +83,10 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
             f" -m {step[1]}",
         )
     for name, _ in split_options(step[2:]):
-        require(name not in known, f"{spelled(name)} is the launcher's; put it before -m {step[1]}")
+        require(
+            name not in known,
+            f"{spelled(name)} is a launcher option; put it before -m {step[1]}",
+        )
     return build_config(Deployment, [], [("deployment_type", ["multi_node"]), *options]), step
 
 

@@ -211,8 +211,8 @@ def _by_ssh(deployment: Deployment) -> Layout:
     local = [host for host in hosts if host.name in THIS_MACHINE]
     if local and len(hosts) > 1:
         raise ConfigError(
-            f"{local[0].place}: {local[0].name} is a different machine on every host; write the"
-            " name by which the others reach it"
+            f"{local[0].place}: {local[0].name} is a different machine on every host; use the name"
+            " by which the others reach it"
         )
     address = deployment.master_addr or hosts[0].name.rpartition("@")[2]
     port = deployment.master_port or PORT
@@ -227,7 +227,7 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
     most = deployment.num_nodes or len(names)
     require(
-        most <= len(names), f"--num-nodes {most} is more than the {len(names)} of the allocation"
+        most <= len(names), f"--num-nodes {most} exceeds the {len(names)} nodes of the allocation"
     )
     gpus = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
     each = deployment.num_gpus or (int(gpus[0]) if gpus else 0) or count_processes(None)
@@ -245,7 +245,7 @@ def expand_nodelist(text: str) -> list[str]:
     """
     if not re.fullmatch(f"{NODES}(,{NODES})*", text):
         raise ConfigError(
-            f"SLURM_JOB_NODELIST {text!r} names no machine; run this inside sbatch or salloc"
+            f"SLURM_JOB_NODELIST {text!r} has no hosts; run this inside sbatch or salloc"
         )
     names: list[str] = []
     for part in re.finditer(NODES, text):
@@ -274,12 +274,15 @@ def read_hostfile(path: Path) -> list[Host]:
         if not words:
             continue
         match = LINE.fullmatch(words)
-        require(match is not None, f"{path}:{number}: a line is `worker-0 slots=8`, not {words!r}")
+        require(
+            match is not None,
+            f"{path}:{number}: expected `worker-0 slots=8`, got {words!r}",
+        )
         assert match is not None
         name = match["name"]
-        require(name not in hosts, f"{path}:{number}: {name} is named twice; give all its slots")
+        require(name not in hosts, f"{path}:{number}: {name} is listed twice; merge the lines")
         hosts[name] = Host(name, tuple(range(int(match["slots"]))), f"{path}:{number}")
-    require(bool(hosts), f"--hostfile {path} names no host; a line is `worker-0 slots=8`")
+    require(bool(hosts), f"--hostfile {path} has no hosts; write lines such as `worker-0 slots=8`")
     return list(hosts.values())
 
 
@@ -309,15 +312,13 @@ def select_hosts(
         hosts = [host for host in hosts if host.slots]
         require(bool(hosts), f"--exclude {exclude} leaves no host")
     if num_nodes is not None:
-        require(
-            num_nodes <= len(hosts), f"--num-nodes {num_nodes} is more than the {len(hosts)} hosts"
-        )
+        require(num_nodes <= len(hosts), f"--num-nodes {num_nodes} exceeds the {len(hosts)} hosts")
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
         for host in hosts:
             require(
                 num_gpus <= len(host.slots),
-                f"--num-gpus {num_gpus} is more than the {len(host.slots)} slots of {host.name}"
+                f"--num-gpus {num_gpus} exceeds the {len(host.slots)} slots of {host.name}"
                 f" ({host.place})",
             )
         hosts = [replace(host, slots=host.slots[:num_gpus]) for host in hosts]
@@ -335,9 +336,9 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple
         name, slots = match[1], match[2]
         if name not in known:
             raise ConfigError(
-                f"{option} {text}: no host is called {name}; {suggestion(name, known)}"
+                f"{option} {text}: there is no host {name}; {suggestion(name, known)}"
             )
-        require(name not in named, f"{option} {text}: {name} is named twice")
+        require(name not in named, f"{option} {text}: {name} is listed twice")
         host = known[name]
         chosen = host.slots
         if slots is not None:

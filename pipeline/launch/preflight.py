@@ -159,8 +159,8 @@ class _Probe:
             )
         if code == NO_DIRECTORY:
             return (
-                f"{name} does not have the directory that this command runs in; start it in one"
-                " that is shared by all machines, at the same path"
+                f"{name} does not have this command's working directory; start in a directory that"
+                " all machines share at the same path"
             )
         if code == NO_PYTHON:
             return (
@@ -200,9 +200,9 @@ def _with_port(where: Layout, first: _Probe, deployment: Deployment) -> Layout:
         return where
     if deployment.master_port is not None:
         raise ConfigError(
-            f"--master-port {where.port} is taken on {first.host.name}; choose another, or omit it"
+            f"--master-port {where.port} is in use on {first.host.name}; choose another, or omit it"
         )
-    remark(f"port {where.port} of {first.host.name} is taken; processes meet at port {port}")
+    remark(f"port {where.port} of {first.host.name} is in use; using port {port}")
     return replace(where, port=port)
 
 
@@ -221,9 +221,9 @@ def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine)
 def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
     if max(host.slots) >= len(machine.gpus):
         yield (
-            f"{host.name} has {len(machine.gpus)} GPUs, and slot {max(host.slots)} is required"
-            f"{f' ({host.place})' if host.place else ''}; correct its slots, or check its driver"
-            " with nvidia-smi"
+            f"{host.name} has {len(machine.gpus)} GPUs, but slot {max(host.slots)} is"
+            f" requested{f' ({host.place})' if host.place else ''}; correct its slots, or check its"
+            " driver with nvidia-smi"
         )
         return
     for slot in host.slots:
@@ -231,7 +231,7 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
         if gpu.used_mib > IN_USE * gpu.total_mib:
             yield (
                 f"GPU {slot} of {host.name} has {gpu.used_mib / 1024:.1f} of"
-                f" {gpu.total_mib / 1024:.0f} GiB in use; end that job, or leave the GPU out with"
+                f" {gpu.total_mib / 1024:.0f} GiB in use; stop that job, or exclude the GPU with"
                 f" --exclude {host.name}:{slot}"
             )
 
@@ -239,14 +239,14 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
 def _check_place(host: Host, machine: Machine, directory: Path, where: Layout) -> Iterator[str]:
     if not machine.shared:
         yield (
-            f"{host.name} does not see this machine's {directory}; put --output-dir on a file"
+            f"{host.name} can't access this machine's {directory}; put --output-dir on a file"
             " system that all machines share, at the same path"
         )
     if not machine.reaches:
         yield (
-            f"{host.name} can't reach port {where.port} of {where.address}; check that the name is"
-            " that of the first machine there, open the ports above 1024 between the machines, or"
-            " give another --master-addr or --master-port"
+            f"{host.name} can't reach port {where.port} of {where.address}; check that the name"
+            " resolves to the first machine there, open the ports above 1024 between the machines,"
+            " or pass another --master-addr or --master-port"
         )
 
 

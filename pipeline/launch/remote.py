@@ -138,7 +138,7 @@ class _Group:
             wrong_input = command.code == EXIT_USER_ERROR
             self._failed = command
             if not wrong_input:  # it has printed its error
-                complain(f"{command.describe()}{'; the others are stopped' if running else ''}")
+                complain(f"{command.describe()}{'; stopping the others' if running else ''}")
             self._deadline = time.monotonic() + HEARING_SECONDS
 
 
@@ -197,8 +197,8 @@ class _Command:
             return f"{self.host}: the connection failed or was lost"
         code = self.exit_code
         if code > 128 and (number := code - 128) in set(signal.Signals):
-            return f"{self.host} ended first, by {signal.Signals(number).name}"
-        return f"{self.host} ended first, with exit code {code}"
+            return f"{self.host} exited first, by {signal.Signals(number).name}"
+        return f"{self.host} exited first, with exit code {code}"
 
     def finish_output(self) -> None:
         """Forward all output, before the command's end is reported."""
@@ -252,7 +252,7 @@ def main(argv: Sequence[str]) -> int:
         if not is_open or time.monotonic() - heard > LOST_SECONDS:
             _end(command)
             with suppress(OSError):  # the reader may be gone too
-                sys.stderr.write("the launcher is gone; its processes here have been ended\n")
+                sys.stderr.write("the launcher is gone; its processes here were stopped\n")
         elif select.select([STDIN], [], [], TICK_SECONDS)[0]:
             rest += (received := os.read(STDIN, 2**16))
             is_open, heard = bool(received), time.monotonic()

@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
         processes = determine_local_world_size(options.nproc_per_node)
     except ValueError:
         complain(
-            f"error: --nproc-per-node {options.nproc_per_node} names no devices of this machine;"
-            " give the number of processes (NUM_PROCESSES of the scripts)"
+            f"error: --nproc-per-node {options.nproc_per_node} is not a device of this machine;"
+            " pass the number of processes (NUM_PROCESSES of the scripts)"
         )
         return EXIT_USER_ERROR
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(processes)))
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         _kill_children()
         return EXIT_INTERRUPTED
     except (RendezvousError, DistError) as error:
-        complain(f"error: the nodes could not meet {_reason(options, error)}")
+        complain(f"error: the nodes could not rendezvous {_reason(options, error)}")
         return EXIT_USER_ERROR
     return 0
 
@@ -134,10 +134,10 @@ def _reason(options: argparse.Namespace, error: Exception) -> str:
         place = "on this machine"
     message = str(error).partition("\n")[0].rstrip(". ")
     if "EADDRINUSE" in message or "address already in use" in message:
-        return f"{place}: that port is taken by another program; choose another"
+        return f"{place}: the port is in use by another program; choose another"
     return (
-        f"{place}: {message}; every node needs the same address, of the first one, a port that is"
-        " free there and reachable, and a different --node-rank"
+        f"{place}: {message}; every node needs the first node's address, a port that is free and"
+        " reachable there, and a different --node-rank"
     )
 
 

@@ -151,7 +151,7 @@ class Group:
         if self.process_group is None:
             return [float(value) for value in values]
         own = torch.tensor(values, dtype=torch.float64, device=local_device())
-        self._enter_collective("all_reduce", "a few numbers", own.nbytes)
+        self._enter_collective("all_reduce", "a few values", own.nbytes)
         packed = self.with_fingerprints(own)
         with HERE.waiting(self.others):
             dist.all_reduce(packed, op=op, group=self.process_group)

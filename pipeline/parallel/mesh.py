@@ -73,8 +73,8 @@ class Mesh:
         number = self.world.size
         require(
             number % size == 0,
-            f"inference_tp_size {size} doesn't divide the {number} processes; choose one that does,"
-            " or start another number of processes",
+            f"inference_tp_size {size} doesn't divide the {number} processes; choose one that"
+            " does, or start a different number of processes",
         )
         if size == 1:
             return ALONE

@@ -75,7 +75,7 @@ def gpu_of(local_rank: int, visible: int) -> int:
         return local_rank
     raise ConfigError(
         f"this machine's process {local_rank + 1} has no GPU: {visible} are visible; start at most"
-        f" {visible} processes a machine, or let CUDA_VISIBLE_DEVICES name more"
+        f" {visible} processes per machine, or add GPUs to CUDA_VISIBLE_DEVICES"
     )
 
 

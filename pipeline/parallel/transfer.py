@@ -48,7 +48,7 @@ class Transfers:
         """Wait until all sent tensors, except a number of the latest, have arrived."""
         while len(self._sent) > but:
             work, rank, _tensor = self._sent.popleft()
-            with self._waiting(rank, "the arrival of what was sent to it"):
+            with self._waiting(rank, "its receipt of sent tensors"):
                 work.wait()
 
     def _group(self, what: What) -> dist.ProcessGroup | None:

@@ -152,7 +152,7 @@ def _processes(plan: Plan, stage: Stage) -> None:
     require(
         together is None or world % together == 0,
         f"{stage.prefix}.inference_tp_size {together} doesn't divide the {world} processes; choose"
-        " one that does, or start another number of processes",
+        " one that does, or start a different number of processes",
     )
 
 
@@ -218,7 +218,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     return Preview(of_one_kind(first, config))
 
 
-ON_HUB = "on the Hub, read when the run begins"
+ON_HUB = "on the Hub, read when the run starts"
 
 
 def _unread(paths: Iterable[str]) -> str:
@@ -236,7 +236,7 @@ def _unread(paths: Iterable[str]) -> str:
         else:
             files = local.rglob("*") if local.is_dir() else [local]
         size += sum(file.stat().st_size for file in files if file.is_file())
-    return f"{size / 2**30:.1f} GiB, read when the run begins" if size > MOST_BYTES else ""
+    return f"{size / 2**30:.1f} GiB, read when the run starts" if size > MOST_BYTES else ""
 
 
 def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat") -> float:

@@ -56,7 +56,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
         peak, card = known
         return EFFICIENCY * peak, f"{share} an {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
     peak = measured_peak(torch.device("cpu"), torch.float32)
-    basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a product of matrices reaches here now"
+    basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches here now"
     return EFFICIENCY * peak / max(plan.machine.processes / share_of_cores(1), 1.0), basis
 
 
@@ -65,13 +65,13 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     config, data, prompt_tokens = plan.configs[stage.name], preview.data, preview.row_tokens
     steps = preview.steps(config)
     if data is None:
-        return "not known before the rows are read"
+        return "unknown until the rows are read"
     if prompt_tokens is None or steps is None:
-        return "not known before the tokenizer is there"
+        return "unknown until the tokenizer exists"
     work = config.workload(plan.machine.world)
     models, unknown = read_models(work, plan.origins, has_gpu=plan.machine.has_gpu)
     if unknown:
-        return "not known before the models are there"
+        return "unknown until the models exist"
     generation = work.generation
     new_tokens = RESPONSE * generation.new_tokens if generation is not None else 0.0
     row = prompt_tokens + (new_tokens if work.generates_first else 0.0)
@@ -145,7 +145,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         if stage.name in previews:
             preview = previews[stage.name]
             lines += _data(plan.configs[stage.name], preview)
-            time = "not known for GPUs of which there is no data sheet here"
+            time = "unknown for GPUs without a data sheet here"
             if speed is not None:
                 time = estimate(plan, stage, preview, speed[0])
             times += [] if isinstance(time, str) else [time]
@@ -157,17 +157,17 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         total = with_spread(sum(times)).replace(" (", " in all (", 1)
         lines += ["", f"About {total}{left_out}.", f"Estimated from {speed[1]}."]
         if plan.machine.world > 1:
-            lines.append("Communication between processes is left out.")
+            lines.append("Excludes communication between processes.")
     lines += ["", *chosen_settings(plan)] if plan.chosen else []
     lines += ["", *_commands(plan), "", describe_memory(plan)]
     if plan.request.plan != "off":
-        lines += [f"\nThis would be refused: {sentence}" for sentence in refusals(plan)]
+        lines += [f"\nThis would fail: {sentence}" for sentence in refusals(plan)]
     return "\n".join(lines)
 
 
 def describe_memory(plan: Plan) -> str:
     """The memory table of the steps."""
-    lines = ["Memory of each process, the largest micro-batch counted"]
+    lines = ["Memory of each process, for the largest micro-batch"]
     for stage in plan.stages:
         lines += ["", stage.name, *table(plan.memory(stage), plan.machine)]
     return "\n".join(lines)
@@ -215,11 +215,11 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
             text += f", offloaded: {', '.join(away)}" if away else ""
         yield _line(role, text)
     parallel, work = config.parallel, config.workload(plan.machine.world)
-    sizes = {"pp": "stages", "tp": "processes to a layer", "replicas": "replicas"}
+    sizes = {"pp": "stages", "tp": "processes per layer", "replicas": "replicas"}
     shared = [f"{n} {text}" for name, text in sizes.items() if (n := getattr(parallel, name)) > 1]
     if parallel.pp > 1:
         waits = bubble(parallel.pp, work.micro_batches)
-        shared.append(f"{work.micro_batches} micro-batches a step: stages wait {waits:.0%}")
+        shared.append(f"{work.micro_batches} micro-batches per step: stages wait {waits:.0%}")
     if shared:
         yield _line("parallel", ", ".join(shared))
     if work.generates_first and (method := getattr(config, "method", None)):
@@ -237,7 +237,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
 def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     """Rows, optimizer steps and tokens."""
     if preview.data is None:
-        yield _line("rows", f"not known: {preview.unread}")
+        yield _line("rows", f"unknown: {preview.unread}")
         return
     rows = len(preview.data.train)
     yield _line("rows", f"{rows:,} to train on, {preview.held_out(config):,} held out")
@@ -253,12 +253,12 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     yield _line("steps", f"{steps:,} {kind} of {work.data_rows:,} rows: {passes} over the rows")
     if tokens is not None:
         total = _count(tokens * work.data_rows * steps)
-        yield _line("tokens", f"{tokens:.0f} a row, {total} in all")
+        yield _line("tokens", f"{tokens:.0f} per row, {total} in all")
 
 
 def _commands(plan: Plan) -> Iterator[str]:
     """Return the command of each step, with the settings that differ from the step's defaults."""
-    yield "The same by hand, step by step"
+    yield "Equivalent commands, step by step"
     if Path.cwd() != ROOT:
         yield f"  export PYTHONPATH={shlex.quote(str(ROOT))}"
     for stage in plan.unfinished:

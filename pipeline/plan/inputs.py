@@ -94,10 +94,10 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
     words = ["--step", str(maker.number)]
     for name, given in as_options(request):
         words += [f"--{name.replace('_', '-')}", *given] if name in kept else []
-    there = f"there is none in {path}; make it with `"
+    there = f"there is none in {path}; create it with `"
     command = [TRAIN, shlex.join([*words, "--output-dir", out])]
     if is_ours:
-        there = f"{path} holds an unfinished one; finish it with `"
+        there = f"{path} has an unfinished one; finish it with `"
         # It resumes only with its recorded settings.
         command = [MODULE, shlex.join([maker.module, "--config", str(path / MARK), "--resume"])]
         if maker.number in last_steps(request.output_dir):
@@ -116,13 +116,12 @@ def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made
     directory = Path(path).expanduser()
     require(
         not directory.resolve().is_relative_to(config.output_dir.resolve()),
-        f"{name} {path} lies in {config.output_dir}, where step {stage.number} writes and may clear"
-        " what is there before it reads the model; move the model out, or choose another"
-        " --output-dir",
+        f"{name} {path} is in {config.output_dir}, which step {stage.number} may clear before it"
+        " reads the model; move the model, or choose another --output-dir",
     )
     if not made and not (directory / "config.json").is_file():
         exists = directory.is_dir()
-        reason = "the directory has no config.json" if exists else "there is no such directory"
+        reason = "the directory has no config.json" if exists else "no such directory"
         raise ModelError(f"{name} {path}: no such model; {reason}")
 
 
@@ -135,7 +134,7 @@ def _check_data(name: str, path: str) -> None:
         if missing:
             both = " and ".join(map(str, PAIR_OF_FILES))
             raise DataError(
-                f"{name} {path} means {both} below the current directory, and there is no"
+                f"{name} {path} refers to {both} below the current directory, but there is no"
                 f" {' and no '.join(missing)}"
             )
         return

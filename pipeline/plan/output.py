@@ -86,13 +86,13 @@ def finished_steps(
     for directory in (out / stage.name for stage in present):
         if not (directory / MARK).is_file():
             raise ConfigError(
-                f"{directory} holds files that are not of a run (it has no {MARK});"
-                " move them away or choose another --output-dir"
+                f"{directory} contains files that are not from a run (it has no {MARK}); move them"
+                " or choose another --output-dir"
             )
     if strangers and not (request.resume or request.overwrite):
         raise ConfigError(
-            f"--output-dir {out} holds files that are not of a run ({', '.join(strangers[:3])});"
-            " choose another, or pass --resume or --overwrite, which leave them alone"
+            f"--output-dir {out} has files that are not from a run ({', '.join(strangers[:3])});"
+            " choose another, or pass --resume or --overwrite, which keep them"
         )
     if not request.overwrite:
         for stage in present:
@@ -214,21 +214,21 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stag
         if started and difference:
             raise ConfigError(
                 f"step {stage.number} in {directory} was {'finished' if finished else 'started'}"
-                f" with {difference}; keep that setting, choose another --output-dir, or pass"
+                f" with {difference}; use that setting, choose another --output-dir, or pass"
                 " --overwrite"
             )
     elif difference:
         name = difference.partition(" ")[0].partition(".")[2]
         own = f"--{learns.section}.data.path and --{learns.section}.data.eval_path"
-        rows = f", with {own} for other rows in {learns.title} alone"
+        rows = f", with {own} for other rows only in {learns.title}"
         raise ConfigError(
-            f"--output-dir {request.output_dir} holds another run, with {difference}; repeat that"
+            f"--output-dir {request.output_dir} contains another run, with {difference}; use that"
             f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"
             " choose another directory, or pass --overwrite"
         )
     elif chosen:
         goes_on = can_go_on(request.output_dir, stage.name)
-        cut_off = "continues from its checkpoint" if goes_on else "starts it again"
+        cut_off = "resumes from its checkpoint" if goes_on else "restarts it"
         raise ConfigError(
             f"step {stage.number} in {directory} is {'' if finished else 'not '}finished;"
             f" --resume {'skips it' if finished else cut_off}, --overwrite replaces it"

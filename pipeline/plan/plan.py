@@ -175,7 +175,7 @@ def _notes(
         for role, model in plan.configs[stage.name].used_models().items():
             if earlier := replaced.get(models[stage.section].get(role, "")):
                 lacks = f"{plan.request.output_dir} has no output of step {earlier.number}"
-                yield f"{stage.title} takes {model.path} as its {role}: {lacks}"
+                yield f"{stage.title} uses {model.path} as its {role}, but {lacks}"
     preset = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
     if preset:
         name = EMBEDDED_PRESET.relative_to(ROOT)
@@ -195,9 +195,8 @@ def _choose(
 
     require(
         machine.is_known,
-        f"--plan auto can't choose, for {describe_machine(machine)}; name the machine with"
-        " --plan-for, as --plan-for 8xA100-80GB, and run with the file of settings that this"
-        " prints",
+        f"--plan auto can't choose: {describe_machine(machine)}; specify the machine with"
+        " --plan-for, such as --plan-for 8xA100-80GB, and run with the settings that this prints",
     )
     origins = get_origins(configs)
     chosen: dict[str, Settings] = {}

@@ -177,19 +177,19 @@ class Request(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.step), "--step names no step; give some of 0 1 2 3")
+        require(bool(self.step), "--step needs at least one of 0 1 2 3")
         for name in ("actor_model", "reward_model", "data_path", "eval_path"):
             value = getattr(self, name)
             words = (value,) if isinstance(value, str) else value or ()
-            require("" not in words, f"{name} is empty; name something, or leave the option out")
+            require("" not in words, f"{name} is empty; pass a value, or omit the option")
         counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
         for name in ("lr", *counts, "pipeline_parallel", "threads", "autotune_steps"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.lora is not None or self.lora_variant is None,
-            f"--lora-variant {self.lora_variant} is a kind of adapters, and --lora gives none; add"
-            " --lora 16, or set the lora.variant of a model",
+            f"--lora-variant {self.lora_variant} needs adapters, but --lora is not set; add --lora"
+            " 16, or set the lora.variant of a model",
         )
         if self.data_split is not None:
             check_split("data_split", self.data_split)
@@ -199,12 +199,12 @@ class Request(Deployment):
         )
         require(
             self.autotune is None or not (self.dry_run or self.plan_for),
-            "--autotune makes trials, on machines that this command reaches; omit"
+            "--autotune runs trials on the machines that this command reaches; omit"
             f" {'--dry-run' if self.dry_run else '--plan-for'}",
         )
         require(
             not (self.resume and self.overwrite),
-            "--resume keeps what an earlier run made and --overwrite replaces it; choose one",
+            "--resume keeps earlier results and --overwrite replaces them; choose one",
         )
 
 
@@ -280,8 +280,8 @@ def full_name(option: str, path: str | None) -> str | None:
         return None if path is None else as_directory(path)
     require(
         path.lower() in OPT_SIZES,
-        f"{option} {path} is not a size of OPT, which has {', '.join(OPT_SIZES)}; for another"
-        " family give the model's name or directory",
+        f"{option} {path} is not an OPT size ({', '.join(OPT_SIZES)}); for another family pass the"
+        " model's name or directory",
     )
     return f"facebook/opt-{path.lower()}"
 
@@ -299,9 +299,9 @@ def check_sections_run(
         options = command_line.overrides.get(stage.section, ())
         is_chosen = stage.by_choice or stage.number in command_line.request.step
         if options and stage.section not in present and is_chosen:
-            how = f"methods {', '.join(stage.methods)}, none of which runs; name one with --method"
+            how = f"methods {', '.join(stage.methods)}, none of which runs; add one to --method"
             if stage.by_choice:
-                how = f"step {stage.number}, which is not named; add --step {stage.number}"
+                how = f"step {stage.number}, which is not selected; add --step {stage.number}"
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit it"
             )
@@ -310,7 +310,7 @@ def check_sections_run(
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(
         takes_rewards or not rewards,
-        f"{' '.join(rewards)} is for methods that learn from rewards, and those that run learn"
+        f"{' '.join(rewards)} is for methods that learn from rewards, but the selected ones learn"
         " from preferences; add a method such as grpo to --method, or omit it",
     )
 
@@ -335,14 +335,14 @@ def _check_sections(
                 check_method_name(str(name), stages, f"{METHODS} in {layer.origin}:")
         for name, value in sections.items():
             is_section = isinstance(value, Mapping)
-            require(is_section, f"{name} in {layer.origin} holds no settings: {value}")
+            require(is_section, f"{name} in {layer.origin} must be a section, got {value}")
     for section, options in overrides.items():
         head, _, name = section.partition(".")
         if head == METHODS:
             check_method_name(name, stages, f"--{METHODS}.NAME.SETTING:")
             require(
                 name in methods,
-                f"--{section}.{options[0][0]} is of a method that does not run; add {name} to"
+                f"--{section}.{options[0][0]} is for a method that does not run; add {name} to"
                 " --method",
             )
 
@@ -367,7 +367,7 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
     for layer in files:
         for name in layer.settings.keys() & below - known:
             raise ConfigError(
-                f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:, sft:,"
+                f"{name} in {layer.origin} is a setting of the steps; put it under pretrain:, sft:,"
                 " reward:, ppo: or preference:"
             )
 

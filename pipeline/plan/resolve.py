@@ -270,12 +270,12 @@ class Resolver:
         in_files = [file.settings for file in self._files(stage)]
         require(
             stage.method is None or "method" not in dotted,
-            f"{stage.section}.method names one method, and --method several; omit it",
+            f"{stage.section}.method selects one method, but --method several; omit it",
         )
         require(
             not any("output_dir" in names for names in (dotted, *in_files)),
-            f"{stage.section}.output_dir can't be set here: train.py puts this step in"
-            f" {self.request.output_dir / stage.name}; --output-dir moves it",
+            f"{stage.section}.output_dir can't be set here: train.py writes this step to"
+            f" {self.request.output_dir / stage.name}; use --output-dir",
         )
 
     def _handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:

@@ -142,7 +142,7 @@ def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage
     """
     for name in methods:
         check_method_name(name, stages, "--method")
-        require(methods.count(name) == 1, f"--method names {name} twice")
+        require(methods.count(name) == 1, f"--method lists {name} twice")
     run: list[Stage] = []
     numbers: set[int] = set()
     for stage in stages:
@@ -169,4 +169,4 @@ def check_method_name(name: str, stages: Sequence[Stage], origin: str) -> None:
     """Raise a `ConfigError`, prefixed with `origin`, for an unknown method."""
     known = [method for stage in stages for method in stage.methods]
     if name not in known:
-        raise ConfigError(f"{origin} {name}: there is no such method; {suggestion(name, known)}")
+        raise ConfigError(f"{origin} {name}: no such method; {suggestion(name, known)}")

@@ -65,7 +65,7 @@ def tune(plan: Plan) -> Plan:
             ]
     finally:
         shutil.rmtree(out / MODELS, ignore_errors=True)
-    say(f"the fastest settings: {' '.join(options) or 'those that the command has'}")
+    say(f"the fastest settings: {' '.join(options) or 'those of the command'}")
     return plan
 
 
@@ -81,7 +81,7 @@ class _Tuning:
 
     def run(self) -> Settings:
         """The settings of the fastest trial."""
-        say(f"step {self.stage.number}: {self.stage.name} is tuned")
+        say(f"step {self.stage.number}: tuning {self.stage.name}")
         best, speed = self._best_micro_batch({}, self._measure({}))
         for settings in self._alternatives():
             together = {**best, **settings}
@@ -90,17 +90,16 @@ class _Tuning:
                 best, speed = self._best_micro_batch(together, other)
         if not self.trials:
             raise ConfigError(
-                f"{self.stage.title} does not fit with any of its candidates; --dry-run shows its"
-                " memory"
+                f"{self.stage.title} fits with none of the candidates; --dry-run shows its memory"
             )
         if not speed:
             complain(
-                f"no settings of step {self.stage.number} could be measured in {self.trials}"
-                f" trials; the logs are in {self._out / LOGS}"
+                f"none of the {self.trials} trials of step {self.stage.number} could be measured;"
+                f" see the logs in {self._out / LOGS}"
             )
             raise SystemExit(EXIT_FAILED)
         say(
-            f"{self.stage.title} is fastest with {_words(best) or 'its settings as they are'}:"
+            f"{self.stage.title} is fastest with {_words(best) or 'unchanged settings'}:"
             f" {speed / self.first:.2f} times the first trial, of {self.trials} trials"
         )
         return best
@@ -193,7 +192,7 @@ class _Tuning:
         }
         with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        say(f"  trial {self.trials}   {_words(settings) or 'as it is'}   {shown}")
+        say(f"  trial {self.trials}   {_words(settings) or 'unchanged'}   {shown}")
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -212,7 +211,7 @@ class _Tuning:
         if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
             raise SystemExit(EXIT_REQUEUE)
         if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt(f"interrupted while {self.stage.title} was tuned")
+            raise KeyboardInterrupt(f"interrupted while tuning {self.stage.title}")
         file = out / METRICS
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         lines = [json.loads(line) for line in text.splitlines()]

@@ -125,8 +125,8 @@ class Checkpoints:
         training = training_at(path)
         require(
             self.once("training", lambda: training) == training,
-            f"the model in {path} is not the one that this run began from: it was trained again;"
-            " restore that one, or pass --overwrite to start over",
+            f"the model in {path} is not the one that this run started from: it was retrained;"
+            " restore the original, or pass --overwrite to start over",
         )
         return training or path
 
@@ -181,7 +181,7 @@ class Checkpoints:
         self._writer.wait()
         found = newest_on_all(self.root, self._world, among=lambda root: healthy_up_to(root, up_to))
         if found is None:
-            raise CheckpointError(f"{self.root} holds no healthy checkpoint up to step {up_to}")
+            raise CheckpointError(f"{self.root} has no healthy checkpoint up to step {up_to}")
         return found
 
     def go_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
@@ -243,7 +243,7 @@ class Checkpoints:
             self.run.name,
             self.done,
             self.run.total_steps,
-            "has saved its state" if saved else "could not save its state: see above",
+            "has saved its state" if saved else "failed to save its state (see above)",
             self.run.going_on(),
         )
         raise SystemExit(code)
@@ -251,11 +251,11 @@ class Checkpoints:
     def _announce(self, number: signal.Signals, *, aborts: bool) -> None:
         """Report the effect of a signal immediately, since the current step may be long."""
         if aborts:
-            logger.info("%s is aborted; --resume %s", self.run.name, self.run.going_on())
+            logger.info("%s was aborted; --resume %s", self.run.name, self.run.going_on())
         else:
             logger.info(
-                "%s has received %s: it finishes the current step, saves its state and exits;"
-                " Ctrl-C %s",
+                "%s received %s: finishing the current step, saving the state and exiting; Ctrl-C"
+                " %s",
                 self.run.name,
                 number.name,
                 "again aborts" if number is signal.SIGINT else "aborts",
@@ -314,7 +314,7 @@ class Checkpoints:
             return
         if self.run.is_main:
             (self.root / ROLLBACK).unlink(missing_ok=True)
-        logger.info("%s has no checkpoint to continue from in %s", self.run.name, self.root)
+        logger.info("%s has no checkpoint to resume from in %s", self.run.name, self.root)
         self.run.begin()
 
     def _load(self, checkpoint: Checkpoint, record: RollbackRecord | None = None) -> None:
@@ -364,13 +364,13 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
         there, here = theirs.get(name), settings.get(name)
         if there != here:
             raise ConfigError(
-                f"{checkpoint.path} was made with {name} {there}, and this run has {here}; keep"
+                f"{checkpoint.path} was saved with {name} {there}, but this run has {here}; restore"
                 " that setting, or pass --overwrite to start over"
             )
     if state["data"] != data:
         raise ConfigError(
-            f"the training rows are not those of {checkpoint.path}: the data has changed; restore"
-            " it, or pass --overwrite to start over"
+            f"the training rows differ from those of {checkpoint.path}: the data has changed;"
+            " restore it, or pass --overwrite to start over"
         )
 
 

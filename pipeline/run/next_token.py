@@ -81,8 +81,8 @@ def warn_unless_better(training: Training[Any, Any, Any], step: int, before: flo
     """Warn if the exported weights are those of `step` 0, before training."""
     if step == 0:
         logger.warning(
-            "training did not improve the perplexity (%.4g before, %.4g in the end), so the "
-            "initial weights are exported: lower model.%s, now %g",
+            "training did not improve the perplexity (%.4g before, %.4g after), so the initial"
+            " weights are exported: lower model.%s, now %g",
             before,
             training.best.last,
             *training.config.model.rate,

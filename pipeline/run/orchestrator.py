@@ -52,7 +52,7 @@ def run_plan(plan: Plan) -> None:
     failed: dict[str, int] = {}
     for stage in plan.stages:
         if stage.name in plan.finished:
-            say(f"{stage.title} is finished, skipped")
+            say(f"skipping {stage.title}: already finished")
             add_to_summary(out, stage.name)
             continue
         goes_on = _goes_on(plan, stage)
@@ -79,7 +79,7 @@ def run_plan(plan: Plan) -> None:
     if read_summary(out):  # otherwise every method failed
         say("\n".join(_closing_table(plan)))
     for code in failed.values():
-        complain(f"not finished: {', '.join(failed)}; the same command with --resume tries again")
+        complain(f"not finished: {', '.join(failed)}; retry with the same command and --resume")
         raise SystemExit(code)
 
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     given, argv = argv, with_last_options(argv)
     plan = make_plan(argv, stages)
     if len(argv) > len(given):
-        remark(f"the options are those of the run, in {plan.request.output_dir / COMMAND}")
+        remark(f"using the options of the run, from {plan.request.output_dir / COMMAND}")
     if plan.request.zero_config is not None and (notice := read_notice(plan.request.zero_config)):
         remark(notice)
     if plan.request.dry_run or plan.request.plan_for is not None:
@@ -145,7 +145,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         if not ending.ran_out_of_memory:
             return ending
         planned = line(plan.memory(stage, config), plan.machine)
-        took = f"; its largest process reached {in_words(ending.peak_bytes)[0]} of main memory"
+        took = f"; its largest process used {in_words(ending.peak_bytes)[0]} of main memory"
         remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending
@@ -158,7 +158,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
         settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
         remark(
-            f"{stage.title} continues with {settings}; the result is the same, in less memory and"
+            f"{stage.title} continues with {settings}; the result is the same, with less memory and"
             " more time"
         )
 
@@ -171,12 +171,12 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     """
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
-        complain(f"told to stop in {stage.title}; the same command with --resume continues")
+        complain(f"stopped in {stage.title}; the same command with --resume continues")
         raise SystemExit(EXIT_REQUEUE)
     if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
-            f"interrupted in {stage.title}; {out} keeps what is finished, and the same"
-            " command with --resume continues"
+            f"interrupted in {stage.title}; {out} keeps the finished results, and the same command"
+            " with --resume continues"
         )
     if ending.code in (0, EXIT_USER_ERROR):  # the step has printed the error
         return ending.code
@@ -184,13 +184,13 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
         alone = stage.method is None
         others = "no later step was started" if alone else "the other methods continue"
         complain(
-            f"{stage.title} diverged, and {others}; the same command with"
-            f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr starts it again"
+            f"{stage.title} diverged, and {others}; the same command with --resume and a smaller"
+            f" --{stage.prefix}.{stage.main_role}.optim.lr restarts it"
         )
         return EXIT_DIVERGED
     if ending.code == EXIT_DISK_FULL:  # the step has printed the error
         complain(
-            f"{stage.title} could not write its results; with room on the disk the same command"
+            f"{stage.title} could not write its results; free disk space, then the same command"
             " with --resume continues from its last checkpoint"
         )
         return EXIT_FAILED
@@ -201,7 +201,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
             " checkpoint."
         )
         return EXIT_FAILED
-    how = f"was ended by signal {-ending.code}" if ending.code < 0 else "failed"
+    how = f"was killed by signal {-ending.code}" if ending.code < 0 else "failed"
     complain(
         f"{stage.title} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
         " If memory ran out, try --plan auto. --resume then continues this step."

@@ -115,7 +115,7 @@ class Run:
         """The effect of `--resume`, as the end of a sentence."""
         newest = next(iter(candidates(self.path(CHECKPOINTS))), None)
         step = None if newest is None else step_of(newest)
-        return "begins at step 1" if step is None else f"continues after step {step}"
+        return "starts from step 1" if step is None else f"continues after step {step}"
 
     def _refuse_unfinished_run(self) -> None:
         """Refuse to overwrite the checkpoints of an unfinished run.
@@ -127,8 +127,8 @@ class Run:
         if not self.config.resume and unfinished and steps_in(self.path(CHECKPOINTS)):
             self._held.close()
             raise ConfigError(
-                f"{self.config.output_dir} holds the checkpoints of an unfinished run; pass"
-                f" --resume to continue it, or remove {self.path(CHECKPOINTS)} to start over"
+                f"{self.config.output_dir} contains checkpoints of an unfinished run; pass --resume"
+                f" to continue it, or remove {self.path(CHECKPOINTS)} to start over"
             )
 
     @property
@@ -346,7 +346,7 @@ class Trackers:
                 log(step, metrics)
             except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve
                 del self._sinks[name]
-                logger.warning("%s failed at step %d and is off: %s", name, step, error)
+                logger.warning("%s failed at step %d and is disabled: %s", name, step, error)
 
     def close(self) -> None:
         """Flush every sink."""
@@ -370,5 +370,5 @@ def open_trackers(
                 tensorboard(directory) if is_local else wandb(directory, run_name, settings)
             )
         except Exception as error:  # noqa: BLE001 - such as no login: metrics.jsonl has it all
-            logger.warning("%s can't be opened and is off: %s", name, error)
+            logger.warning("%s can't be opened and is disabled: %s", name, error)
     return Trackers(sinks)

@@ -299,7 +299,7 @@ def keeping_best(
         kept = "no weights are exported"
         if best.restore():
             export()
-            kept = f"the weights after step {best.step}, the best evaluated, are exported"
+            kept = f"the best evaluated weights, after step {best.step}, are exported"
         ((name, model),) = trained.items()
         setting, rate = model.rate
         where = f"{run.name} diverged after step {run.step}"
@@ -318,7 +318,7 @@ def check_start(path: str | None, figures: Mapping[str, float]) -> None:
         if not math.isfinite(value):
             raise ModelError(
                 f"{path}: its {name.replace('_', ' ')} is {value} before any training; its weights"
-                " hold infinities or NaN, or overflow in this precision (try fp32)"
+                " contain infinity or NaN, or overflow in this precision (try fp32)"
             )
 
 

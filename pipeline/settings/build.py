@@ -130,7 +130,7 @@ def merge(
                 continue
             require(
                 below is None or is_dataclass(value) or (value is None and below is not kind),
-                f"{section}{name}{place} holds no settings: {value}",
+                f"{section}{name}{place} must be a mapping of settings, got {value}",
             )
             into[key] = _normalized(kind, value, section + name, place)
 
@@ -221,7 +221,7 @@ def _value_of_words(kind: object, words: list[str], option: str) -> object:
         is_text = arguments[1] is str
         return pairs if is_text else {name: _from_yaml(word) for name, word in pairs.items()}
     if section_class(kind) is not None:
-        require(not words, f"{option} holds settings: set them one by one, {option}.NAME VALUE")
+        require(not words, f"{option} is a section: set {option}.NAME VALUE instead")
         return {}
     if origin is tuple:
         require(bool(words), f"{option} takes at least one value, got none")
@@ -409,11 +409,11 @@ def read_settings(path: Path) -> Layer:
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError(f"--config {path} is not valid YAML{where}: {problem}") from None
     except RecursionError:
-        raise ConfigError(f"--config {path} is nested too deeply to be settings") from None
+        raise ConfigError(f"--config {path} is nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(f"--config {path} {error}") from None
     except ValueError as error:  # such as the date 2026-99-99
         raise ConfigError(f"--config {path} has a value that can't be read: {error}") from None
     if not isinstance(settings or {}, dict):
-        raise ConfigError(f"--config {path} must hold settings, `name: value`; it holds {settings}")
+        raise ConfigError(f"--config {path} must contain settings, `name: value`, got {settings}")
     return Layer(settings or {}, str(path), is_file=True)

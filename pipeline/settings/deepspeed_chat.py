@@ -99,4 +99,4 @@ COUNTERPARTS = {
 def deepspeed_chat_hint(name: str) -> str | None:
     """The end of a message on an option of DeepSpeed-Chat; None if it has no such option."""
     here = COUNTERPARTS.get(name.replace("-", "_"))
-    return None if here is None else f"in place of DeepSpeed-Chat's pass {here}"
+    return None if here is None else f"instead of DeepSpeed-Chat's option, pass {here}"

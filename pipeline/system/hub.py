@@ -56,4 +56,4 @@ def require_reachable(sentence: str, error: type[UserError], *, instead: str) ->
     """
     reason = why_unreachable()
     if reason is not None:
-        raise error(f"{sentence} ({reason}); check the name and the connection, or give {instead}")
+        raise error(f"{sentence} ({reason}); check the name and the connection, or use {instead}")

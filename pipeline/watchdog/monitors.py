@@ -68,7 +68,7 @@ class Stragglers:
         if self._world.rank == 0:
             for each in sorted(new):
                 logger.warning(
-                    "rank %d takes %.1f x the others' time since step %d (host %s)",
+                    "rank %d has taken %.1f times as long as the others since step %d (host %s)",
                     each,
                     slow[each],
                     first_step,

@@ -177,7 +177,7 @@ def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
         return None
     missed = min(ahead.values())
     what = (
-        f"rank {rank} did not come to {missed.label} (collective {missed.number}), where rank"
+        f"rank {rank} did not reach {missed.label} (collective {missed.number}), where rank"
         f" {waiting} waited {ahead[waiting].seconds:.0f} s for it: {whereabouts(seen[rank])}"
     )
     return Failure(rank, what, 1, stacks=True)
@@ -308,7 +308,7 @@ class Watchdog:
                 sentence = f"error: {' '.join(str(error).split())}"
                 _write(sentence if isinstance(error, ONE_SENTENCE) else _traceback(error))
             elif not self._has_spoken and not same:
-                _write(f"rank {self.rank} failed as well: {_summary(error)}")
+                _write(f"rank {self.rank} also failed: {_summary(error)}")
             self._has_spoken = True
         return first.code
 
@@ -378,7 +378,7 @@ class Watchdog:
         """A process that exited normally while this one waited for it."""
         for rank, seen in self.notices.heartbeats(range(self.notices.world_size)).items():
             if seen.left:
-                what = f"rank {rank} left while rank {self.rank} waited for it at {HERE.last}"
+                what = f"rank {rank} exited while rank {self.rank} waited for it at {HERE.last}"
                 return self.notices.post(Failure(rank, what, 1))
         return None
 
@@ -410,7 +410,7 @@ class Watchdog:
             if is_remote and silent >= SILENCE_SECONDS and not each.left:
                 what = (
                     f"rank {rank} on {self._hosts[rank]} has sent nothing for {silent:.0f} s"
-                    f" (killed? network gone?): {whereabouts(each)}"
+                    f" (killed? network down?): {whereabouts(each)}"
                 )
                 return Failure(rank, what, 1)
         return None

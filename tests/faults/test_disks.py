@@ -90,7 +90,7 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     assert len(failed) == STEPS - len(saved)  # one sentence each
     said_of = re.findall(r"saved the state after step (\d+) in", output)
     assert [int(step) for step in said_of] == saved  # and nothing of the others
-    assert "saves its state" not in output
+    assert "saving the state" not in output
     assert metrics(small_disk) == metrics(reference)
     assert assert_prefix(small_disk, reference) == saved[-1]
 

@@ -56,7 +56,7 @@ def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Pa
     rows.write_text("\n".join(lines) + "\n")
 
     assert refusal(config) == (
-        f"error: the training rows are not those of {last_checkpoint(config)}: the"
+        f"error: the training rows differ from those of {last_checkpoint(config)}: the"
         " data has changed; restore it, or pass --overwrite to start over"
     )
 

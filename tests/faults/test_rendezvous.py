@@ -26,8 +26,8 @@ def test_a_port_that_is_taken_is_named() -> None:
             output = job.output()
 
     assert output == (
-        f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: that"
-        " port is taken by another program; choose another\n"
+        f"error: the nodes could not rendezvous at --master-addr 127.0.0.1 --master-port {port}:"
+        " the port is in use by another program; choose another\n"
     )
 
 
@@ -47,9 +47,9 @@ def test_a_node_that_is_missing_ends_the_others_in_time(rendezvous: tuple[str, .
         output = last_line(job)
 
     assert output.startswith(
-        f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: "
+        f"error: the nodes could not rendezvous at --master-addr 127.0.0.1 --master-port {port}: "
     )
     assert output.endswith(
-        "every node needs the same address, of the first one, a port that is free there and"
-        " reachable, and a different --node-rank"
+        "every node needs the first node's address, a port that is free and reachable there, and"
+        " a different --node-rank"
     )

@@ -100,13 +100,13 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
     with Forked(make_job(start, tmp_path), fault="engine.step:1:3:hang") as job:
         wait_for(lambda: "engine.step hangs\n" in job.output(), job)
         job.signal(signal.SIGINT)
-        wait_for(lambda: "finishes the current step, saves its state" in job.output(), job)
+        wait_for(lambda: "finishing the current step, saving the state" in job.output(), job)
         assert all(process.is_alive() for process in job.processes)
         time.sleep(SAME_SECONDS + 0.2)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2
-        assert "step1_sft is aborted; --resume begins at step 1\n" in job.output()
+        assert "step1_sft was aborted; --resume starts from step 1\n" in job.output()
         assert "Traceback" not in job.output()
 
 

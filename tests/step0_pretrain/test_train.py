@@ -177,7 +177,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) 
     pack_texts(start / "other", 50, seed=9)
     other = replace(whole.data, path=(str(start / "other"),))
     (out / "result.json").unlink()
-    with pytest.raises(ConfigError, match=r"was made with data.path"):
+    with pytest.raises(ConfigError, match=r"was saved with data.path"):
         train(replace(whole, output_dir=out, resume=True, data=other))
 
 

@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
     first, *_ = (config.output_dir / "metrics.jsonl").read_text().splitlines()
 
     (actor / "result.json").write_text('{"steps": 9, "eval": {"perplexity_after": 2.25}}')
-    with pytest.raises(ConfigError, match="is not the one that this run began from"):
+    with pytest.raises(ConfigError, match="is not the one that this run started from"):
         train(replace(config, resume=True))
     (actor / "result.json").write_text(
         '{"seconds": 5, "steps": 9, "eval": {"perplexity_after": 2.5}}'

@@ -38,7 +38,7 @@ def refused(*argv: str) -> str:
     [
         ((), "error: --path is missing: pass a model directory, or --run OUT"),
         (("--path", "./none"), "error: no such model"),
-        (("--path", "a=x", "--path", "a=y"), "error: --path: two models are called a; name them"),
+        (("--path", "a=x", "--path", "a=y"), "error: --path: two models are called a; rename one"),
         (("--run", "none"), "error: --run none: no such directory"),
         (("--path", "embedded", "--prot", "1"), "error: there is no option --prot; did you mean"),
         (

@@ -43,8 +43,8 @@ def test_a_file_names_hosts_with_slots(tmp_path: Path) -> None:
         ("a slots=0", ":1: "),
         ("-oProxyCommand=x slots=1", ":1: "),
         ("a;rm slots=1", ":1: "),
-        ("a slots=1\nb slots=2\na slots=3", ":3: a is named twice"),
-        ("# nothing\n", " names no host"),
+        ("a slots=1\nb slots=2\na slots=3", ":3: a is listed twice"),
+        ("# nothing\n", " has no hosts"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_by_its_line(tmp_path: Path, text: str, place: str) -> None:

@@ -58,7 +58,7 @@ def test_a_machine_that_cant_be_reached_is_named_with_the_command_to_try(
             "machine['versions']['the code of this repository'] = 'x'",
             "the code of this repository is x on worker-1",
         ),
-        ("machine['shared'] = False", "worker-1 does not see this machine's"),
+        ("machine['shared'] = False", "worker-1 can't access this machine's"),
         ("machine['reaches'] = False", "worker-1 can't reach port"),
         ("machine['gpus'] = [('x', 9, 9)]", "GPU 0 of worker-1"),
     ],

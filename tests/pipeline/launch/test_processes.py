@@ -242,7 +242,7 @@ def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
     assert code == 3
     assert errors.splitlines() == [
         "worker-1: Traceback",
-        "worker-1 ended first, with exit code 3; the others are stopped",
+        "worker-1 exited first, with exit code 3; stopping the others",
     ]
 
 

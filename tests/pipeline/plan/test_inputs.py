@@ -34,7 +34,7 @@ def test_a_step_whose_input_is_missing_names_the_directory_and_the_command(tmp_p
 
     assert complaint("--step", "2", "--output-dir", out) == (
         f"step 2 needs the model of step 1, and there is none in {out}/step1_sft;"
-        f" make it with `python train.py --step 1 --output-dir {out}`"
+        f" create it with `python train.py --step 1 --output-dir {out}`"
     )
     assert "`python train.py --step 1 --actor-model a/b --data-path c/d --output-dir" in complaint(
         *("--step", "3", "--output-dir", out, "--actor-model", "a/b", "--data-path", "c/d")
@@ -59,5 +59,5 @@ def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
     for option in ("--overwrite", "--resume"):
         sentence = complaint("--step", step, "--output-dir", str(tmp_path), setting, own, option)
 
-        assert f"{own} lies in {tmp_path}/step{step}" in sentence
-        assert f"where step {step} writes and may clear what is there before it reads" in sentence
+        assert f"{own} is in {tmp_path}/step{step}" in sentence
+        assert f", which step {step} may clear before it reads the model" in sentence

@@ -60,13 +60,13 @@ def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path
 
 
 REFUSED = {
-    "--method ppo gpro": "--method gpro: there is no such method; did you mean gspo?",
-    "--method ppo ppo": "--method names ppo twice",
+    "--method ppo gpro": "--method gpro: no such method; did you mean gspo?",
+    "--method ppo ppo": "--method lists ppo twice",
     "--method ppo grpo --methods.rloo.clip 0.1": (
-        "--methods.rloo.clip is of a method that does not run; add rloo to --method"
+        "--methods.rloo.clip is for a method that does not run; add rloo to --method"
     ),
     "--method ppo grpo --ppo.method rloo": (
-        "method ppo: ppo.method names one method, and --method several; omit it"
+        "method ppo: ppo.method selects one method, but --method several; omit it"
     ),
     "--method ppo grpo dapo --methods.grpo.foo 1": (
         "method grpo: there is no setting ppo.foo; --help lists the settings"

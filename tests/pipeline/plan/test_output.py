@@ -59,7 +59,7 @@ def test_an_unfinished_step_begins_again_with_resume(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 2, done=False)
 
     assert complaint(tmp_path, "--step", "2").startswith(
-        f"step 2 in {directory} is not finished; --resume starts it again"
+        f"step 2 in {directory} is not finished; --resume restarts it"
     )
     assert finished(tmp_path, "--resume") == {"step1_sft"}
 
@@ -69,7 +69,7 @@ def test_resume_names_the_first_setting_that_differs(tmp_path: Path) -> None:
 
     assert complaint(tmp_path, "--resume", "--sft.model.optim.eps", "0.5") == (
         f"step 1 in {directory} was finished with sft.model.optim.eps 1e-08 where this run has 0.5;"
-        " keep that setting, choose another --output-dir, or pass --overwrite"
+        " use that setting, choose another --output-dir, or pass --overwrite"
     )
     assert "with sft.model.lora.alpha null where this run has 32.0;" in complaint(
         tmp_path, "--resume", "--sft.model.lora.rank", "8"

@@ -108,7 +108,9 @@ def test_a_reward_model_stands_for_step_2_and_ppo_needs_no_other_step(tmp_path: 
         OWN,
         *["facebook/opt-350m"] * 2,
     ]
-    assert plan.notes[0] == (f"step 3 takes {OWN} as its actor: {tmp_path} has no output of step 1")
+    assert plan.notes[0] == (
+        f"step 3 uses {OWN} as its actor, but {tmp_path} has no output of step 1"
+    )
     dotted = ("--ppo.actor.path", OWN, "--ppo.reward.path", "facebook/opt-350m")
     assert planned(tmp_path, "--step", "3", *dotted)[1]["step3_ppo"]["critic.path"] == models[3]
     own = planned(tmp_path, *dotted)[1]["step3_ppo"]
@@ -151,7 +153,7 @@ def test_the_command_that_finishes_a_step_has_the_settings_it_began_with(tmp_pat
     write_config(plan.configs["step2_reward"], file)
 
     def hint() -> list[str]:
-        with pytest.raises(ModelError, match="holds an unfinished one; finish it with") as error:
+        with pytest.raises(ModelError, match="has an unfinished one; finish it with") as error:
             make_plan([*models, "--step", "3", "--eval-path", "d/e"], STAGES)
         return shlex.split(str(error.value).split("`")[1])
 

@@ -59,14 +59,14 @@ def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> Non
         ("--zzz", "there is no option --zzz; --help lists the options"),
         (
             "--resume --overwrite",
-            "--resume keeps what an earlier run made and --overwrite replaces",
+            "--resume keeps earlier results and --overwrite replaces",
         ),
         ("--num-processes 2", "--num-processes needs --deployment-type single_node"),
         ("--hostfile hosts", "--hostfile needs --deployment-type multi_node"),
-        ("--autotune run --dry-run", "--autotune makes trials, on machines that this command"),
+        ("--autotune run --dry-run", "--autotune runs trials on the machines that this command"),
         ("--zero-config", "--zero-config takes one value, got none"),
-        ("--data-path a --data-path=", "--data-path is empty; name something, or leave the"),
-        ("--actor-model=", "--actor-model is empty; name something, or leave the option out"),
+        ("--data-path a --data-path=", "--data-path is empty; pass a value, or omit the"),
+        ("--actor-model=", "--actor-model is empty; pass a value, or omit the option"),
         ("--actor-zero-stage 4", "--actor-zero-stage must be one of 0, 1, 2, 3 or null, got 4"),
     ],
 )

@@ -69,7 +69,7 @@ def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_lear
         ("--lora", "--lora takes one value, got none"),
         (
             "--lora-variant rslora",
-            "--lora-variant rslora is a kind of adapters, and --lora gives none",
+            "--lora-variant rslora needs adapters, but --lora is not set",
         ),
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
     ],

@@ -48,7 +48,7 @@ def test_resume_skips_what_is_finished_and_runs_the_rest(
 
     run(tmp_path, "--step", "1", "2", "--resume")
 
-    assert "step 1 is finished, skipped" in capsys.readouterr().out
+    assert "skipping step 1: already finished" in capsys.readouterr().out
     assert (tmp_path / "step1_sft" / "result.json").stat().st_mtime_ns == before
     assert (tmp_path / "step2_reward" / "result.json").is_file()
 
@@ -65,8 +65,8 @@ def test_resume_alone_repeats_the_options_of_the_last_run(
         """python train.py --plan off --step 1 --seed 7 --fields '{"prompt": "a b"}'\n"""
     )
     shown = capsys.readouterr()
-    assert "step 1 is finished, skipped" in shown.out
-    assert shown.err == f"the options are those of the run, in {out}/command.txt\n"
+    assert "skipping step 1: already finished" in shown.out
+    assert shown.err == f"using the options of the run, from {out}/command.txt\n"
     # With another option: the command is unchanged.
     with pytest.raises(ConfigError, match=r"with sft\.data\.fields\.prompt a b where this run has"):
         run(out, "--resume", "--step", "1", "--seed", "7")
@@ -77,7 +77,7 @@ def test_resume_alone_repeats_the_options_of_the_last_run(
     [
         ("wrong input", 2, "error: rows.jsonl line 3 has no prompt\n"),
         ("crash", 1, "step 1 failed (exit code 7): "),
-        ("killed", 1, "step 1 was ended by signal 9"),
+        ("killed", 1, "step 1 was killed by signal 9"),
         ("disk full", 1, "error: the disk is full: [Errno 28] No space left on device: "),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
     assert end.value.code == code
     errors = capfd.readouterr().err
     assert errors.startswith(said)
-    assert ("with room on the disk the same command with --resume" in errors) == (
+    assert ("free disk space, then the same command with --resume" in errors) == (
         toy == "disk full"
     )
     assert not (tmp_path / "out").exists()
@@ -127,7 +127,7 @@ def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path
 
     assert process.returncode == 130
     assert said.splitlines()[-1] == (
-        f"interrupted in step 1; {out} keeps what is finished, and the same command with"
+        f"interrupted in step 1; {out} keeps the finished results, and the same command with"
         " --resume continues"
     )
     run(out, "--step", "1", "--resume")
@@ -192,7 +192,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
     said = capfd.readouterr().err
     assert ("cannot allocate 7 GiB" in said) == (not killed)
     assert "step 3 continues with --ppo.micro_batch_size 2 --ppo.generation_batch_size 5;" in said
-    sizes = r"the plan was about ([\d.]+) MiB .* largest process reached ([\d.]+) ([MG])iB"
+    sizes = r"the plan was about ([\d.]+) MiB .* largest process used ([\d.]+) ([MG])iB"
     reached = [
         float(size) * (1024 if unit == "G" else 1)
         for planned, size, unit in re.findall(sizes, said)

@@ -40,7 +40,10 @@ def test_each_method_has_a_directory_and_a_method_that_is_added_runs_alone(
     assert "step 3: step3_ppo\nstep 3: step3_grpo\n" in first
     assert "kl_coef: 0.3" in (tmp_path / "step3_grpo" / "config.yaml").read_text()
     assert [written(tmp_path, method) for method in ("ppo", "grpo")] == before
-    assert "step 3 (grpo) is finished, skipped\nstep 3 (ppo) is finished, skipped\n" in added
+    assert (
+        "skipping step 3 (grpo): already finished\nskipping step 3 (ppo): already finished\n"
+        in added
+    )
     assert list(summary["steps"]) == ["step3_grpo", "step3_ppo", "step3_reinforce_pp"]
     # The longest name leaves room, and one that is read in the report is a step.
     assert "\nstep3_reinforce_pp          2       2          30   perplexity" in added
@@ -62,8 +65,8 @@ def test_a_method_that_diverges_is_announced_and_the_others_run(
     assert failed.err.splitlines() == [
         "error: the loss is not finite",
         "step 3 (ppo) diverged, and the other methods continue; the same command with --resume and"
-        " a smaller --methods.ppo.actor.optim.lr starts it again",
-        "not finished: ppo; the same command with --resume tries again",
+        " a smaller --methods.ppo.actor.optim.lr restarts it",
+        "not finished: ppo; retry with the same command and --resume",
     ]
     assert (tmp_path / "step3_rloo" / "result.json").is_file()
     assert "numbers  " in failed.out

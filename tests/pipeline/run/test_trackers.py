@@ -41,7 +41,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
 
     assert sink.calls == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "wandb failed at step 2 and is off: no route to host"
+        "wandb failed at step 2 and is disabled: no route to host"
     ]
 
 

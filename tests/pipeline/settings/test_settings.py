@@ -74,7 +74,7 @@ def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() 
         ("inner.rate", ["-1"], "s.inner.rate must be above 0, got -1.0"),
         ("maybe.rate", ["-1"], "s.maybe.rate must be above 0, got -1.0"),
         ("maybe.rate", ["x"], "s.maybe.rate must be a number, got x"),
-        ("inner", ["x"], "--s.inner holds settings: set them one by one, --s.inner.NAME VALUE"),
+        ("inner", ["x"], "--s.inner is a section: set --s.inner.NAME VALUE instead"),
         ("counts", ["1"], "there is no setting s.counts; did you mean s.count?"),
         ("rate", ["1"], "there is no setting s.rate; did you mean s.inner.rate or s.maybe.rate?"),
         ("speed", ["1"], "there is no setting s.speed; did you mean s.inner.rate or s.maybe.rate?"),

@@ -8,7 +8,7 @@ from step1_sft.config import SFTConfig
 
 SENTENCES = (
     ("a:\n  b: [c, d\ne: 1", "--config {} is not valid YAML in line 3: "),
-    ("- 1", "--config {} must hold settings, `name: value`; it holds [1]"),
+    ("- 1", "--config {} must contain settings, `name: value`, got [1]"),
     ("3: 4", "there is no setting 3 in {}"),
     (
         "epochs: 1\nmodel:\n  path: a\n  zero_stage: 1\n  path: b",
@@ -18,7 +18,7 @@ SENTENCES = (
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
     ("epochs: -1", "epochs in {} must be above 0, got -1.0"),
     ("seed: null", "seed in {} must be an integer, got null"),
-    ("a: " + 3000 * "[", "--config {} is nested too deeply to be settings"),
+    ("a: " + 3000 * "[", "--config {} is nested too deeply"),
 )
 """Contents of a file, and the sentence about it, with the file in place of {}."""
 

@@ -29,7 +29,7 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
     listening.close()
 
     assert why_unreachable() == "127.0.0.1 can't be reached: Connection refused"
-    with pytest.raises(ModelError, match=r"^no a/b \(127.0.0.1 can't be .*\); check .* or give c$"):
+    with pytest.raises(ModelError, match=r"^no a/b \(127.0.0.1 can't be .*\); check .* or use c$"):
         require_reachable("no a/b", ModelError, instead="c")
 
 
@@ -40,13 +40,13 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
             ("--data-path", "no/data"),
             "data path no/data is neither a file or directory here nor in the Hub's cache"
             " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
-            " or give a local file",
+            " or use a local file",
         ),
         (
             ("--actor-model", "no/model", "--data-path", "embedded"),
             "no such model: no/model is neither a local model directory nor in the Hub's cache"
             " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
-            " or give a directory",
+            " or use a directory",
         ),
     ],
 )

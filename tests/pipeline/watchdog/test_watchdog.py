@@ -98,7 +98,7 @@ def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended() -> None:
 
     assert job.codes == [1, 1]
     assert job.seconds < 17
-    assert re.search(r"rank 1 did not come to all_gather of root \(engine\), .* rank 0 waited",
+    assert re.search(r"rank 1 did not reach all_gather of root \(engine\), .* rank 0 waited",
                      job.errors)  # fmt: skip
     assert "rank 0 is here:" in lines(job)
     *_, of_rank_1 = job.errors.partition("rank 1 is here:")
@@ -159,7 +159,7 @@ def test_the_rank_that_is_furthest_behind_is_late() -> None:
     assert failure is not None
     assert failure.rank == 2
     assert failure.what == (
-        "rank 2 did not come to all_gather of a (collective 7), where rank 0 waited 5 s for it:"
+        "rank 2 did not reach all_gather of a (collective 7), where rank 0 waited 5 s for it:"
         " its last was barrier (collective 5), 6 s ago"
     )
     assert find_late(seen, 5.1) is None

@@ -151,7 +151,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"has no v$"):
         checkpoint.read("v", 0, torch.empty(1))
-    with pytest.raises(CheckpointError, match="holds 2 of 4 elements of w from 0 on"):
+    with pytest.raises(CheckpointError, match="has only 2 of 4 elements of w starting at 0"):
         checkpoint.read("w", 0, torch.empty(4))
 
 
