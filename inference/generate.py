@@ -51,8 +51,8 @@ class GenerateConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.prompts != Path(), "--prompts is missing: give a file of prompts")
-        require(self.out != Path(), "--out is missing: give the file to write")
+        require(self.prompts != Path(), "--prompts is missing: pass a file of prompts")
+        require(self.out != Path(), "--out is missing: pass the file to write")
         require(self.samples > 0, f"--samples must be above 0, got {self.samples}")
         require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
         require(

@@ -36,11 +36,11 @@ class SamplingOptions:
         is_within = 0 <= self.min_new_tokens <= self.max_new_tokens
         for name, is_valid, rule in (
             ("max_new_tokens", self.max_new_tokens > 0, "be above 0"),
-            ("min_new_tokens", is_within, "lie in [0, max_new_tokens]"),
-            ("temperature", self.temperature >= 0, "be 0 or above"),
-            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
+            ("min_new_tokens", is_within, "be in [0, max_new_tokens]"),
+            ("temperature", self.temperature >= 0, "not be below 0"),
+            ("top_p", 0 < self.top_p <= 1, "be in (0, 1]"),
             ("top_k", self.top_k is None or self.top_k > 0, "be above 0"),
-            ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "be in [0, 1]"),
             ("repetition_penalty", self.repetition_penalty > 0, "be above 0"),
         ):
             require(is_valid, f"{name} must {rule}, got {getattr(self, name)}")
@@ -69,7 +69,7 @@ class ModelOptions(SamplingOptions):
     """Processor threads; null uses RLHF_THREADS, else one for each core."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "--path is missing: give a model, such as OUT/step3_ppo/actor")
+        require(bool(self.path), "--path is missing: pass a model, such as OUT/step3_ppo/actor")
         super().__post_init__()
 
 

@@ -107,7 +107,7 @@ class ReplayedRows(ABC):
         live = expected[:num_live].float()
         largest = (self._replay()[:num_live].float() - live).abs().max()
         difference = float(largest / live.abs().max().clamp(min=1e-30))
-        # Half of a dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. False for NaN.
+        # Half of the dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. `not <=` also rejects NaN.
         if not difference <= torch.finfo(expected.dtype).eps ** 0.5:
             raise ReplayError(
                 f"the recording does not match the modules: logits differ by {difference:.1g} of"

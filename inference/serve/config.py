@@ -162,8 +162,7 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
         require(len(key) >= 8, f"--api-key: {name} is shorter than 8 characters; use a longer one")
         require(
             key.isascii() and key.isprintable() and " " not in key,
-            f"--api-key: {name} has characters that are invalid in a header; use letters and"
-            " digits",
+            f"--api-key: {name} has characters that headers forbid; use letters and digits",
         )
     if not config.is_local and not keys and not config.insecure_no_key:
         raise ConfigError(

@@ -86,7 +86,7 @@ async def _fail(*_: object) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
-    what = {404: "there is no such path", 405: f"this path takes no {request.method}"}
+    what = {404: "no such path", 405: f"this path does not support {request.method}"}
     return ApiError(error.status_code, what.get(error.status_code, "it can't be read")).response
 
 

@@ -90,9 +90,7 @@ class AccessControl:
         except ValueError:  # an invalid IPv6 address
             name = None
         if name not in LOOPBACK:
-            raise ApiError(
-                403, "the Host header is for another machine; use 127.0.0.1 or localhost"
-            )
+            raise ApiError(403, "the Host header is not local; use 127.0.0.1 or localhost")
 
     def _check_origin(self, method: str, headers: Headers, scheme: str) -> bool:
         """Whether the request comes from another page that `--cors` allows.

@@ -130,7 +130,7 @@ class Broker:
         if self.failure is not None:
             raise ApiError(500, "generation has failed; the server is shutting down")
         if self.worker is None or self.draining:
-            what = "the server is about to end" if self.draining else "the models are being loaded"
+            what = "the server is shutting down" if self.draining else "the models are being loaded"
             raise ApiError(503, f"{what}; try again later")
         waiting = sum(not job.started for job in self._jobs) + self._calls
         tokens = sum(job.num_prompt_tokens for job in self._jobs)

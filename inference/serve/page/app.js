@@ -19,7 +19,7 @@ async function show() {
   place.replaceChildren();
   try {
     const server = await get("/api/server");
-    if (own !== latest) return; // another view was chosen meanwhile
+    if (own !== latest) return; // another view was selected in the meantime
     settings.elements.max_tokens.placeholder = server.max_tokens;
     const talks = server.models.length > 0;
     const offered = { chat: talks, compare: talks, rate: talks && server.ratings, watch: server.watch };

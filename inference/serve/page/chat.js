@@ -136,7 +136,7 @@ export function chatView(place, server) {
   return () => running?.abort();
 }
 
-// Tinted by how unlikely the policy found it; its alternatives are its title.
+// Tinted by its log-probability; the tooltip lists the alternatives.
 function byChance(token) {
   const level = token.logprob > -0.5 ? 0 : token.logprob > -1.5 ? 1 : token.logprob > -3 ? 2 : 3;
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;

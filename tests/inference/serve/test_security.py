@@ -46,7 +46,7 @@ def test_keys_come_from_the_command_line_the_environment_and_a_file(
         ("", "has no keys"),
         ("short\n", "shorter than 8"),
         ("a b c\n", "line 1 must be KEY or NAME KEY"),
-        ("ключ-ключ\n", "characters that are invalid in a header"),
+        ("ключ-ключ\n", "characters that headers forbid"),
     ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=sentence):

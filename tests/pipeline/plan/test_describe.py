@@ -72,9 +72,7 @@ def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> N
         tmp_path,
         *("--step", "1", "--data-path", "rows.jsonl", "--sft.max_steps", "1", "--output-dir", "o"),
     )
-    commands = (
-        printed.partition("Equivalent commands")[2].partition("\n")[2].partition("Memory of")[0]
-    )
+    commands = printed.partition("Equivalent")[2].partition("\n")[2].partition("Memory of")[0]
 
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run(
