@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pipeline.config import (
-    DataConfig,
     FrozenModelConfig,
     LoraConfig,
     LossScaleConfig,
@@ -31,9 +30,9 @@ from step3_ppo.train import train as train_ppo
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train as train_preference
 from tests.distributed import run_ranks
-from tests.step3_ppo.toy import save_models
+from tests.step3_ppo.toy import FEW, save_models
 
-DATA = DataConfig(max_eval_rows=6, max_length=64)
+DATA = replace(FEW, max_eval_rows=6, max_length=64)
 CUT = 2
 """Steps before the interruption; as many come after it."""
 

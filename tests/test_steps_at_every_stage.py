@@ -2,13 +2,13 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import (
-    DataConfig,
     FrozenModelConfig,
     LoraConfig,
     OptimConfig,
@@ -24,9 +24,9 @@ from step2_reward.train import train as train_reward
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train as train_ppo
 from tests.distributed import run_ranks
-from tests.step3_ppo.toy import save_models
+from tests.step3_ppo.toy import FEW, save_models
 
-DATA = DataConfig(max_eval_rows=14, max_length=64)
+DATA = replace(FEW, max_eval_rows=14, max_length=64)
 SHORT: dict[str, Any] = {"data": DATA, "max_steps": 2, "batch_size": 8, "micro_batch_size": 1}
 
 

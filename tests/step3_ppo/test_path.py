@@ -4,15 +4,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
-from pipeline.config import DataConfig
 from step3_ppo.train import iterate, train
 from tests.sources import PACKAGES, ROOT
-from tests.step3_ppo.toy import toy_config
+from tests.step3_ppo.toy import FEW, toy_config
 
 
 def in_packages(files: Iterable[str]) -> set[str]:
@@ -24,7 +24,7 @@ def in_packages(files: Iterable[str]) -> set[str]:
 @pytest.mark.jobs
 def test_the_second_iteration_runs_at_most_60_files(toy: Path, tmp_path: Path) -> None:
     length = {"max_steps": 2, "epochs": 2.0, "max_prompt_length": 48}
-    config = toy_config(toy, output_dir=tmp_path, data=DataConfig(max_eval_rows=2), **length)
+    config = toy_config(toy, output_dir=tmp_path, data=replace(FEW, max_eval_rows=2), **length)
     run, running = set[str](), False
 
     def trace(frame: FrameType, event: str, _: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig
+from pipeline.config import LoraConfig, OptimConfig, ParallelConfig
 from pipeline.parallel.mesh import cut_mesh
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -16,7 +16,7 @@ from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.staged import lose_the_end, require_less_memory
-from tests.step3_ppo.toy import save_models, toy_config
+from tests.step3_ppo.toy import FEW, save_models, toy_config
 
 BOTH = ("actor", "critic")
 
@@ -60,7 +60,7 @@ def small(directory: Path, out: Path, *, pp: int, **changes: Any) -> PPOConfig:
     models = {role: replace(getattr(config, role), optim=optim, **model) for role in BOTH}
     own: dict[str, Any] = {
         "output_dir": out,
-        "data": DataConfig(max_length=56, max_eval_rows=4),
+        "data": replace(FEW, max_length=56, max_eval_rows=4),
         "max_steps": 2,
         "max_prompt_length": 48,
         "save_every": 1,

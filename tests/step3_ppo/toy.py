@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inference.generation import Response
-from pipeline.config import FrozenModelConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.hf.chat import load_chat
@@ -19,6 +19,9 @@ from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import PtxStream, Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
+
+FEW = DataConfig(path=(str(Path(__file__).with_name("few.jsonl")),))
+"""200 rows of the embedded task: encoding thousands takes longer than a toy run."""
 
 END = 2
 """The embedded tokenizer's end of sequence."""
@@ -51,6 +54,7 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
         "actor": TrainedModelConfig(path=str(directory / "actor"), optim=optim),
         "critic": TrainedModelConfig(path=str(directory / "reward"), optim=optim),
         "reward": FrozenModelConfig(path=str(directory / "reward")),
+        "data": FEW,
         "rollout_size": len(PROMPTS),
         "batch_size": len(PROMPTS),
         "correction": "none",  # rollouts are built by hand, off their policy
