@@ -164,7 +164,7 @@ def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> N
         load_step_rows(make_config(3, tmp_path, replace(data, eval_path=(str(own),))), step=3)
     assert str(raised.value).startswith(
         f"nothing remains without the {len(loaded.train)} rows for evaluation whose prompt an"
-        " earlier step trained on; give --eval-path with other prompts"
+        " earlier step trained on; pass --eval-path with other prompts"
     )
 
 

@@ -61,23 +61,23 @@ WRONG = r"""
 nonsense | 'nonsense' | options start with --
 --nonsense | --nonsense | --help lists
 --step 4 | --step | one of 0, 1, 2, 3
---step 0 | pretrain.data.path | give token files
+--step 0 | pretrain.data.path | pass token files
 --step 3 | step 3 needs the model of step 1 | create it with `python train.py --step 1
 --actor-model ./none | --actor-model ./none | no such directory
 --actor-model empty_directory | --actor-model empty_directory | config.json
 --actor-model 1.4b | --actor-model 1.4b | 1.3b, 2.7b
 --data-path none.jsonl | --data-path none.jsonl | no such file
 --data-path latin.jsonl | latin.jsonl | save it as UTF-8
---data-path empty.jsonl | empty.jsonl | holds no rows
+--data-path empty.jsonl | empty.jsonl | has no rows
 --data-path braces.jsonl | braces.jsonl line 1 | the row is empty; remove it
 --data-path broken.jsonl | broken.jsonl line 1 | fix or remove the line
 --data-path list.jsonl | list.jsonl | named fields
 --data-path numbers.jsonl | prompt must be text | fix the row
---data-path one_prompt.jsonl | share one prompt | give more rows
+--data-path one_prompt.jsonl | share one prompt | add more rows
 --data-path cut.parquet | cut.parquet | not a readable parquet file
 --data-path bad.csv | bad.csv line 2 | fix it
 --data-path good.jsonl:0 | good.jsonl:0 | above 0
---data-path embedded good.jsonl | embedded | give either it or your own paths
+--data-path embedded good.jsonl | embedded | use either it or your own paths
 --data-split 1,2 | --data-split | 3
 --data-path good.jsonl --data-split 1,0,0 | leaves step 2 without rows | raise the step's share
 --fields prompt=nothing --data-path good.jsonl | column nothing | chosen, prompt, rejected

@@ -121,7 +121,7 @@ class DataConfig:
 
     def check_path(self) -> None:
         """Raise `ConfigError` if no data path is given."""
-        require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
+        require(bool(self.path), "data.path is empty; set a file, a directory or a Hub name")
 
 
 def check_split(name: str, split: Sequence[float]) -> None:

@@ -133,7 +133,7 @@ class DeepSpeedFile:
         """The parameters of the optimizer or schedule, except those that are "auto"."""
         given = self.acting.get(key) or {}
         if not isinstance(given, Mapping):
-            raise self.error(key, f"must hold settings, {{...}}, got {given!r}")
+            raise self.error(key, f"must contain settings, {{...}}, got {given!r}")
         given = {str(name): _integral(value) for name, value in given.items()}
         return {name: value for name, value in given.items() if value not in (None, AUTO)}
 
@@ -379,7 +379,7 @@ def read_file(path: Path) -> DeepSpeedFile:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for a DeepSpeed configuration") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold one JSON object of settings, {{...}}")
+        raise ConfigError(f"{path} must contain one JSON object of settings, {{...}}")
     file = DeepSpeedFile(str(path))
     _sort(content, file)
     return file
@@ -400,7 +400,7 @@ def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> 
                 file.ignored.append(name)
         elif name in SECTIONS and value is not False:
             if not isinstance(value, Mapping):
-                raise file.error(name, f"must hold settings, {{...}}, got {value!r}")
+                raise file.error(name, f"must contain settings, {{...}}, got {value!r}")
             _sort(value, file, f"{name}.")
         elif not _is_off(value) and value != NEUTRAL.get(name):
             raise file.error(name, f"is not available here; {_hint(name)}")

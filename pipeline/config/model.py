@@ -162,7 +162,7 @@ class FrozenModelConfig:
     def __post_init__(self) -> None:
         require(
             self.quantize == "nf4" or not self.double_quant,
-            f"double_quant belongs to quantize nf4, not {self.quantize}; omit it",
+            f"double_quant requires quantize nf4, not {self.quantize}; omit it",
         )
 
 
@@ -208,20 +208,20 @@ class TrainedModelConfig(FrozenModelConfig):
         offload = self.zero.offload
         require(
             offload.params == "none" or self.zero_stage == 3,
-            f"zero.offload.params {offload.params} needs zero_stage 3, got {self.zero_stage};"
-            " below it, every process keeps the whole weights on its device",
+            f"zero.offload.params {offload.params} needs zero_stage 3, got {self.zero_stage}; at"
+            " lower stages, every process keeps the full weights on its device",
         )
         for name in ("head_lr", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.quantize == "none" or self.lora is not None,
-            f"quantize {self.quantize} keeps the base as it is, which leaves nothing to train: add"
+            f"quantize {self.quantize} freezes the base, which leaves nothing to train: add"
             " adapters with lora.rank 16, or set quantize none to train all weights",
         )
         plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
         require(
             offload.optimizer != "nvme" or plain_adam,
-            "zero.offload.optimizer nvme keeps the two moments of Adam and AdamW on the disk, and"
-            f" optim.name {self.optim.name} has others; use one of these, or cpu",
+            "zero.offload.optimizer nvme stores the two moments of Adam and AdamW, but optim.name"
+            f" {self.optim.name} has different state; use one of these, or cpu",
         )

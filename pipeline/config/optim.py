@@ -116,8 +116,8 @@ def check_optimizer(name: str, params: Mapping[str, Any]) -> None:
     """
     require(
         name.lower() not in NOT_ELEMENT_WISE,
-        f"optim.name can't be {name}: the engine updates flat pieces of the weights, and {name}"
-        " needs whole matrices or layers; use AdamW or another element-wise class of torch.optim",
+        f"optim.name can't be {name}: the engine updates flat shards of the weights, but {name}"
+        " needs full matrices or layers; use AdamW or another element-wise class of torch.optim",
     )
     if name not in ELEMENT_WISE:
         hint = suggestion(name, ELEMENT_WISE)
@@ -206,12 +206,12 @@ class OptimConfig:
         check_optimizer(self.name, self.params)
         require(
             self.weight_decay == 0 or self.name != "Rprop",
-            f"optim.weight_decay must be 0: Rprop has none, got {self.weight_decay}",
+            f"optim.weight_decay must be 0 for Rprop, got {self.weight_decay}",
         )
         require(
             self.moments == "fp32" or (self.name == "AdamW" and not self.params),
-            f"optim.moments {self.moments} is AdamW's without optim.params; {self.name}"
-            f"{' with optim.params' if self.params else ''} keeps its state in fp32",
+            f"optim.moments {self.moments} requires AdamW without optim.params;"
+            f" {self.name}{' with optim.params' if self.params else ''} keeps its state in fp32",
         )
         require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
         require(
@@ -220,7 +220,8 @@ class OptimConfig:
         )
         require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
         require(
-            self.weight_decay >= 0, f"optim.weight_decay must not be below 0: {self.weight_decay}"
+            self.weight_decay >= 0,
+            f"optim.weight_decay must not be below 0: {self.weight_decay}",
         )
         require(
             0 <= self.warmup_ratio < 1,
@@ -284,7 +285,7 @@ class LossScaleConfig:
         )
         require(
             0 <= self.initial_scale_power <= 127,
-            "fp16.initial_scale_power must be in [0, 127], the powers of 2 that fp32 holds, got"
+            "fp16.initial_scale_power must be in [0, 127], the exponents of fp32, got"
             f" {self.initial_scale_power}",
         )
         require(

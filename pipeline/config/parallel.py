@@ -52,7 +52,7 @@ class ParallelConfig:
         require(
             self.partition is None or len(self.partition) == self.pp,
             f"parallel.partition has {len(self.partition or ())} numbers for the {self.pp} stages"
-            " of parallel.pp; give one for each",
+            " of parallel.pp; set one for each",
         )
 
     @property
@@ -73,7 +73,7 @@ class ParallelConfig:
             ConfigError: the processes can't be divided; the message names the setting.
         """
         prefix = f"{section}." if section else ""
-        of_data = " of each stage" if self.tp == 1 else " with the same part of each layer"
+        of_data = " of each stage" if self.tp == 1 else " with the same shard of each layer"
         number = f"{processes} process{'es' if processes > 1 else ''}"
         for name, value, parts, kind in (
             ("pp", self.pp, processes, ""),
@@ -85,8 +85,8 @@ class ParallelConfig:
             of = f"{parts} processes{kind}" if parts != processes else number
             require(
                 parts % value == 0 and parts > 0,
-                f"{prefix}parallel.{name} {value} doesn't divide the {of}; take {nearest}, or"
-                " start another number of processes",
+                f"{prefix}parallel.{name} {value} doesn't divide the {of}; use {nearest}, or start"
+                " a different number of processes",
             )
 
     def pipelines(self, processes: int) -> int:
@@ -101,10 +101,10 @@ class ParallelConfig:
         """
         require(
             self.pp == 1 or model.zero_stage < 3,
-            f"{role}.zero_stage 3 would gather each block anew for each micro-batch of a pipeline;"
-            f" take 1 or 2 with parallel.pp {self.pp}",
+            f"{role}.zero_stage 3 would gather each block again for every micro-batch of a"
+            f" pipeline; use 1 or 2 with parallel.pp {self.pp}",
         )
         require(
             self.pp == 1 or "nvme" not in vars(model.zero.offload).values(),
-            f"{role}.zero.offload to nvme is not supported with parallel.pp {self.pp}; take cpu",
+            f"{role}.zero.offload to nvme is not supported with parallel.pp {self.pp}; use cpu",
         )

@@ -402,7 +402,7 @@ class StepConfig(ABC):
         for name in self.trackers:
             require(
                 importlib.util.find_spec(name) is not None,
-                f"trackers: {name} is not installed; run `pip install {name}` or take it out of"
+                f"trackers: {name} is not installed; run `pip install {name}` or remove it from"
                 " `trackers`",
             )
 

@@ -62,7 +62,7 @@ def require_learnable(
         if not any(fit.num_targets for piece in pieces for fit in how.fit(piece)):
             raise DataError(
                 f"all {len(examples)} {name} {how.rows} {how.empty} at data.max_length"
-                f" {data.max_length}; raise it, or see what is trained with `python -m"
+                f" {data.max_length}; raise it, or inspect the rows with `python -m"
                 " pipeline.data.inspect`"
             )
 
@@ -86,6 +86,6 @@ def report_lengths(
         return
     of = f"{len(examples)} {name}"
     if len(looked_at) < len(examples):
-        of = f"the {len(looked_at)} {name} looked at, of {len(examples)},"
+        of = f"the {len(looked_at)} {name} inspected, of {len(examples)},"
     cut = f"{num_cut} of {of} are longer than {data.max_length} tokens and lose their {how.end}"
     logger.info("%s; %d of them %s", cut, num_empty, how.empty)

@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     )
     files = {name: config.out / f"{name}.jsonl" for name in ("train", "test")}
     for path in (*files.values(), *([config.model] if config.model else [])):
-        require(not path.exists(), f"{path} already exists; remove it or name another one")
+        require(not path.exists(), f"{path} already exists; remove it or choose another one")
     rows = sums(config)
     test, train = rows[: config.held_out], rows[config.held_out :]
     if config.model is not None:

@@ -39,11 +39,11 @@ class ExportConfig:
         require(self.out is not None, "out is missing; pass the directory to write")
         require(
             self.number_format == "f32" or self.to == "gguf",
-            f"number_format {self.number_format} is for --to gguf; omit it",
+            f"number_format {self.number_format} is only for --to gguf; omit it",
         )
         require(
             self.base is None or self.to in ("merged", "adapter"),
-            "base is for --to merged and --to adapter; merge an adapter before another export",
+            "base is only for --to merged and --to adapter; merge an adapter before another export",
         )
 
 

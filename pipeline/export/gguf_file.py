@@ -108,8 +108,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     numbered: dict[str, int] = tokenizer.get_vocab()
     if max(numbered.values(), default=0) >= rows:
         raise ModelError(
-            f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens and the model rows"
-            f" for {rows}; they belong to different models"
+            f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens, but the model has"
+            f" {rows} rows; they are from different models"
         )
     by_scores = bool(model.get("byte_fallback"))
     tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows
@@ -147,8 +147,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
         if vocabulary.agrees(expected):
             return vocabulary
     raise ModelError(
-        f"the tokenizer of {path} splits text in another way than the pre-tokenizers of llama.cpp"
-        f" that are known here ({', '.join(pre for pre, _ in pairs)}); export it with --to onnx"
+        f"the tokenizer of {path} splits text unlike the known pre-tokenizers of llama.cpp"
+        f" ({', '.join(pre for pre, _ in pairs)}); export it with --to onnx"
     )
 
 
@@ -187,14 +187,14 @@ class GgufExport:
         path = str(source.directory)
         if source.is_classifier:
             raise ConfigError(
-                f"--to gguf takes language models, and {path} is a classifier; export it with"
-                " --to onnx"
+                f"--to gguf needs a language model, but {path} is a classifier; export it with --to"
+                " onnx"
             )
         config = self.config = AutoConfig.from_pretrained(path)
         if config.model_type not in ARCHITECTURES:
             raise ModelError(
-                f"{path} is of the family {config.model_type}, which has no GGUF form here; these"
-                f" have one: {', '.join(ARCHITECTURES)}; export it with --to onnx"
+                f"{path} is of the family {config.model_type}, which GGUF export does not support;"
+                f" it supports {', '.join(ARCHITECTURES)}; export it with --to onnx"
             )
         self.rope = config.rope_parameters
         refused = [n for n, value in REQUIRED.items() if getattr(config, n, value) != value]
@@ -202,8 +202,8 @@ class GgufExport:
             refused.append("rope_parameters")
         if refused:
             raise ModelError(
-                f"{path} has a {refused[0]} in its config.json that has no GGUF form; export it"
-                " with --to onnx"
+                f"{path} has a {refused[0]} in its config.json that GGUF export does not support;"
+                " export it with --to onnx"
             )
         self.source, self.number_format = source.directory, number_format
         self.architecture = ARCHITECTURES[config.model_type]
@@ -213,8 +213,8 @@ class GgufExport:
         ]
         if quantized:
             raise ModelError(
-                f"{path} holds {quantized[0]} as {self.stored[quantized[0]].dtype}; GGUF takes"
-                " weights that are not quantized"
+                f"{path} stores {quantized[0]} as {self.stored[quantized[0]].dtype}; GGUF export"
+                " needs unquantized weights"
             )
         self.names = self._names()
         self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
@@ -223,8 +223,8 @@ class GgufExport:
         self.stop_ids = end_ids(self.tokenizer)
         if len(self.stop_ids) > 3:
             raise ModelError(
-                f"the generation_config.json of {path} has {len(self.stop_ids)} tokens that end "
-                f"a response, but GGUF has keys for three; remove unused ones"
+                f"the generation_config.json of {path} has {len(self.stop_ids)} end-of-response"
+                " tokens, but GGUF has keys for only three; remove unused ones"
             )
         self.file = f"model-{number_format}.gguf"
         self.title = f"GGUF of a {source.kind}, {number_format}"
@@ -243,7 +243,7 @@ class GgufExport:
                 continue
             name = known.get_name(stored, try_suffixes=(".weight", ".bias"))
             if name is None:
-                raise ModelError(f"{stored} of {self.source} has no GGUF form; take --to onnx")
+                raise ModelError(f"{stored} of {self.source} has no GGUF name; use --to onnx")
             names[stored] = name
         return names
 
@@ -280,7 +280,7 @@ class GgufExport:
 
         tensor, number_format = self.read(stored).float(), self.choose_format(stored)
         if number_format == "f16" and tensor.numel() and float(tensor.abs().max()) > FP16_MAX:
-            raise ModelError(f"{stored} has a weight that f16 can't hold; take bf16")
+            raise ModelError(f"{stored} has a weight beyond the range of f16; use bf16")
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", stored):
             config = self.config
             heads = config.num_key_value_heads if ".k_" in stored else config.num_attention_heads
@@ -386,8 +386,8 @@ class GgufExport:
         ):
             raise UnverifiedError("not exported: the tokenizer differs when read back")
         return (
-            "tokenizer, chat template and stop ids read back equal;"
-            f" {TEXTS} texts have equal tokens by the vocabulary of the file"
+            "tokenizer, chat template and stop ids match when read back; the file's vocabulary"
+            f" tokenizes {TEXTS} texts identically"
         )
 
     def _compare_model(self, directory: Path) -> list[str]:
@@ -401,7 +401,7 @@ class GgufExport:
             tensor = self.read(stored).float()
             is_rounded |= not torch.equal(state[stored], tensor)
             if not is_read_back(state[stored], tensor, self.choose_format(stored)):
-                raise UnverifiedError(f"not exported: {stored} was not read back as it was written")
+                raise UnverifiedError(f"not exported: {stored} differs when read back")
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
         formats = ", ".join(dict.fromkeys(map(self.choose_format, self.names)))
         return [

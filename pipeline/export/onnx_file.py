@@ -160,7 +160,7 @@ class OnnxExport:
                 raise
             reason = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"{self.source} can't be traced to ONNX: {reason}; take --to merged"
+                f"{self.source} can't be traced to ONNX: {reason}; use --to merged"
             ) from error
         stored = onnx.load(directory / GRAPH, load_external_data=False)
         settings = self.model_source.settings

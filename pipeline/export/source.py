@@ -49,7 +49,7 @@ def find_directory(path: str, method: str | None) -> Path:
     """
     directory = Path(find_model(path, method)).expanduser()
     if not directory.is_dir():
-        raise ModelError(f"no such model: {directory} is not a directory; give a model directory")
+        raise ModelError(f"no such model: {directory} is not a directory; pass a model directory")
     return directory
 
 
@@ -61,7 +61,7 @@ def read_source(directory: Path) -> Source:
     """
     if (directory / ADAPTER).is_file() and not (directory / "config.json").is_file():
         raise ModelError(
-            f"{directory} holds an adapter; merge it with --to merged, and export the result"
+            f"{directory} contains an adapter; merge it with --to merged, and export the result"
         )
     check_model_directory(directory)
     return Source(directory, check_configuration(directory))
@@ -92,7 +92,7 @@ def check_out(out: Path) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists():
-        raise ConfigError(f"--out {out} already exists; remove it, or give another directory")
+        raise ConfigError(f"--out {out} already exists; remove it, or choose another directory")
     check_output(out, option="--out")
 
 

@@ -73,8 +73,8 @@ def compare_outputs(
             error = float((ours[kept] - theirs[kept]).abs().max()) / scale
             if not error <= tolerance:
                 raise UnverifiedError(
-                    f"not exported: {name} by {by} differ by {error:.1e} of {scale:.3g} from those"
-                    f" of the model, more than {tolerance}"
+                    f"not exported: {name} by {by} differ by {error:.1e} of {scale:.3g} from the"
+                    f" model's, more than {tolerance}"
                 )
             worst = max(worst, error)
         count += 1

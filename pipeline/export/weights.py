@@ -73,8 +73,7 @@ class AdapterExport:
         if not places:
             check_configuration(directory)
             raise ModelError(
-                f"{directory} holds a model without an adapter: it was not trained with LoRA;"
-                " export it with --to merged"
+                f"{directory} contains a model without an adapter; export it with --to merged"
             )
         self.source, self.base = places[0], base
 
@@ -90,8 +89,8 @@ class AdapterExport:
         """Compare tensors and, if there is a merged model, its outputs."""
         tensors, copied = (load_file(path / WEIGHTS) for path in (self.source, directory))
         if not all(torch.equal(tensor, copied[name]) for name, tensor in tensors.items()):
-            raise UnverifiedError("not exported: a tensor of the adapter was not read back equal")
-        verified = [f"{len(copied)} tensors of the adapter read back equal"]
+            raise UnverifiedError("not exported: a tensor of the adapter differs when read back")
+        verified = [f"{len(copied)} tensors of the adapter match when read back"]
         parent = self.source.parent
         if not (parent / "config.json").is_file():
             return verified
@@ -122,9 +121,9 @@ def _find_base(adapter: Path, base: str | None) -> Source:
     if not Path(path).expanduser().is_dir():
         parent = adapter.parent
         hint = (
-            f"{parent} has it merged: give that as --path"
+            f"{parent} is the merged model: pass it as --path"
             if (parent / "config.json").is_file()
-            else "give the base's directory with --base"
+            else "pass the base's directory with --base"
         )
         raise ModelError(f"the base of {adapter}, {path}, is not a local directory; {hint}")
     return read_source(Path(path).expanduser())
@@ -161,12 +160,12 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     except Exception as error:  # noqa: BLE001  # peft and safetensors may raise anything
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"the adapter in {adapter} can't be applied to {name}: {reason}; give its base with"
+            f"the adapter in {adapter} can't be applied to {name}: {reason}; pass its base with"
             " --base"
         ) from None
     if unused := tensors.keys() - known:
         raise ModelError(
-            f"{min(unused)} of {adapter} changes nothing in {name}; it is for another base: give"
+            f"{min(unused)} of {adapter} matches nothing in {name}; it is for another base: pass"
             " its base with --base"
         )
     return adapted

@@ -87,7 +87,7 @@ def check_output(path: Path, *, option: str) -> None:
         ConfigError: it is a directory, or its directory can't be written.
     """
     if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory; give the name of a file")
+        raise ConfigError(f"{option} {path} is a directory; pass a file name")
     above = path.absolute().parent
     while not above.exists():
         above = above.parent

@@ -64,7 +64,7 @@ class RunLock:
                     " or choose another directory"
                 ) from None
             logger.warning(
-                "%s can't be locked (%s): nothing keeps a second job out of %s",
+                "%s can't be locked (%s): a second job could also use %s",
                 self.path,
                 error.strerror,
                 self.path.parent,

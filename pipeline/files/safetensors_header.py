@@ -43,11 +43,11 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise ModelError(f"{index} names {shard}, which is outside its directory")
+            raise ModelError(f"{index} refers to {shard}, which is outside its directory")
         if not (directory / shard).is_file():
             raise ModelError(
-                f"{directory / shard} can't be read: it is listed in {INDEX} but missing; copy "
-                f"it there, or download the model again"
+                f"{directory / shard} can't be read: it is listed in {INDEX} but missing; copy it,"
+                " or download the model again"
             )
         stored |= read_header(directory / shard)
     absent = weight_map.keys() - stored.keys()
@@ -117,8 +117,8 @@ def _nothing_found(directory: Path) -> str:
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled:
         return (
-            f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code;"
-            " save the model as safetensors first: save_pretrained does"
+            f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code; save"
+            " the model as safetensors first (save_pretrained does)"
         )
     others = [
         path.name

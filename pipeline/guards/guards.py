@@ -215,11 +215,11 @@ class Guards:
         checkpoints.go_back(checkpoint, {"guards": self.after(trip, to=checkpoint.step)})
         slow_down()
         at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
-        follows = f"the run ends with the actor of {at}"
+        follows = f"stopping with the actor of {at}"
         if trip.action != "stop":
             follows = (
-                f"the run goes back to {at}, with {self.signals.SLOWER} (rollback"
-                f" {self.rollbacks} of {MAX_ROLLBACKS} at most)"
+                f"rolling back to {at}, with {self.signals.SLOWER} (rollback {self.rollbacks} of at"
+                f" most {MAX_ROLLBACKS})"
             )
         logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)
 

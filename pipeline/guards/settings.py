@@ -40,7 +40,7 @@ class Guard:
         is_trend = self.signal in self.TRENDS
         least = FEWEST if is_trend else 1
         require(math.isfinite(self.limit), f"{where}.limit must be finite, got {self.limit}")
-        require(self.window >= least, f"{where}.window must be {least} or more, got {self.window}")
+        require(self.window >= least, f"{where}.window must be at least {least}, got {self.window}")
         require(
             self.limit > 0 or (self.signal not in self.RELATIVE and not is_trend),
             f"{where}.limit must be above 0, got {self.limit}",
@@ -115,6 +115,6 @@ def check_guards(
         )
         require(
             not guard.acts or (every is not None and every.steps is not None),
-            f"{section}.guards: {guard.signal} with action {guard.action} goes back to a checkpoint"
-            f" that must not depend on the clock; set save_every to a number of {unit}, such as 5",
+            f"{section}.guards: {guard.signal} with action {guard.action} needs checkpoints that"
+            f" don't depend on time; set save_every to a number of {unit}, such as 5",
         )

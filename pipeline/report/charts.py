@@ -19,10 +19,10 @@ COLOURS = 4
 
 METRICS = {
     "score": ("Score", "mean of sampled responses, by the reward model or all sources of rewards"),
-    "accuracy": ("Accuracy", "pairs in the right order, or rows in their class"),
+    "accuracy": ("Accuracy", "pairs ordered correctly, or rows classified correctly"),
     "loss": ("Loss", "nats per token, or per pair"),
     "perplexity": ("Perplexity", "of held-out responses"),
-    "margin": ("Margin", "implicit rewards, chosen less rejected"),
+    "margin": ("Margin", "implicit rewards, chosen minus rejected"),
     "gold": ("Gold reward", "measured, not trained on"),
     "reward_failures": ("Reward failures", "share of responses without a reward"),
     "kl": ("KL to the reference", "nats per response"),
@@ -30,7 +30,7 @@ METRICS = {
     "entropy": ("Entropy", "nats per token; near 0 is collapse"),
     "stop_rate": ("Stop rate", "share of responses that end before the length limit"),
     "clip_fraction": ("Clip fraction", "tokens outside the trust region"),
-    "explained_variance": ("Explained variance", "of returns, by the critic; 1 is all"),
+    "explained_variance": ("Explained variance", "of returns, by the critic; at most 1"),
     "ratio_max": ("Largest ratio", "new to old policy, one token"),
     "grad_norm": ("Gradient norm", "before clipping"),
     "rollout_gap": ("Rollout gap", "generation against training, nats"),

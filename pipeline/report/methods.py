@@ -252,13 +252,13 @@ def _differing(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str
 def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
     """The reason why a method is not compared at equal KL, or only in part; empty if none."""
     if not same_origin:
-        return "began from another model than the others, and is not compared"
+        return "started from a different model, and is not compared"
     if not method.path:
         return "has no evaluation by this figure"
     if not method.is_measured:
         return "has no evaluation between its start and end (eval_every), and is not compared"
     if method.reach <= 0:
-        return "never left the reference (KL 0), so that nothing is compared at equal KL"
+        return "stayed at the reference (KL 0), so nothing is compared at equal KL"
     if method.step.state != "finished":
         return f"is {method.step.state}, and is compared up to its last evaluation"
     return ""

@@ -245,9 +245,7 @@ def read_results(out: Path) -> Results:
     names = sorted({name for name in begun if STEP.fullmatch(name)} | summaries.keys())
     steps = {name: _read_step(out / name, mapping(summaries.get(name))) for name in names}
     if not steps:
-        raise DataError(
-            f"{out} holds no step's results: no summary.json and no <step>/metrics.jsonl"
-        )
+        raise DataError(f"{out} has no results: no summary.json and no <step>/metrics.jsonl")
     seconds = finite(summary.get("seconds"))
     samples = [_read_object(out / name / SAMPLES).get("rows") or [] for name in steps]
     return Results(
@@ -354,8 +352,8 @@ def find_model(path: str, method: str | None = None) -> str:
     if not steps:
         if method is not None:
             raise ModelError(
-                f"--method chooses among the models of a run, and {path} is not an output directory"
-                " of one; omit it"
+                f"--method selects a model of a run, but {path} is not a run's output directory;"
+                " omit it"
             )
         return path
     chosen = model_to_talk_to(steps)
@@ -369,7 +367,7 @@ def find_model(path: str, method: str | None = None) -> str:
             raise ModelError(f"--method {method}: {path} has no finished model of it; it has {has}")
         chosen = of_method[0]
     others = ", ".join(step.method for step in same_stage if step is not chosen)
-    hint = f"; --method takes another: {others}" if others and method is None else ""
+    hint = f"; select another with --method: {others}" if others and method is None else ""
     model = model_directory(out, chosen)
     remark(f"the model is {model}{hint}")
     return str(model)

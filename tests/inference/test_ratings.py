@@ -98,7 +98,7 @@ def test_steps_read_the_file_as_it_is(tmp_path: Path) -> None:
         (prompt, (short,), (), None),
         (prompt, (), (short,), None),
     ]
-    assert any("left out 2 rows that prefer neither response" in note for note in notes)
+    assert any("dropped 2 rows that prefer neither response" in note for note in notes)
 
 
 def test_agreement_is_that_of_a_table_computed_by_hand() -> None:

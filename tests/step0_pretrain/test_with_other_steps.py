@@ -92,9 +92,9 @@ def test_what_step_0_can_not_use_is_refused_in_the_plan(texts: Path, tmp_path: P
     out = tmp_path / "out"
     alone = ("--step", "0", "--data-path", str(texts))
     for words, sentence in (
-        (["--step", "0"], "pretrain.data.path names no corpus; give token files"),
-        (["--step", "0", "--data-path", str(tmp_path)], "is a directory; name its files"),
-        (["--step", "0", "--data-path", "c.tokens"], "pretrain.data.path c.tokens: there is no"),
+        (["--step", "0"], "pretrain.data.path has no corpus; pass token files"),
+        (["--step", "0", "--data-path", str(tmp_path)], "is a directory; list its files"),
+        (["--step", "0", "--data-path", "c.tokens"], "pretrain.data.path c.tokens: no such"),
         (["--step", "0", "--data-path", f"{texts}.jsonl"], "is not a token file"),
         (["--step", "1", "--pretrain.seed", "1"], "--pretrain.seed is a setting of step 0, which"),
         ([*alone, "--pretrain.data.format", "plain"], "there is no setting pretrain.data.format"),

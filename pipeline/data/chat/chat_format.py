@@ -96,15 +96,15 @@ _LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
 any, at the beginning of a turn."""
 
 UNSTABLE = (
-    " once more turns follow, so a prompt would not be trained on as it is generated from; choose"
+    " when more turns follow, so prompts would differ between training and generation; choose"
     " another --format"
 )
-LOST_TEXT = "leaves out a part of the response, which is trained as given behind the prompt"
-LOST_BESIDE_CALLS = "leaves out the text or reasoning beside calls of tools, which is not trained"
-LOST_REASONING = "has no place for reasoning, which is left out; write it into the content"
+LOST_TEXT = "omits part of the response, which is trained on unchanged after the prompt"
+LOST_BESIDE_CALLS = "omits text or reasoning next to tool calls, which is not trained on"
+LOST_REASONING = "does not support reasoning, which is omitted; put it into the content"
 LOST_HISTORY = (
-    "renders an answer otherwise once more turns follow (it leaves thinking out, say); such an"
-    " answer is not trained, and the last one is"
+    "renders an answer differently when more turns follow (for example, without thinking); only the"
+    " last answer is trained on"
 )
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
@@ -120,7 +120,7 @@ PROBE_CALL = (
     Message("assistant", "", keys=_CALLING),
     Message("tool", "Nine.", keys='{"name": "probefive", "tool_call_id": "probefive"}'),
 )
-NO_TOOLS = "; leave out rows with tools, or choose another --format"
+NO_TOOLS = "; remove rows with tools, or choose another --format"
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ class ChatFormat:
             reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(
                 f"{self.title} can't render a dialogue of"
-                f" {', '.join(message.role for message in messages)} turns: {reason};"
-                " fix the template, choose another --format, or leave such dialogues out"
+                f" {', '.join(message.role for message in messages)} turns: {reason}; fix the"
+                " template, choose another --format, or remove such dialogues"
             ) from error
         return str(text)
 
@@ -350,9 +350,9 @@ class ChatFormat:
         closed = prompt.rstrip().endswith(END_THINK) or not (is_behind or knows_blocks)
         if origin and message.trained and thinks and closed:
             raise DataError(
-                f"{self.title} closes the thinking in its prompts, and this response thinks; set an"
-                ' argument of the template, such as --sft.data.template_args \'{"enable_thinking":'
-                " true}', or remove the thinking"
+                f"{self.title} closes the thinking block in its prompts, but this response has"
+                " thinking; set a template argument, such as --sft.data.template_args"
+                " '{\"enable_thinking\": true}', or remove the thinking"
             )
         opened = bool(_OPENED.search(prompt))
         kept = self._kept(message, written, origin)
@@ -387,7 +387,7 @@ class ChatFormat:
                 return common
         if any(_thinks(message) or message.calls for message in messages):
             return ""
-        raise DataError(f"{self.title} renders the beginning of a dialogue differently{UNSTABLE}")
+        raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
 
     def _as_given(self, message: Message, prompt: str) -> str:
         """The text of a turn as in the row, after a prompt that may have opened a thinking part."""
@@ -537,8 +537,8 @@ class ChatFormat:
     def _require_tokens(self) -> None:
         if self.new_tokens:
             raise ModelError(
-                f"{self.title} needs the tokens {' '.join(self.new_tokens)}, which the"
-                " tokenizer lacks: they must be added, and the model's embeddings resized, first"
+                f"{self.title} needs the tokens {' '.join(self.new_tokens)}, which the tokenizer"
+                " lacks: first add them and resize the model's embeddings"
             )
 
     @cached_property

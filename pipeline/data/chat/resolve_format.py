@@ -100,7 +100,7 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     lines = ""
     for name, value in arguments.items():
         if not name.isidentifier() or iskeyword(name) or name in _OWN:
-            raise ConfigError(f"data.template_args {name} is not an argument that can be set")
+            raise ConfigError(f"data.template_args {name} can't be set")
         if never_read(template, [name]):
             raise ConfigError(
                 f"data.template_args {name}: the chat template never reads it; remove it, or check"
@@ -172,8 +172,8 @@ def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
         except ValueError as error:
             names = ", ".join(tokenizer.chat_template)
             raise ModelError(
-                f"the tokenizer has the chat templates {names}, and none is called default; save"
-                " one as the tokenizer's chat_template.jinja, or name a Jinja file by --format"
+                f"the tokenizer has the chat templates {names}, but none is called default; save"
+                " one as the tokenizer's chat_template.jinja, or pass a Jinja file with --format"
             ) from error
     path = Path(name).expanduser()
     if not path.is_file():
@@ -190,8 +190,8 @@ def _check_complete(chat_format: ChatFormat) -> None:
     text = "".join(segment.text for segment in chat_format.segments(dialogue))
     if not all(message.content in text for message in dialogue):
         raise DataError(
-            f"{chat_format.title} leaves out the text of turns, perhaps because it was"
-            " written for images and text in parts; choose another --format"
+            f"{chat_format.title} omits the text of turns, perhaps because it expects content in"
+            " parts (images and text); choose another --format"
         )
 
 

@@ -42,7 +42,7 @@ _WITH_TEXT = {"content", "value", *_CALLS}
 _OF_TOOLS = ("name", "tool_call_id")
 _KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}
 
-NO_ANSWER = "in which no assistant answers a user"
+NO_ANSWER = "with no assistant turn after a user turn"
 EMPTY_RESPONSE = "with an empty response"
 
 
@@ -148,8 +148,8 @@ def text(row: Row, name: str) -> str:
     value = row.columns.get(name)
     if not isinstance(value, str):
         raise DataError(
-            f"{row.origin}: {name} must be text, got {type(value).__name__};"
-            " name another column with --fields or fix the row"
+            f"{row.origin}: {name} must be text, got {type(value).__name__}; choose another column"
+            " with --fields or fix the row"
         )
     return value
 
@@ -174,8 +174,8 @@ def _items(row: Row, name: str) -> list[Any] | None:
     if begin["key"] not in _KEYS.union(REASONING):
         return None
     raise DataError(
-        f"{row.origin}: {name} has turns as text that is neither JSON nor a Python literal; save"
-        " the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
+        f"{row.origin}: {name} has turns as a string that is neither JSON nor a Python literal;"
+        " save the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
     )
 
 
@@ -194,7 +194,7 @@ def turns(row: Row, name: str) -> Turns:
     if items is None:
         raise DataError(
             f"{row.origin}: {name} must be a list of turns, got {type(row.columns[name]).__name__};"
-            " name another column with --fields or fix the row"
+            " choose another column with --fields or fix the row"
         )
     joined = join_turns([_turn(row, name, turn) for turn in items])
     if any(one.role == two.role != "tool" for one, two in pairwise(joined)):
@@ -208,7 +208,7 @@ def from_first_user(row: Row, dialogue: Turns) -> Turns:
     rest = dialogue[len(system) :]
     if not rest or rest[0].role != "assistant":
         return dialogue
-    row.remarks.add("the assistant's turn at the beginning is left out")
+    row.remarks.add("the assistant turn at the start is dropped")
     return (*system, *rest[1:])
 
 
@@ -231,14 +231,14 @@ def _turn(row: Row, name: str, item: object) -> Message:
     wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
     if wrong:
         raise DataError(
-            f"{row.origin}: {name} has a turn of {wrong[0]}; a turn is trained (1 or true) or "
-            f"not (0 or false)"
+            f"{row.origin}: {name} has a turn of {wrong[0]}; a turn is trained on (1 or true) or"
+            " not (0 or false)"
         )
     if role == "assistant":
         keys = json.dumps({"tool_calls": calls}, ensure_ascii=False) if calls else ""
         return Message(role, content, all(learned.values()), reasoning, keys=keys)
     if any(learned.values()):
-        row.remarks.add(f"turns of the {role} are marked as learned, and only the assistant's are")
+        row.remarks.add(f"turns of the {role} are marked as trained, but only the assistant's are")
     of_tool = {key: turn[key] for key in _OF_TOOLS if role == "tool" and turn.get(key)}
     return Message(role, content, keys=json.dumps(of_tool) if of_tool else "")
 
@@ -275,8 +275,8 @@ def with_tools(row: Row, dialogue: Turns) -> Turns:
     functions = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in tools]
     if not all(isinstance(function.get("name"), str) for function in functions):
         raise DataError(
-            f"{row.origin}: tools must be a list of JSON schemas with a name each, got"
-            f" {str(row.columns['tools'])[:80]}; rename the column if it is something else"
+            f"{row.origin}: tools must be a list of JSON schemas, each with a name, got"
+            f" {str(row.columns['tools'])[:80]}; rename the column if it has another meaning"
         )
     schemas = [{"type": "function", "function": function} for function in functions]
     first, *rest = dialogue
@@ -331,10 +331,10 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
         return found
     *before, begun = found
     if begun.calls:
-        raise LeftOut("whose prompt ends in a tool call, without its result")
+        raise LeftOut("whose prompt ends with a tool call without a result")
     if is_empty(begun):
         return tuple(before)
-    row.remarks.add("the prompt ends in an assistant turn, which the response continues")
+    row.remarks.add("the prompt ends with an assistant turn, which the response continues")
     return (*before, replace(begun, trained=False))
 
 

@@ -39,8 +39,8 @@ class NamedSet:
             example = self.to_example(row.columns)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise DataError(
-                f"{row.origin} is not of the schema of its data set ({type(error).__name__}:"
-                f" {error}); say which column is which with --fields"
+                f"{row.origin} does not match the schema of its data set ({type(error).__name__}:"
+                f" {error}); map the columns with --fields"
             ) from error
         extra = kept.of(row.columns) if kept else {}
         return example and replace(example, origin=row.origin, extra=extra)

@@ -81,15 +81,15 @@ def _convert(
         return [example for example in read if example is not None]
 
     train, held_out = examples(standing(source.train)), examples(standing(source.eval))
-    notes = ["is a known data set, read by its own schema"]
+    notes = ["is a known data set with its own schema"]
     if known is None:
         unused = reading.columns - reading.used
         rest = f"; not used: {names(unused)}" if unused else ""
         notes = [f"uses the columns {names(reading.used)}{rest}"]
     left_out = {why: n for why, n in reading.left_out.most_common() if n}
-    notes += [f"left out {num_rows(n)} {why}" for why, n in left_out.items()]
+    notes += [f"dropped {num_rows(n)} {why}" for why, n in left_out.items()]
     notes += [
-        f"{num_rows(n)} {why}: no demonstrations, their prompts are for step 3"
+        f"{num_rows(n)} {why}: not demonstrations; their prompts are for step 3"
         for why, n in reading.no_demonstrations.items()
     ]
     notes += [

@@ -89,9 +89,9 @@ def _separate_prompt(row: Row) -> Turns:
     if "instruction" in row.columns:
         return _instruction(row)
     raise DataError(
-        f"{row.origin}: without a prompt, chosen and rejected must be whole dialogues, turns or"
-        ' "\\n\\nHuman: ...\\n\\nAssistant: ..." text; it has the columns'
-        f" {names(row.columns)}: say which one is the prompt with --fields"
+        f"{row.origin}: without a prompt, chosen and rejected must be full dialogues, turns or"
+        ' "\\n\\nHuman: ...\\n\\nAssistant: ..." text; the columns are'
+        f" {names(row.columns)}: select the prompt with --fields"
     )
 
 
@@ -106,8 +106,8 @@ def _stepwise(row: Row, name: str) -> Example:
     are_lists = isinstance(steps, list) and isinstance(labels, list)
     if not are_lists or len(steps) != len(labels):
         raise DataError(
-            f"{row.origin}: {name} and labels must be lists of the same length; give one label"
-            " for each step, null where none is known"
+            f"{row.origin}: {name} and labels must be lists of the same length; provide one label"
+            " per step, null if unknown"
         )
     if not all(isinstance(step, str) for step in steps):
         raise DataError(f"{row.origin}: the steps in {name} must be texts")
@@ -131,8 +131,8 @@ def _step_label(row: Row, value: Any) -> float | None:  # noqa: ANN401
         return None
     if not (isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1):
         raise DataError(
-            f"{row.origin}: the label of a step must be true, false or a number from 0 to 1, or"
-            f" null where none is known, got {value!r}"
+            f"{row.origin}: the label of a step must be true, false, a number from 0 to 1, or null"
+            f" if unknown, got {value!r}"
         )
     return float(value)
 
@@ -189,8 +189,8 @@ def _rating(row: Row) -> Example:
     """A rating from the server's page: a preference, or a single good or bad response."""
     if row.columns["schema"] != SCHEMA:
         raise DataError(
-            f"{row.origin}: a rating of schema {row.columns['schema']!r}, and {SCHEMA} is read;"
-            " update the package"
+            f"{row.origin}: the rating has schema {row.columns['schema']!r}, but only {SCHEMA} is"
+            " supported; update the package"
         )
     question = _answered(turns(row, "messages"), ()).prompt
     answers, choice = row.columns["answers"], row.columns.get("choice")
@@ -198,7 +198,7 @@ def _rating(row: Row) -> Example:
         texts = [answer["text"].strip() for answer in answers]
     except (TypeError, KeyError, AttributeError):
         raise DataError(
-            f"{row.origin}: answers must be a list of objects with a text each"
+            f"{row.origin}: answers must be a list of objects, each with a text"
         ) from None
     if not all(texts):
         raise LeftOut(EMPTY_RESPONSE)
@@ -218,7 +218,7 @@ def _rating(row: Row) -> Example:
             return Example(question, responses[choice], responses[1 - choice], margin=margin)
         case kind, count, _:
             raise DataError(
-                f"{row.origin}: no rating of the kind {kind!r} has {count} answers and the choice"
+                f"{row.origin}: a rating of kind {kind!r} can't have {count} answers and choice"
                 f" {choice!r}"
             )
 
@@ -336,7 +336,7 @@ def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Exam
         reading.no_demonstrations["whose label marks the response as bad"] += 1
         return replace(example, chosen=(), rejected=example.chosen)
     if example.num_targets == 0:
-        reading.no_demonstrations["in which no assistant turn is learned"] += 1
+        reading.no_demonstrations["without an assistant turn to train on"] += 1
         return replace(example, chosen=())
     return example
 
@@ -358,7 +358,7 @@ def _quality(row: Row) -> bool | None:
     if word in ("0", "1"):
         raise DataError(
             f"{row.origin}: {name} is {word}; with a response it must be true (good) or false"
-            " (bad), or have another name if it means something else"
+            " (bad), rename it if it has another meaning"
         )
     return {"true": True, "false": False}.get(word)
 
@@ -368,8 +368,8 @@ def _unknown_shape(row: Row, columns: Collection[str]) -> str:
         return f"{row.origin}: the row is empty; remove it"
     known = ", ".join(" + ".join(shape.needs) for shape in SHAPES)
     return (
-        f"{row.origin}: no known shape of row has the columns {names(columns)}; known are {known}:"
-        ' say which column is which with --fields, such as \'{"prompt": "question"}\''
+        f"{row.origin}: no known row format has the columns {names(columns)}; known are {known}:"
+        ' map the columns with --fields, such as \'{"prompt": "question"}\''
     )
 
 
@@ -394,5 +394,5 @@ def check_columns(
         if all(find_column(row, name) is None for row in rows):
             raise DataError(
                 f"no row has the column {name}, which a reward or environment reads; there are"
-                f" {names(columns)}: rename one, or name another one as the reward's column"
+                f" {names(columns)}: rename one, or select another column for the reward"
             )

@@ -106,7 +106,7 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     elif path.exists():
         splits = {TRAIN: _read_files([path])}
     elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise DataError(f"data path {name}: there is no such file or directory")
+        raise DataError(f"data path {name}: no such file or directory")
     else:
         splits = _splits_of_hub_set(name)
     train, test = choose_splits(name, splits, step=step, wanted=wanted)
@@ -143,7 +143,7 @@ def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Itera
                 split = word if wanted or word == TRAIN else "test"
         splits.setdefault(split, []).append(file)
     if not splits:
-        raise DataError(f"data path {directory} holds no {', '.join(SUFFIXES)} file")
+        raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} file")
     if wanted is None and not any(split.startswith(TRAIN) for split in splits):
         splits = {TRAIN: [file for files in splits.values() for file in files]}
     return {split: _read_files(files) for split, files in splits.items()}
@@ -174,14 +174,14 @@ def split_weight(spec: str) -> tuple[str, float | None]:
         return spec, None
     weight = float(match["weight"])
     if weight <= 0:
-        raise DataError(f"data path {spec}: a weight must be above 0")
+        raise DataError(f"data path {spec}: the weight must be above 0")
     return match["name"], weight
 
 
 def _read_file(path: Path) -> list[Row]:
     """Read the rows of one file; raise DataError if it is missing, broken or empty."""
     if not path.is_file():
-        raise DataError(f"data path {path}: there is no such file")
+        raise DataError(f"data path {path}: no such file")
     if path.name.endswith(".parquet"):
         rows = _read_parquet(path)
     elif path.name.endswith(CSV_SUFFIXES):
@@ -190,11 +190,11 @@ def _read_file(path: Path) -> list[Row]:
         rows = list(_read_json(path))
     else:
         raise DataError(
-            f"data path {path}: {path.suffix or 'a file without suffix'} can't be read;"
-            f" give one of {', '.join(SUFFIXES)}"
+            f"data path {path}: {path.suffix or 'a file without suffix'} can't be read; use one of"
+            f" {', '.join(SUFFIXES)}"
         )
     if not rows:
-        raise DataError(f"{path} holds no rows")
+        raise DataError(f"{path} has no rows")
     return rows
 
 
@@ -233,7 +233,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         if others:
             raise DataError(
                 f"{path} line {others[0][0]} follows the list of rows; write one object per line,"
-                " or all of them into the list"
+                " or put all of them in the list"
             )
         values, word = enumerate(items, start=1), "row"
     has_escapes = "\\u" in text
@@ -241,7 +241,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         origin = f"{path} {word} {number}"
         if not isinstance(item, dict):
             raise DataError(
-                f"{origin}: a row is an object with named fields, got {type(item).__name__}"
+                f"{origin}: a row must be an object with named fields, got {type(item).__name__}"
             )
         if has_escapes:
             require_characters(item, origin)
@@ -309,8 +309,8 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
     # The loader runs many readers, which raise different exceptions.
     except Exception as error:
         raise DataError(
-            f"data path {name} is neither a file or directory here nor a data set that the Hub"
-            f" gives ({_one_line(error)}); check the name and the connection, or give a local file"
+            f"data path {name} is neither a file or directory here nor a readable data set of the"
+            f" Hub ({_one_line(error)}); check the name and the connection, or use a local file"
         ) from error
 
     def rows(split: str) -> Iterator[Row]:
@@ -346,10 +346,10 @@ def choose_splits(
     if len(train) != 1 or train[0] not in splits:
         problem = f"no split {wanted}" if wanted else "no training split"
         if not wanted and all_train:
-            problem = f"several training splits and none named for step {step}"
+            problem = f"several training splits, none of them for step {step}"
         raise DataError(
-            f"data path {name} has {problem}; there are {', '.join(sorted(splits))}: name the one"
-            f" to read, such as {name}@{(all_train or sorted(splits))[0]}"
+            f"data path {name} has {problem}; there are {', '.join(sorted(splits))}: select one,"
+            f" such as {name}@{(all_train or sorted(splits))[0]}"
         )
     test = [split for split in splits if re.split(r"[-_.]", split.lower())[0] in TEST_WORDS]
     if train[0] in test:
@@ -387,12 +387,12 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 header = [cell.strip() for cell in cells]
                 header[0] = header[0] or "Unnamed: 0"  # the index column of pandas
                 if len(set(header)) < len(header) or not all(header):
-                    raise DataError(f"{origin} names the columns: each needs a different name")
+                    raise DataError(f"{origin} is the header: each column needs a unique name")
                 continue
             if len(cells) != len(header):
                 raise DataError(
-                    f"{origin} has {len(cells)} cells, and the first line names {len(header)}"
-                    " columns; put text with separators or line breaks into double quotes"
+                    f"{origin} has {len(cells)} cells, but the header has {len(header)} columns;"
+                    " quote text with separators or line breaks"
                 )
             columns = zip(header, cells, strict=True)
             yield Row({name: cell if cell.strip() else None for name, cell in columns}, origin)

@@ -84,8 +84,8 @@ def _read(path: Path) -> Hashes:
     body = content[len(MAGIC) :]
     if not content.startswith(MAGIC) or len(body) % 8:
         raise DataError(
-            f"{path} is damaged: it should hold the prompts of an earlier step; run that step "
-            f"again, or remove the file to skip the comparison"
+            f"{path} is damaged: it should contain the prompts of an earlier step; run that step"
+            " again, or remove the file to skip the comparison"
         )
     return np.unique(np.frombuffer(body, "<u8").astype(np.uint64))
 

@@ -181,8 +181,8 @@ def _embedded(
 ) -> StageData:
     if config.path != (EMBEDDED,) or config.eval_path:
         raise DataError(
-            f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
-            " give either it or your own paths"
+            f"data path {EMBEDDED} is the built-in task and can't be mixed with other data; use"
+            " either it or your own paths"
         )
     check_columns([{"answer": ""}], {}, kept)
     prompts: list[Example] = []
@@ -260,8 +260,8 @@ class _Sharing:
         prompts = {row.prompt_hash for row in rows}
         if len(prompts) == 1:
             raise DataError(
-                f"{rows[0].origin} and all rows with it share one prompt, so none can be"
-                " held out for evaluation; give more rows, or --eval-path"
+                f"{rows[0].origin} and all other rows share one prompt, so none can be held out for"
+                " evaluation; add more rows, or pass --eval-path"
             )
         config = self.config
         chosen = held_out_prompts(prompts, fraction=config.eval_fraction, seed=config.seed)
@@ -282,20 +282,20 @@ class _Sharing:
             [row for row in train if id(row) not in cut_here],
             as_hashes(row.prompt_hash for row in held_out),
             "whose prompt is in the evaluation rows",
-            "give other --eval-path",
+            "pass another --eval-path",
         )
         held_out = self._leave_out(
             held_out,
             earlier.trained,
             "for evaluation whose prompt an earlier step trained on",
-            "give --eval-path with other prompts, or the earlier steps' data.seed and"
+            "pass --eval-path with other prompts, or the earlier steps' data.seed and"
             " data.eval_fraction",
         )
         train = self._leave_out(
             train,
             earlier.held_out,
             "whose prompt an earlier step holds out for evaluation",
-            "give other training rows, or begin from models that were evaluated on others",
+            "use other training rows, or start from models that were evaluated on others",
         )
         return train, held_out
 
@@ -304,7 +304,7 @@ class _Sharing:
     ) -> list[Example]:
         drop = contained([row.prompt_hash for row in rows], prompts)
         if any(drop):
-            self.notes.append(f"left out {num_rows(sum(drop))} {why}")
+            self.notes.append(f"dropped {num_rows(sum(drop))} {why}")
         if rows and all(drop):
             raise DataError(f"nothing remains without the {num_rows(len(rows))} {why}; {fix}")
         return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
@@ -319,9 +319,9 @@ class _Sharing:
         usable = [row for row in rows if is_usable(row, self.share.use)]
         if not usable:
             raise DataError(
-                f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}): give"
-                " other data, name its columns with --fields, or choose the steps with --step,"
-                f" without {step}"
+                f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}): use"
+                " other data, map its columns with --fields, or select steps with --step, without"
+                f" {step}"
             )
         if others := len(rows) - len(usable):
             self.notes.append(f"{num_rows(others)} without {needs} left to other steps")
@@ -338,7 +338,7 @@ class _Sharing:
         if not mine:
             raise DataError(
                 f"--data-split {split} leaves step {step} without rows: {len(usable)} of"
-                f" {num_rows(len(rows))} are usable in it; give more rows or raise the step's share"
+                f" {num_rows(len(rows))} are usable in it; add rows or raise the step's share"
             )
         mine = self.in_drawn_order(mine, "order")
         mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
@@ -357,7 +357,7 @@ class _Sharing:
         if not usable:
             raise DataError(
                 f"none of the {num_rows(len(held_out))} for evaluation has what step {self.step}"
-                f" needs, {NEEDS[use]}; give --eval-path with such rows"
+                f" needs, {NEEDS[use]}; pass --eval-path with such rows"
             )
         usable = self.in_drawn_order(usable, "evaluation order")
         usable = _unique_prompts(usable) if use == "prompts" else usable
@@ -399,8 +399,8 @@ def _read_and_share(
     own = _recorded(mine, held_out)
     if repeated := sum(contained(own.trained.tolist(), earlier.trained)):
         notes.append(
-            f"{repeated} of its {len(own.trained)} prompts were trained on by an earlier step as"
-            " well; with the same paths, data.seed and split in all steps there are none"
+            f"{repeated} of its {len(own.trained)} prompts were also trained on by an earlier step;"
+            " use the same paths, data.seed and split in all steps to avoid this"
         )
     return StageData(
         _as_used(mine, part.use), _as_used(evaluated, part.use), notes, earlier | own, prompts

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         )
     packs.add_argument("--tokenizer", required=True, help="model id or local directory")
     packs.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    packs.add_argument("--field", default="text", help="field of each row that holds its text")
+    packs.add_argument("--field", default="text", help="field of each row with its text")
     packs.add_argument(
         "--on-bad-row",
         choices=("stop", "skip"),
@@ -66,13 +66,13 @@ def main(argv: Sequence[str]) -> None:
         "--resume", action="store_true", help="continue an interrupted pack; keep finished pieces"
     )
     shows.add_argument("--document", type=int, help="print this document, counted from 0")
-    shows.add_argument("--tokenizer", help="decodes the document; default: named by the file")
-    shuffles.add_argument("--seed", type=int, default=0, help="seed of the order")
+    shows.add_argument("--tokenizer", help="decodes the document; default: the file's")
+    shuffles.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     options = parser.parse_args(list(argv))
     if "out" in options:
         options.out = without_suffix(options.out)
         exists = part_path(options.out, "idx").exists()
-        require(not exists, f"--out {options.out} already exists; name another file, or remove it")
+        require(not exists, f"--out {options.out} already exists; choose another, or remove it")
         check_output(options.out, option="--out")
     options.run(options)
 
@@ -123,14 +123,14 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
         raise ConfigError(f"--document must be 0 to {file.documents - 1:,}, got {number}")
     name = name or (file.origin.tokenizer if file.origin else None)
     if name is None:
-        raise ConfigError(f"{file.path} does not name its tokenizer; give it with --tokenizer")
+        raise ConfigError(f"{file.path} does not record its tokenizer; pass --tokenizer")
 
     from pipeline.config import FrozenModelConfig
     from pipeline.models.hf.load import load_tokenizer
 
     tokenizer = load_tokenizer(FrozenModelConfig(path=name))
     if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:
-        raise DataError(f"{file.path} was packed with another tokenizer than {name}; name that one")
+        raise DataError(f"{file.path} was not packed with the tokenizer {name}; pass the right one")
     ids = file.tokens(number).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     say(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
@@ -164,7 +164,7 @@ def merge(options: argparse.Namespace) -> None:
     """Write the documents of several token files of one tokenizer as one file."""
     files = [TokenFile(name) for name in options.files]
     if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
-        raise DataError(f"{' '.join(options.files)} have different tokenizers; pack them with one")
+        raise DataError(f"{' '.join(options.files)} have different tokenizers; use one for all")
     with TokenWriter(options.out, _widest_type(files)) as writer:
         for file in files:
             for ids, lengths in file.chunks():

@@ -35,26 +35,26 @@ def find_paths(data: TextDataConfig) -> list[CorpusPath]:
         DataError: a path doesn't exist, or is a directory or a file of another kind.
     """
     if not data.path:
-        raise DataError(f"data.path names no corpus; give token files, {_WRITTEN_BY}")
+        raise DataError(f"data.path has no corpus; pass token files, {_WRITTEN_BY}")
     return [_find(spec) for spec in data.path]
 
 
-_WRITTEN_BY = "which `python -m pipeline.data.store pack` makes of texts"
+_WRITTEN_BY = "which `python -m pipeline.data.store pack` creates from text"
 
 
 def _find(spec: str) -> CorpusPath:
     name, weight = split_weight(spec)
     path = Path(name).expanduser()
     if path.is_dir():
-        raise DataError(f"data.path {path} is a directory; name its files, as in '{path}/*.bin'")
+        raise DataError(f"data.path {path} is a directory; list its files, as in '{path}/*.bin'")
     if part_path(path, "idx").exists():
         return CorpusPath(weight, (path,))
     names = [str(path)] if path.exists() else glob(str(path), recursive=True)  # noqa: PTH207
     if not names:
-        raise DataError(f"data.path {name}: there is no such file")
+        raise DataError(f"data.path {name}: no such file")
     if not all(file.endswith((".bin", ".idx")) for file in names):
         raise DataError(
-            f"data.path {name} is not a token file (Megatron's .bin and .idx); give one,"
+            f"data.path {name} is not a token file (Megatron's .bin and .idx); use one,"
             f" {_WRITTEN_BY}"
         )
     return CorpusPath(weight, tuple(sorted({Path(file).with_suffix(".bin") for file in names})))

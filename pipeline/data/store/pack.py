@@ -74,7 +74,7 @@ def find_sources(patterns: Sequence[str]) -> list[Path]:
         names = [pattern] if Path(pattern).exists() else sorted(glob(pattern, recursive=True))  # noqa: PTH207
         if not names or not all(name.endswith(SUFFIXES) and Path(name).is_file() for name in names):
             raise DataError(
-                f"{pattern} can't be packed; give {', '.join(SUFFIXES)} files, as in"
+                f"{pattern} can't be packed; pass {', '.join(SUFFIXES)} files, as in"
                 " 'directory/*.jsonl'"
             )
         found |= dict.fromkeys(map(Path, names))
@@ -100,7 +100,7 @@ def pack(
     """
     began = time.perf_counter()
     if part_path(out, "idx").exists():
-        raise ConfigError(f"{out} already exists; name another file, or remove it")
+        raise ConfigError(f"{out} already exists; choose another file, or remove it")
     with RunLock(out.with_name(f"{out.name}.lock")):
         directory = out.with_name(f"{out.name}.pieces")
         plan = _plan(sources, vocabulary, field)
@@ -130,7 +130,7 @@ def pack(
 def _report(bad_row: str, count: int, skips: bool) -> None:  # noqa: FBT001
     if not skips:
         raise DataError(
-            f"{bad_row}; repair the row, or skip such rows with --on-bad-row skip --resume"
+            f"{bad_row}; fix the row, or skip such rows with --on-bad-row skip --resume"
         )
     if count <= NAMED_BAD_ROWS:
         logger.warning("skipped %s", bad_row)
@@ -147,11 +147,11 @@ def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
     path = directory / "plan.json"
     if path.exists():
         if not resume:
-            raise ConfigError(f"{directory} has a half-written pack; add --resume, or remove it")
+            raise ConfigError(f"{directory} has an unfinished pack; add --resume, or remove it")
         if path.read_text() != plan:
             raise ConfigError(
-                f"{directory} was started with other source files, another tokenizer or field;"
-                " remove it to start over"
+                f"{directory} was started with different source files, tokenizer or field; remove"
+                " it to start over"
             )
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: 
                 writer.append(content["ids"], content["lengths"])
                 documents += len(content["lengths"])
         if not documents:
-            raise DataError(f"no row of {pieces[0].source} or any other file has a text")
+            raise DataError(f"neither {pieces[0].source} nor any other file has a row with text")
         return writer.finish(Origin(vocabulary.name, vocabulary.hash, bad_rows))
 
 
@@ -203,7 +203,7 @@ def _encode_all(
         yield from pool.map(work, pieces)
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker was killed, probably for lack of memory; continue with --resume and fewer"
+            "a worker was killed, probably out of memory; continue with --resume and fewer"
             " --workers"
         ) from error
     finally:

@@ -118,7 +118,7 @@ class TokenFile:
         index, data = part_path(self.path, "idx"), part_path(self.path, "bin")
         content = index.read_bytes()
         if len(content) < _HEADER.size or not content.startswith(MAGIC):
-            raise DataError(f"{index} is not an index of a Megatron file; pack the texts again")
+            raise DataError(f"{index} is not a Megatron index; pack the texts again")
         _, version, code, sequences, documents = _HEADER.unpack_from(content)
         if version != 1 or code not in TYPES:
             raise DataError(f"{index} has the unknown version {version} or token type {code}")

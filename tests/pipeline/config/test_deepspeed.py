@@ -193,7 +193,7 @@ def test_schedules_have_deepspeeds_defaults(
     [
         ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not available"),
         ({"stage": 2}, "did you mean zero_optimization.stage"),
-        ({"fp16": "yes"}, "fp16 in FILE must hold settings"),
+        ({"fp16": "yes"}, "fp16 in FILE must contain settings"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"train_batch_size": 0}, "train_batch_size in FILE must be an integer above 0"),
         ({"gradient_accumulation_steps": 2}, "alone does not determine the batch size"),
@@ -216,7 +216,7 @@ def test_schedules_have_deepspeeds_defaults(
         ),
         ('{"fp16": {}, "fp16": {}}', "has fp16 twice"),
         ('{"fp16": }', "is not valid JSON: Expecting value in line 1"),
-        ("[]", "must hold one JSON object"),
+        ("[]", "must contain one JSON object"),
     ],
 )
 def test_what_can_not_be_used_is_refused(

@@ -100,7 +100,7 @@ def test_the_embedded_model_has_its_template_stop_ids_and_tokens(
     tokens = value(reader, "tokenizer.ggml.tokens")
     assert tokens == tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
     printed = capsys.readouterr().out
-    assert "1000 texts have equal tokens by the vocabulary of the file\n" in printed
+    assert "the file's vocabulary tokenizes 1000 texts identically\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
     texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
     assert vocabulary.agrees(texts)
     backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")
-    with pytest.raises(ModelError, match="DIR splits text in another way than"):
+    with pytest.raises(ModelError, match="DIR splits text unlike"):
         read_vocabulary(tokenizer, len(tokenizer), "DIR")
 
 
@@ -190,5 +190,5 @@ def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
     whole[place + 40] ^= 1
     file.write_bytes(whole)
 
-    with pytest.raises(UnverifiedError, match=r"layers\.1\.mlp\.up_proj\.weight was not read back"):
+    with pytest.raises(UnverifiedError, match=r"layers\.1\.mlp\.up_proj\.weight differs when"):
         exported.verify(tmp_path / "out")

@@ -108,19 +108,19 @@ def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weigh
 def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -> None:
     save_model(tmp_path / "other", "gpt2", n_layer=1)
 
-    with pytest.raises(ModelError, match=r"changes nothing in .*other; it is for another"):
+    with pytest.raises(ModelError, match=r"matches nothing in .*other; it is for another"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
     save_model(tmp_path / "wider", "gpt2", n_inner=48)
     with pytest.raises(
         ModelError,
-        match=r"can't be applied to .*wider: .*; give its base with --base",
+        match=r"can't be applied to .*wider: .*; pass its base with --base",
     ):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
     with pytest.raises(
-        ModelError, match="is not a local directory; give the base's directory with"
+        ModelError, match="is not a local directory; pass the base's directory with"
     ):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
-    with pytest.raises(ModelError, match="holds an adapter; merge it with --to merged"):
+    with pytest.raises(ModelError, match="contains an adapter; merge it with --to merged"):
         run(adapter, "onnx", tmp_path / "out")
 
 
@@ -135,11 +135,11 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
         run(tmp_path / "empty", "gguf", out)
     with pytest.raises(ModelError, match=r"no such model: .*none is not a directory"):
         run(tmp_path / "none", "onnx", out)
-    with pytest.raises(ModelError, match="holds a model without an adapter"):
+    with pytest.raises(ModelError, match="contains a model without an adapter"):
         run(tmp_path / "model", "adapter", out)
     with pytest.raises(ConfigError, match=r"--out .*there already exists; remove it"):
         run(tmp_path / "model", "merged", tmp_path / "there")
-    with pytest.raises(ConfigError, match="--number-format f16 is for --to gguf"):
+    with pytest.raises(ConfigError, match="--number-format f16 is only for --to gguf"):
         run(tmp_path / "model", "merged", out, "--number-format", "f16")
     with pytest.raises(ConfigError, match="--to is missing; pass gguf, onnx, merged or adapter"):
         main(["--path", str(tmp_path / "model"), "--out", str(out)])

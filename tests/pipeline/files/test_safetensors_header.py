@@ -59,7 +59,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
 
     assert str(error.value) == (
         f"{tmp_path} stores its weights as pytorch_model.bin, a pickle that can run code;"
-        " save the model as safetensors first: save_pretrained does"
+        " save the model as safetensors first (save_pretrained does)"
     )
 
 

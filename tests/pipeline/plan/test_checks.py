@@ -89,7 +89,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     ),
     (
         "--deployment-type single_node --num-processes 4 --ppo.parallel.replicas 3",
-        "ppo.parallel.replicas 3 doesn't divide the 4 processes; take 2, or start another number",
+        "ppo.parallel.replicas 3 doesn't divide the 4 processes; use 2, or start a different",
     ),
     (
         "--deployment-type single_node --num-processes 2 --ppo.advantage grpo --ppo.group_size 8"

@@ -48,7 +48,7 @@ def test_of_methods_it_is_the_best_unless_one_is_named(
 
     assert find_model(str(tmp_path)) == str(tmp_path / "step3_grpo" / "actor")
     assert capsys.readouterr().err == (
-        f"the model is {tmp_path}/step3_grpo/actor; --method takes another: ppo, rloo\n"
+        f"the model is {tmp_path}/step3_grpo/actor; select another with --method: ppo, rloo\n"
     )
     assert find_model(str(tmp_path), "ppo") == str(tmp_path / "step3_ppo" / "actor")
     with pytest.raises(ModelError, match=r"no finished model of it; it has grpo, ppo, rloo"):

@@ -282,7 +282,7 @@ def test_a_call_of_a_tool_is_a_response_and_calls_one_after_another_are_one_turn
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tools": ["search"]}, "line 17: tools must be a list of JSON schemas with a name"),
+        ({"tools": ["search"]}, "line 17: tools must be a list of JSON schemas, each with a name"),
         ({"messages": [{"role": "function_call", "content": "search()"}]}, "line 17: a tool call"),
     ],
 )  # fmt: skip
@@ -339,7 +339,7 @@ def test_keys_of_turns_that_nothing_reads_are_reported_like_columns() -> None:
 )
 def test_turns_as_text_that_can_not_be_read_are_refused(text: str) -> None:
     for name in ("prompt", "messages"):
-        with pytest.raises(DataError, match=f"line 17: {name} has turns as text"):
+        with pytest.raises(DataError, match=f"line 17: {name} has turns as a string"):
             read(**{name: text, "response": "good"})
 
 
@@ -389,8 +389,8 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"colour": "red"}, "no known shape of row has the columns colour"),
-        ({"chosen": "a", "rejected": "b"}, "chosen and rejected must be whole dialogues"),
+        ({"colour": "red"}, "no known row format has the columns colour"),
+        ({"chosen": "a", "rejected": "b"}, "chosen and rejected must be full dialogues"),
         ({"prompt": "Q", "steps": ["a"], "labels": [1, 0]}, "lists of the same length"),
         ({"prompt": "Q", "steps": [1], "labels": [1]}, "must be texts"),
         ({"prompt": "Q", "steps": ["a"], "labels": [1.1]}, "got 1.1"),
@@ -399,9 +399,9 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
         ({"messages": [{"role": "king", "content": "a"}]}, "a turn in messages must be"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "weight 2"),
-        ({**RATING, "schema": 9}, "rating of schema 9"),
-        ({**RATING, "answers": ["good"]}, "a list of objects with a text each"),
-        ({**RATING, "choice": 2}, "kind 'pair' has 2 answers and the choice 2"),
+        ({**RATING, "schema": 9}, "rating has schema 9"),
+        ({**RATING, "answers": ["good"]}, "a list of objects, each with a text"),
+        ({**RATING, "choice": 2}, "kind 'pair' can't have 2 answers and choice 2"),
     ],
 )
 def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str) -> None:
@@ -412,9 +412,9 @@ def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str)
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": turns(("system", "S"), ("assistant", "a"))}, "answer"),
-        ({"prompt": turns(("user", "Q"), ("system", "S")), "response": "a"}, "answer"),
-        ({"chosen": DIALOGUES[0], "rejected": DIALOGUES[1][:1]}, "answer"),
+        ({"messages": turns(("system", "S"), ("assistant", "a"))}, "no assistant"),
+        ({"prompt": turns(("user", "Q"), ("system", "S")), "response": "a"}, "no assistant"),
+        ({"chosen": DIALOGUES[0], "rejected": DIALOGUES[1][:1]}, "no assistant"),
         ({"prompt": "Q", "response": " "}, "empty"),
         ({"prompt": "Q", "chosen": "a", "rejected": ""}, "empty"),
         ({"prompt": "Q", "steps": [" "], "labels": [1]}, "empty"),

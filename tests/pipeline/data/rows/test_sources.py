@@ -165,7 +165,7 @@ def test_a_hub_name_that_can_not_be_reached_is_one_sentence(
     message = refused("nobody/nothing-of-the-kind")
 
     assert message.startswith("data path nobody/nothing-of-the-kind is neither a file or directory")
-    assert "give a local file" in message
+    assert "use a local file" in message
     assert "\n" not in message
 
 

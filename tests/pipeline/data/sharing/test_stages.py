@@ -91,7 +91,7 @@ def test_the_test_split_is_the_evaluation(tmp_path: Path) -> None:
 
     assert sorted(prompts(data.eval)) == [*(f"held{n}" for n in range(5)), "q0", "q1", "q2"]
     assert sorted(prompts(data.train)) == sorted(f"q{n}" for n in range(3, 50))
-    assert "left out 3 rows whose prompt is in the evaluation rows" in data.notes
+    assert "dropped 3 rows whose prompt is in the evaluation rows" in data.notes
 
 
 def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:

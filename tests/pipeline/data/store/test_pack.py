@@ -76,7 +76,7 @@ def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) 
         packed(bad, tmp_path / "x")
     pieces = sorted((tmp_path / "x.pieces").glob("*.npz"))
     times = [path.stat().st_mtime_ns for path in pieces]
-    with pytest.raises(ConfigError, match="half-written"):
+    with pytest.raises(ConfigError, match="unfinished pack"):
         packed(bad, tmp_path / "x")
 
     file = packed(bad, tmp_path / "x", resume=True, skip_bad_rows=True)
@@ -88,7 +88,7 @@ def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) 
     with pytest.raises(DataError):
         packed(bad, tmp_path / "y")
     bad.write_bytes(content)
-    with pytest.raises(ConfigError, match="other source files"):
+    with pytest.raises(ConfigError, match="different source files"):
         packed(bad, tmp_path / "y", resume=True)
 
 
