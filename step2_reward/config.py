@@ -43,7 +43,7 @@ class RewardConfig(LabelSettings, StepConfig):
     """The initial model; by default step 1's output."""
 
     actor: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """Step 1's model: the score is normalized over its responses to the prompts."""
+    """Step 1's model, whose responses give the stored mean and standard deviation of the score."""
 
     margin: bool = False
     """Subtract the data's margin inside the loss (Touvron et al. 2023, eq. 2)."""

@@ -217,10 +217,10 @@ def measure_scores(
 ) -> Moments:
     """Mean and standard deviation of the score over responses sampled from step 1's model.
 
-    Step 3 uses them to normalize scores to mean 0 and variance 1 at the start of PPO (Ziegler et
-    al. 2019, section 2.1). Unfinished responses do not count: the reward model was not trained to
-    score these. The data's own responses are scored instead if there is no step-1 model, if hardly
-    any of its responses ended, or if the rows label prompts.
+    They are exported with the model, and PPO's critic starts on their scale; PPO normalizes its
+    rewards by its first rollout. Unfinished responses do not count: the reward model was not
+    trained to score these. The data's own responses are scored instead if there is no step-1
+    model, if hardly any of its responses ended, or if the rows label prompts.
     """
     data = current_mesh().data
     sequences: list[Encoded] = []

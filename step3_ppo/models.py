@@ -137,7 +137,7 @@ class RewardModel:
             )
 
     def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Scores normalized to mean 0 and variance 1 over step 1's responses."""
+        """Scores normalized to mean 0 and variance 1 over the first rollout."""
         return (scores - self.mean) / self.std
 
 
