@@ -104,7 +104,7 @@ def train_help(*, full: bool = False) -> str:
     lines = [
         f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
         "",
-        "From a base language model to a chat model in three steps. Without options it trains the",
+        "Train a base language model into a chat model in three steps. Without options, train the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
         "",
         *settings_help([options[name] for name in shown], dashes=True),

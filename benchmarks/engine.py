@@ -123,11 +123,11 @@ def run_inside(args: argparse.Namespace) -> None:
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
     """Versions, and which Adam to use: DeepSpeed's own if it can be built."""
     if python is None:
-        print("DeepSpeed is skipped: --deepspeed-python names no interpreter that has it")
+        print("skipping DeepSpeed: set --deepspeed-python to an interpreter that has it")
         return None
     found = call([python, "-c", TRY_DEEPSPEED])
     if found.returncode != 0:
-        print(f"DeepSpeed is skipped: {python} can't import it ({last_line(found.stderr)})")
+        print(f"skipping DeepSpeed: {python} can't import it ({last_line(found.stderr)})")
         return None
     versions = "DeepSpeed {} with torch {}".format(*found.stdout.split()[-2:])
     built = call([python, "-c", TRY_ADAM])
@@ -165,7 +165,7 @@ def run(
         command += ["--tiny"] if args.tiny else []
         done = call(command)
         if done.returncode != 0:
-            print(f"{system} is left out in {precision}: it failed:\n{done.stderr}", flush=True)
+            print(f"skipping {system} in {precision}, which failed:\n{done.stderr}", flush=True)
             return None
         return json.loads(result.read_text())
 

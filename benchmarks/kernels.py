@@ -86,7 +86,7 @@ def deepspeed_adam() -> Callable[..., torch.optim.Optimizer] | None:
 
         DeepSpeedCPUAdam([nn.Parameter(torch.zeros(8))])
     except Exception as error:  # noqa: BLE001
-        print(f"DeepSpeed is left out: {type(error).__name__}: {error}")
+        print(f"skipping DeepSpeed: {type(error).__name__}: {error}")
         return None
     return DeepSpeedCPUAdam
 

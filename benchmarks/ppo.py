@@ -342,7 +342,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
     parser.add_argument("--deepspeed-python", help="a Python interpreter with deepspeed")
-    parser.add_argument("--deepspeed-chat", type=Path, help="the directory that holds dschat")
+    parser.add_argument("--deepspeed-chat", type=Path, help="the directory that contains dschat")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -353,7 +353,7 @@ def main(argv: Sequence[str]) -> None:
     if args.deepspeed_python and args.deepspeed_chat:
         sides.append("deepspeed-chat")
     else:
-        print("DeepSpeed-Chat is skipped: name --deepspeed-python and --deepspeed-chat")
+        print("skipping DeepSpeed-Chat: set --deepspeed-python and --deepspeed-chat")
     figures: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as scratch:
         build_assets(Path(scratch))
@@ -361,7 +361,7 @@ def main(argv: Sequence[str]) -> None:
             for side, values in figures.items():
                 values.append(run_side(args, side, Path(scratch)))
                 seconds = values[-1]["iteration"]
-                print(f"round {number + 1}, {side}: {seconds:.3f} s an iteration", flush=True)
+                print(f"round {number + 1}, {side}: {seconds:.3f} s per iteration", flush=True)
     print(f"\n{table(figures)}")
 
 

@@ -282,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     if args.tiny:
         args.rollout, args.micro_batch, args.iterations = 8, 2, 1
     elif not GPU:
-        parser.error("there is no GPU; --tiny runs the same course anywhere")
+        parser.error("there is no GPU; --tiny runs the same steps anywhere")
 
     use_expandable_segments()  # like a training step
     fallbacks = Fallbacks()

@@ -116,7 +116,7 @@ class EvaluationConfig:
         )
         require(
             max(self.k) <= self.num_samples,
-            f"--k {max(self.k)} needs as many responses to each question, and --samples is"
+            f"--k {max(self.k)} needs as many responses per question, but --samples is"
             f" {self.samples}; raise --samples",
         )
         require(
@@ -124,10 +124,10 @@ class EvaluationConfig:
             f"--temperature 0 gives the same response {self.num_samples} times; raise it, or leave"
             " --k and --samples at 1",
         )
-        require(self.shots >= 0, f"--shots must be 0 or above, got {self.shots}")
+        require(self.shots >= 0, f"--shots must not be below 0, got {self.shots}")
         takes = any(task.takes_shots for task in selected)
-        require(takes or not self.shots, "--shots is for gsm8k; its rows have solutions to show")
-        require(takes or not self.instruction, "--instruction is for gsm8k; omit it")
+        require(takes or not self.shots, "--shots is for gsm8k, whose rows have solutions to show")
+        require(takes or not self.instruction, "--instruction is only for gsm8k; omit it")
         require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
         require(
             self.max_new_tokens is None or self.max_new_tokens > 0,

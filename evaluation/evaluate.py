@@ -44,8 +44,8 @@ class Chat:
         longest = max(map(len, encoded))
         if longest >= context:
             raise DataError(
-                f"the longest prompt of the task {task} has {longest} tokens, and the model reads"
-                f" {context}; lower --shots, or leave the task out"
+                f"the longest prompt of the task {task} has {longest} tokens, but the model's"
+                f" context is {context}; lower --shots, or omit the task"
             )
         return encoded
 

@@ -80,7 +80,7 @@ def encode_prompts(
             " tokens); raise it"
         )
     logger.info(
-        "%d of %d %s prompts are longer than %s %d and left out",
+        "skipping %d of %d %s prompts, which are longer than %s %d",
         *(len(lengths) - len(short), len(lengths), name, setting, limit),
     )
     return short
@@ -263,7 +263,7 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     """Return True; raise ModelError if the base can't respond on this process."""
     known = held_out.chat.tokenizer.get_vocab().items()
     if not load_tokenizer(base).get_vocab().items() <= known:
-        raise ModelError("it has another tokenizer")
+        raise ModelError("it has a different tokenizer")
     device = local_device()
     model = model_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
@@ -273,7 +273,7 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
         rooms["the GPU"] = free_bytes(device)
     for place, room in rooms.items():
         if needed > room:
-            raise ModelError(f"its weights take {needed:,} bytes, and {place} has {room:,} for it")
+            raise ModelError(f"its weights take {needed:,} bytes, but {place} has only {room:,}")
     return True
 
 

@@ -44,7 +44,7 @@ class Instruction:
                 raise DataError(f"{where} needs {name}, got {arguments.get(name)!r}")
             value = arguments[name]
             if isinstance(value, list) and not all(isinstance(each, str) for each in value):
-                raise DataError(f"{where}: {name} must have only texts, got {value!r}")
+                raise DataError(f"{where}: {name} must contain only texts, got {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise DataError(f"{where}: {name} must be finite, got {value!r}")
         for name, words in self.one_of.items():
@@ -414,7 +414,7 @@ def _instructions(row: Row) -> list[tuple[str, Arguments]]:
     if not names or len(names) != len(given):
         raise DataError(
             f"{row.origin}: instruction_id_list has {len(names)} instructions and kwargs"
-            f" {len(given)}; each instruction needs its own, empty if it takes none"
+            f" {len(given)}; each instruction needs its own, which may be empty"
         )
     return [_instruction(row, *each) for each in zip(names, given, strict=True)]
 
@@ -425,7 +425,7 @@ def _instruction(row: Row, name: object, given: object) -> tuple[str, Arguments]
             f"{row.origin}: there is no instruction {name}; {suggestion(str(name), INSTRUCTIONS)}"
         )
     if not isinstance(given, Mapping):
-        raise DataError(f"{row.origin}: kwargs must hold a mapping for {name}, got {given!r}")
+        raise DataError(f"{row.origin}: kwargs must contain a mapping for {name}, got {given!r}")
     arguments: dict[str, Any] = {key: each for key, each in given.items() if each is not None}
     INSTRUCTIONS[str(name)].check(arguments, f"{row.origin}: {name}")
     return str(name), arguments

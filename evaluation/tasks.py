@@ -136,11 +136,11 @@ def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str)
     for name in paths:
         require(name in names, f"{setting} {name}=...: the task {name} is not among the tasks")
     for name in names:
-        require(names.count(name) == 1, f"the task {name} is named twice; name it once")
+        require(names.count(name) == 1, f"the task {name} is listed twice; list it once")
         require(
             name in paths or not TASKS[name].needs_path,
-            f"the task {name} has no rows of its own; give a file or Hub name as"
-            f" {setting} {name}=PATH",
+            f"the task {name} has no built-in rows; pass a file or Hub name as {setting}"
+            f" {name}=PATH",
         )
     return [TASKS[name] for name in names]
 
@@ -156,7 +156,7 @@ def paths_in(words: Sequence[str], *, setting: str) -> dict[str, str]:
         task, equals, path = word.partition("=")
         require(
             bool(task and equals and path),
-            f"{setting} {word}: give the task and its rows, such as gsm8k=rows.jsonl",
+            f"{setting} {word}: pass the task and its rows, such as gsm8k=rows.jsonl",
         )
         paths[task] = path
     return paths

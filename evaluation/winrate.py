@@ -58,14 +58,14 @@ class WinrateConfig(SamplingConfig):
             len(self.paths) > 1, "--paths needs two or more models to compare, such as --paths A B"
         )
         for path in self.paths:
-            require(self.paths.count(path) == 1, f"--paths names {path} twice; name it once")
+            require(self.paths.count(path) == 1, f"--paths lists {path} twice; list it once")
         require(
             bool(self.judge),
             "--judge is missing: pass '{kind: model, path: DIR}', file.py:function or a kind",
         )
         require(
             self.source.kind != "model" or self.source.path is not None,
-            "--judge model: name its directory, as '{kind: model, path: OUT/step2_reward}'",
+            "--judge model: pass its directory, as in '{kind: model, path: OUT/step2_reward}'",
         )
         require(
             self.source.weight == 1.0,

@@ -229,7 +229,7 @@ class Terminal:
             if reply.num_left_out:
                 self.say(
                     f"(the {reply.num_left_out} oldest messages no longer fit the model's context"
-                    " and were left out)"
+                    " and were dropped)"
                 )
 
     def save(self, text: str) -> None:

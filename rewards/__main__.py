@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     episodes = [episode for _, episode in responses if episode is not None]
     if not episodes:
         raise DataError(
-            'no row has a response to score; name its column: --fields \'{"response": "COLUMN"}\''
+            'no row has a response to score; map its column: --fields \'{"response": "COLUMN"}\''
         )
     with Rewards(
         configs, timeout_seconds=config.timeout_seconds, workers=config.workers
@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> None:
         results = rewards.results()
         speed = len(episodes) / (time.monotonic() - began)
     left_out = len(rows) - len(episodes)
-    without = f", {left_out} left out without a response" if left_out else ""
-    head = f"{config.data_path}: {len(episodes)} responses{without}, {speed:,.0f} a second"
+    without = f", {left_out} skipped without a response" if left_out else ""
+    head = f"{config.data_path}: {len(episodes)} responses{without}, {speed:,.0f} per second"
     say("\n".join([head, "", *_table(results), *_first_rows(origins, results)]))
     if any(scored.num_failed for scored in results.values()):
         raise SystemExit(EXIT_FAILED)

@@ -162,7 +162,7 @@ class RewardConfig:
             value = getattr(self, name)
             require(
                 value is None or (math.isfinite(value) and value >= least),
-                f"{where}.{name} must be {least} or more, got {value}",
+                f"{where}.{name} must be at least {least}, got {value}",
             )
         require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
         require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
@@ -195,7 +195,7 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
     if kind not in KINDS:
         what = f"there is no kind {kind}" if kind else "kind is missing"
         raise ConfigError(
-            f"{option} {spec}: give file.py:function, a kind, or settings in braces; {what},"
+            f"{option} {spec}: pass file.py:function, a kind, or settings in braces; {what},"
             f" {suggestion(kind, KINDS)}"
         )
     base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind

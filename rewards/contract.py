@@ -95,13 +95,13 @@ def parse_outcome(result: object) -> Outcome:
     if result is None:
         return Outcome()
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
-        return Outcome.failed(f"it gave {described(result)} where a number or None belongs")
+        return Outcome.failed(f"it returned {described(result)} instead of a number or None")
     try:
         number = float(result)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        return Outcome.failed(f"it gave {described(result)}, which is not a number: {error}")
+        return Outcome.failed(f"it returned {described(result)}, which is not a number: {error}")
     if not math.isfinite(number):
-        return Outcome.failed(f"it gave {number}, which is not finite")
+        return Outcome.failed(f"it returned {number}, which is not finite")
     return Outcome(number)
 
 

@@ -97,7 +97,7 @@ class Endpoint:
         return self._read(response, content)
 
     def _read(self, response: http.client.HTTPResponse, content: bytes) -> Any:  # noqa: ANN401
-        replied = f"{self.url} answered {response.status} {response.reason}"
+        replied = f"{self.url} returned {response.status} {response.reason}"
         if response.status in _TRANSIENT:
             try:
                 pause = max(0.0, float(response.getheader("Retry-After") or ""))
@@ -132,12 +132,12 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
     require(known, f"{where}.path must be an address such as https://HOST/PATH, got {url}")
     require(
         parts.username is None,
-        f"{where}.path holds a password; name the environment variable of a key in key_variable",
+        f"{where}.path contains a password; set key_variable to an environment variable",
     )
     require(
         parts.scheme == "https" or local or config.insecure,
-        f"{where}.path: http:// sends prompts and keys in clear to {parts.hostname}; use https://,"
-        " or set insecure: true within your own network",
+        f"{where}.path: http:// sends prompts and keys unencrypted to {parts.hostname}; use"
+        " https://, or set insecure: true within your own network",
     )
     variable = config.key_variable
     if variable is not None and not os.environ.get(variable):

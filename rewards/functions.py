@@ -139,7 +139,7 @@ def read_text(path: Path, where: str) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{where}: there is no file {path}") from None
+        raise ConfigError(f"{where}: no such file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {path} can't be read as UTF-8 text ({error})") from None
 
@@ -163,9 +163,9 @@ def read_function(config: RewardConfig) -> FunctionFile:
         unknown &= _TRAINERS_OWN
     if form is None or unknown or arguments.posonlyargs:
         raise ConfigError(
-            f"{where}: {node.name}({', '.join(names)}) of {file.file} has parameters"
-            f" that no form of reward function has ({', '.join(sorted(unknown)) or 'all'}); write"
-            f" (episodes), or use {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
+            f"{where}: {node.name}({', '.join(names)}) of {file.file} has parameters that no reward"
+            f" function interface has ({', '.join(sorted(unknown)) or 'all'}); write (episodes), or"
+            f" use {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
         )
     read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     needed = tuple(name for name in names if name in read - optional - _GENERATED)

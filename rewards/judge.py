@@ -48,7 +48,7 @@ def columns_in(template: str, name: str) -> frozenset[str]:
         raise ConfigError(f"{where}: {error}; write {{{{ and }}}} for braces") from None
     if "response" not in fields or not all(field.isidentifier() for field in fields):
         raise ConfigError(
-            f"{where} must name {{response}}, and columns in braces; it names"
+            f"{where} must contain {{response}}, and columns in braces; it has"
             f" {', '.join(sorted(fields)) or 'none'}"
         )
     return frozenset(fields - {"prompt", "response", *_NUMBERS})
@@ -78,7 +78,7 @@ def score_in(text: str, scale: tuple[float, float]) -> float:
         if isinstance(score, bool) or not isinstance(score, int | float):
             continue
         if not low <= score <= high:
-            raise NoScoreError(f"the judge gave {score:g}, outside {low:g} to {high:g}")
+            raise NoScoreError(f"the judge returned {score:g}, outside {low:g} to {high:g}")
         return (float(score) - low) / (high - low)
     raise NoScoreError(f"the judge's answer has no JSON with a score: {shortened(text)}")
 

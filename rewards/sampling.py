@@ -46,7 +46,7 @@ class ScoringConfig:
         require(
             self.timeout_seconds > 0, f"timeout_seconds must be above 0, got {self.timeout_seconds}"
         )
-        require(self.workers >= 1, f"workers must be 1 or more, got {self.workers}")
+        require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
 
 
 @dataclass(frozen=True, kw_only=True)

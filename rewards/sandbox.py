@@ -156,7 +156,7 @@ def _place() -> str:
     for place in _PLACES:
         if Path(place).is_dir() and not sys.base_prefix.startswith(f"{place}/"):
             return place
-    raise SandboxError(f"there is none of the directories {', '.join(_PLACES)}")
+    raise SandboxError(f"none of these directories exists: {', '.join(_PLACES)}")
 
 
 def _temporary() -> "tempfile.TemporaryDirectory[str]":
@@ -229,12 +229,12 @@ def check_sandbox(config: RewardConfig) -> None:
     else:
         if ended.output.strip() == b"42":
             return
-        problem = f"a program that prints a number ended with code {ended.code}"
+        problem = f"a test program failed with exit code {ended.code}"
     hint = (
-        "let the container or kernel give user namespaces and Landlock, or say sandbox: process for"
-        " programs that you trust"
+        "enable user namespaces and Landlock in the container or kernel, or set sandbox: process"
+        " for programs that you trust"
         if config.sandbox == "namespaces"
-        else "give it more memory_mb"
+        else "raise memory_mb"
     )
     raise ConfigError(f"rewards.{config.name}.sandbox: {problem}; {hint}")
 

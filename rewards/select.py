@@ -57,11 +57,11 @@ class SelectConfig(SamplingConfig):
         require(
             bool(self.reward), "--reward is missing: pass file.py:function, or a kind such as math"
         )
-        require(self.best_of > 1, f"--best-of must be 2 or more, got {self.best_of}")
+        require(self.best_of > 1, f"--best-of must be at least 2, got {self.best_of}")
         require(
             self.temperature > 0,
-            f"--temperature must be above 0, got {self.temperature}: without chance all"
-            f" {self.best_of} responses are one",
+            f"--temperature must be above 0, got {self.temperature}: at 0, all {self.best_of}"
+            " responses are equal",
         )
 
     @property
@@ -71,7 +71,7 @@ class SelectConfig(SamplingConfig):
         for source in sources:
             require(
                 source.kind != "model" or source.path is not None,
-                "--reward model: name its directory, as '{kind: model, path: OUT/step2_reward}'",
+                "--reward model: pass its directory, as in '{kind: model, path: OUT/step2_reward}'",
             )
         return sources
 
@@ -116,8 +116,8 @@ def main(argv: Sequence[str]) -> None:
     say("\n".join(summary(config, candidates, num_failed, rows, left_out)))
     if not rows:
         raise DataError(
-            f"no prompt gave a row, and {config.output} is not written: raise --best-of or"
-            " --max-new-tokens, or look at the rewards with python -m rewards"
+            f"no prompt yielded a row, so {config.output} is not written: raise --best-of or"
+            " --max-new-tokens, or inspect the rewards with python -m rewards"
         )
     write_output({config.output: json_lines(rows)}, option="--output")
     say(f"written to {config.output}")
@@ -175,7 +175,7 @@ def select(
         elif config.write == "demonstrations":
             rows.append({"messages": [*prompt, best.turn], **tools, "reward": best.reward})
         elif worst is None:
-            left_out["no response of less reward"] += 1
+            left_out["no response with a lower reward"] += 1
         else:  # no margin: rewards have no unit
             rows.append(
                 {
@@ -203,7 +203,7 @@ def summary(
     known = [[each.reward for each in row if each.reward is not None] for row in candidates]
     tops = [max(rewards) for rewards in known if rewards]
     count = sum(map(len, known))
-    lines = [f"prompts     {len(candidates):,}, {n} responses to each"]
+    lines = [f"prompts     {len(candidates):,}, {n} responses each"]
     if tops:
         mean, top = sum(map(sum, known)) / count, sum(tops) / len(tops)
         lines.append(f"reward      mean {mean:.4g}, best of {n} {top:.4g}")
@@ -212,11 +212,11 @@ def summary(
         f"cut off     {sum(not each.stopped for each in responses):,} responses, never chosen",
         f"chosen      {len(rows):,} {config.write}",
     ]
-    lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
+    lines += [f"skipped     {number:,} with {why}" for why, number in left_out.items()]
     if rows:
         # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only lower it.
         bound = math.log(n) - (n - 1) / n
-        more = "; more where prompts are left out" if len(rows) < len(candidates) else ""
+        more = "; more if prompts are skipped" if len(rows) < len(candidates) else ""
         lines.append(f"KL          at most log {n} - {n - 1}/{n} = {bound:.3f} nats{more}")
     return lines
 

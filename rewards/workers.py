@@ -161,8 +161,8 @@ class Workers:
 
     def _lost(self) -> RewardError:
         return RewardError(
-            f"the supervisor of the reward workers has ended (code {self._process.poll()}); check"
-            " for a lack of memory, and start again with --resume"
+            f"the supervisor of the reward workers has exited (code {self._process.poll()}); check"
+            " whether memory ran out, and restart with --resume"
         )
 
 
@@ -310,7 +310,7 @@ class _Worker:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-            failure = f"{name} ended its process, with code {self.process.returncode}"
+            failure = f"{name} terminated its process, with code {self.process.returncode}"
         self._stop()
         return None, failure
 

@@ -39,5 +39,5 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
         sys.path.append(str(ROOT))
     path = importlib.import_module("pipeline").__file__
     if path is None or not Path(path).is_relative_to(ROOT):
-        raise ImportError(f"rename {path}, which hides the module pipeline of rlhf_pipeline")
+        raise ImportError(f"rename {path}, which shadows the module pipeline of rlhf_pipeline")
     return getattr(importlib.import_module("rlhf_pipeline.library"), name)

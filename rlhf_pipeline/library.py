@@ -74,8 +74,8 @@ class Engine(engine.Engine):
         super().__init__(model, config, total_steps=total_steps or 0, name=name)
         require(
             self.group.size == launched.world_size(),
-            f"torchrun started {launched.world_size()} processes, which have not joined: build the"
-            " engine within `with process_group():`",
+            f"torchrun started {launched.world_size()} processes, which have not joined: create"
+            " the engine within `with process_group():`",
         )
         self._writers: dict[Path, CheckpointWriter] = {}
 

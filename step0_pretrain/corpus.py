@@ -114,8 +114,8 @@ def _open(path: CorpusPath, reading: Reading) -> list[Windows]:
             )
         if not fits:
             raise DataError(
-                f"{file.path} was packed with another tokenizer than {vocabulary.name}; pack the"
-                f" text again with --tokenizer {vocabulary.name}"
+                f"{file.path} was not packed with the tokenizer {vocabulary.name}; pack the text"
+                f" again with --tokenizer {vocabulary.name}"
             )
     return [Windows(file, reading.data.max_length, reading.bos) for file in files]
 
@@ -139,9 +139,7 @@ def _hold_out(
         num_chosen += len(documents)
     if num_chosen == sum(rows.file.documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
-        raise DataError(
-            f"{names}: all documents would be held out for evaluation; give more documents"
-        )
+        raise DataError(f"{names}: all documents would be held out for evaluation; add documents")
     return eval_rows[:most], HeldOut(seed=data.seed, up_to=up_to)
 
 

@@ -28,14 +28,14 @@ def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     checkpoint = newest_on_all(directory / CHECKPOINTS, world)
     if checkpoint is None or MODEL not in checkpoint.state["engines"]:
         raise CheckpointError(
-            f"warm_start {directory} holds no checkpoint of one model; give the directory of a run"
-            " of step 0"
+            f"warm_start {directory} has no checkpoint of a single model; use the directory of a"
+            " run of step 0"
         )
     load(engine, MODEL, checkpoint, checkpoint.state["engines"][MODEL])
     engine.steps = 0
     logger.info(
-        "warm start from %s after step %d: weights and optimizer state are loaded; data, order, "
-        "batch, length, schedule and random numbers are those of this run",
+        "warm start from %s after step %d: loading only weights and optimizer state; data, order,"
+        " batch, length, schedule and random numbers are from this run",
         checkpoint.path,
         checkpoint.step,
     )

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
         CompareConfig,
         argv,
         usage=f"{MODULE} step1_sft.evaluate --baseline DIR --model DIR [--SETTING VALUE ...]",
-        about="Two models answer the same prompts, side by side.",
+        about="Compare the responses of two models to the same prompts.",
         aliases=ALIASES,
     )
     if config.out is not None:

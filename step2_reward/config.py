@@ -173,11 +173,11 @@ class LabConfig:
     """Seed of the actor's sampling."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path names no model; give the directory of a reward model")
+        require(bool(self.path), "path is empty; pass the directory of a reward model")
         for name in ("rows", "best_of", "prompts"):
             require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
         require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")
         require(
             self.actor is None or self.data_path == EMBEDDED,
-            "actor needs data_path embedded: no other rows come with a verifier of responses",
+            "actor needs data_path embedded: other rows have no verifier",
         )

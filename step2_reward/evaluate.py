@@ -46,7 +46,7 @@ class EvaluateConfig:
         require(bool(self.path), "--path is missing: pass a reward model, such as OUT/step2_reward")
         require(
             (self.prompt is None) == (not self.answer),
-            "--prompt and --answer belong together: give a prompt and one or more answers",
+            "--prompt and --answer must be used together: pass a prompt and one or more answers",
         )
 
 

@@ -81,15 +81,15 @@ class LabelSettings:
             count = len(getattr(self, name))
             require(
                 not (count and self.class_list) or count == len(self.class_list),
-                f"{name} has {count} numbers and class_list {len(self.class_list)} names; give one"
-                " for each",
+                f"{name} has {count} numbers, but class_list has {len(self.class_list)} names; set"
+                " one for each",
             )
         require(
             all(weight > 0 for weight in self.class_weights), "class_weights must all be above 0"
         )
         require(
             bool(self.step_separator),
-            "step_separator must not be empty; the usual one is a line feed",
+            "step_separator must not be empty; the default is a line feed",
         )
 
 
@@ -104,7 +104,7 @@ CLASSES = ("classes", "ordinal")
 
 NEEDS = {
     "pairs": "a chosen and a rejected response",
-    "ties": "a chosen and a rejected response, and `tie` where neither is better",
+    "ties": "a chosen and a rejected response, and `tie` if neither is better",
     "classes": "a label",
     "ordinal": "a label",
     "scalar": "a label that is a number",
@@ -169,11 +169,11 @@ def select_rows(
     for rows, name in zip(chosen, ("training", "held-out"), strict=True):
         if not rows:
             raise DataError(
-                f"reward.labels {kind}: no {name} row has {NEEDS[kind]}; give other rows, name"
-                " their columns with --fields, or choose another kind (docs/reward_models.md)"
+                f"reward.labels {kind}: no {name} row has {NEEDS[kind]}; use other rows, map their"
+                " columns with --fields, or choose another kind (docs/reward_models.md)"
             )
     if left := len(train) - len(chosen[0]):
-        logger.info("%d of %d rows are not of the kind %s: left out", left, len(train), kind)
+        logger.info("skipping %d of %d rows that are not of kind %s", left, len(train), kind)
     resolve_labels(config, *chosen)  # raises for invalid labels
     return chosen[0], chosen[1]
 
@@ -230,7 +230,7 @@ def resolve_labels(
         if right in (0, len(labels)):
             raise DataError(
                 f"all {len(labels)} labelled steps of the training rows are"
-                f" {'right' if right else 'wrong'}; a reward model of steps needs both"
+                f" {'right' if right else 'wrong'}; a step-level reward model needs both"
             )
     if kind == "scalar":
         return _resolve_numbers(loss, train, held_out)
@@ -245,8 +245,8 @@ def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Ex
             raise DataError(f"{row.origin}: label must be a number for scalar, got {row.label!r}")
         if loss == "bce" and not 0 <= row.label <= 1:
             raise DataError(
-                f"{row.origin}: label is {row.label:g}, and reward.loss bce learns numbers from 0"
-                " to 1; choose mse"
+                f"{row.origin}: label is {row.label:g}, but reward.loss bce needs numbers from 0 to"
+                " 1; choose mse"
             )
     numbers = [float(row.label) for row in train if isinstance(row.label, int | float)]
     mean = sum(numbers) / len(numbers)
@@ -272,18 +272,18 @@ def _resolve_classes(
     for name in ("class_values", "class_weights"):
         if getattr(config, name) and len(getattr(config, name)) != len(classes):
             raise ConfigError(
-                f"reward.{name} has {len(getattr(config, name))} numbers, and there are"
+                f"reward.{name} has {len(getattr(config, name))} numbers, but there are"
                 f" {len(classes)} classes: {', '.join(classes)}"
             )
     number = Counter(class_name(row.label) for row in train)
     if len(number) < 2:
         raise DataError(
             f"all {len(train)} training rows are of the class {next(iter(number))}; a classifier"
-            " needs rows of two classes or more"
+            " needs at least two classes"
         )
     counts = tuple(number[name] for name in classes)
     if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        logger.warning("no training row is of the class %s", ", ".join(missing))
+        logger.warning("no training row has the class %s", ", ".join(missing))
     numbers = [float(x) for x in map(labels.get, classes) if isinstance(x, int | float)]
     own_values = tuple(numbers) if len(numbers) == len(classes) else ()
     return Labels(kind, loss, classes, config.class_values or own_values, counts)
@@ -295,5 +295,5 @@ def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) 
         if class_name(row.label) not in classes:
             raise DataError(
                 f"{row.origin}: label {class_name(row.label)} is none of {owner},"
-                f" {', '.join(classes)}; add it, or leave the row out"
+                f" {', '.join(classes)}; add it, or remove the row"
             )

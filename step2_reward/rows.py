@@ -161,8 +161,8 @@ def encode_steps(
     (ends,) = step_ends(collate([full]), separators)
     if len(ends) != len(texts):
         raise DataError(
-            f"{example.origin}: {len(texts)} steps joined by {separator!r} are {len(ends)} where"
-            " the tokens are read; choose another reward.step_separator"
+            f"{example.origin}: {len(texts)} steps joined by {separator!r} become {len(ends)} when"
+            " tokenized; choose another reward.step_separator"
         )
     dropped = max(0, len(full) - max_length)
     labelled = [

@@ -147,8 +147,8 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     config = within_context(config, config.model)
     if labels.kind == "steps" and reads_whole(base_model(model)):
         raise ModelError(
-            f"reward.model.path {config.model.path} is an encoder and can't judge a response "
-            f"step by step; start from a language model"
+            f"reward.model.path {config.model.path} is an encoder, which can't score steps; start"
+            " from a language model"
         )
     check_rows(rows.data, objective.rows_fit(rows.chat, config), config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
@@ -231,8 +231,8 @@ def measure_scores(
         stop_rate = ended / generated
         if ended < max(2, min(MIN_ENDED, generated / 2)):
             logger.warning(
-                "only %d of %d responses of step 1's model ended within max_new_tokens %d: the"
-                " score's mean and standard deviation are computed from the data's own responses",
+                "only %d of %d responses of step 1's model ended within max_new_tokens %d:"
+                " computing the score's mean and standard deviation from the responses in the data",
                 ended,
                 generated,
                 config.max_new_tokens,

@@ -95,7 +95,7 @@ class RewardSettings:
         for kind in (ENVIRONMENT, MODEL):
             of_kind = [source for source in self.rewards if source.kind == kind]
             require(
-                len(of_kind) < 2, f"ppo.rewards names two sources of kind {kind}; keep one of them"
+                len(of_kind) < 2, f"ppo.rewards has two sources of kind {kind}; keep one of them"
             )
             require(
                 self.gold is None or self.gold.kind != kind,

@@ -291,7 +291,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         super().__post_init__()
         self.parallel.check_model("preference.model", self.model)
         check_tasks(self)
-        require(bool(self.shares), "preference.shares must name a part of data.split: 1, 2 or 3")
+        require(bool(self.shares), "preference.shares must be a part of data.split: 1, 2 or 3")
         for name in ("beta", "temperature", "max_prompt_length", "max_new_tokens"):
             value = getattr(self, name)
             require(value > 0, f"preference.{name} must be above 0, got {value}")
@@ -306,11 +306,11 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         for name, value in (*only_dpo.items(), ("robust", self.robust)):
             require(
                 not value or self.loss == "dpo",
-                f"preference.{name} belongs to loss dpo; omit it with loss {self.loss}",
+                f"preference.{name} requires loss dpo; omit it with loss {self.loss}",
             )
         require(
             not self.robust or self.label_smoothing > 0,
-            "preference.robust corrects for wrong labels: say how many with"
+            "preference.robust corrects for wrong labels: set their share with"
             " preference.label_smoothing",
         )
         self._check_loss()
@@ -327,7 +327,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     def _check_guards(self) -> None:
         """Refuse guards that would never be checked or could never trip."""
-        unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, which are answered")
+        unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, for sampled responses")
         check_guards(
             *(self.guards, KNOWN),
             section="preference",
@@ -338,7 +338,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         for guard in self.acting_guards[:1]:
             require(
                 self.eval_every != 0,
-                f"preference.guards: {guard.signal} with action {guard.action} looks at"
+                f"preference.guards: {guard.signal} with action {guard.action} depends on"
                 " evaluations: eval_every must not be 0",
             )
 
@@ -352,7 +352,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
             require(
                 value == 1 or self.loss == "kto",
-                f"preference.{name} belongs to loss kto; omit it with loss {self.loss}",
+                f"preference.{name} requires loss kto; omit it with loss {self.loss}",
             )
         require(
             self.loss != "orpo" or (self.is_mean and self.reference_free),
@@ -366,12 +366,12 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
         require(
             self.precompute != "off" or self.model.lora is not None,
-            "preference.precompute off runs the model without its adapter, and it has none; set"
+            "preference.precompute off runs the model without its adapter, but it has none; set"
             " model.lora, or leave it at auto",
         )
         require(
             self.reward.quantize == "none",
-            "preference.reward scores responses as it was saved; leave its quantize at none",
+            "preference.reward is used as saved; leave its quantize at none",
         )
         require(
             self.precompute != "on" or not self.reference_free,

@@ -388,10 +388,10 @@ def warn_if_not_improved(
     if best.step == 0 and best.last_step > 0:
         logger.warning(
             "%s did not reduce the loss on held-out rows (initially %.4g)%s: lower"
-            " preference.model.%s, or look at the rows",
+            " preference.model.%s, or inspect the rows",
             method,
             before["loss"],
-            ", and the weights that it began with are exported" if best.keep else "",
+            ", and the initial weights are exported" if best.keep else "",
             config.model.rate[0],
         )
     fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}

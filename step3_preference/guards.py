@@ -8,22 +8,21 @@ from pipeline.guards.guards import Metrics, Signals, significant_decrease
 REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.{rate}"
 
 SENTENCES: Mapping[str, str] = {
-    "kl": "the actor is {kl:.3g} nats a response from where it began, beyond {limit:g}; to keep it"
-    " nearer, raise preference.beta or lower preference.model.{rate}",
-    "kl_per_token": "the actor is {value:.2f} nats a token from where it began, beyond {limit:g}:"
-    " it may have unlearned more than the rows say; raise preference.beta or lower"
-    " preference.model.{rate}",
+    "kl": "the KL to the initial actor is {kl:.3g} nats per response, above {limit:g}; raise"
+    " preference.beta or lower preference.model.{rate}",
+    "kl_per_token": "the KL to the initial actor is {value:.2f} nats per token, above {limit:g}: it"
+    " may have unlearned too much; raise preference.beta or lower preference.model.{rate}",
     "chosen_nll": "held-out chosen responses went from {first[logp_chosen]:.3g} to"
-    " {logp_chosen:.3g} nats a token, a fall beyond {limit:g}: the loss rewards the difference to"
-    " rejected ones alone; " + REMEDY,
+    " {logp_chosen:.3g} nats per token, a drop above {limit:g}: the loss rewards only the margin"
+    " over rejected ones; " + REMEDY,
     "response_length": "responses went from {first[sampled_length]:.0f} to {sampled_length:.0f}"
-    " tokens: the rows may favour their length; read the samples, raise preference.beta, or take"
-    " --method ldpo or simpo, which compare means over tokens",
-    "stop_rate": "{sampled_stop_rate:.0%} of sampled responses end by themselves, of the actor as"
-    " it began {first[sampled_stop_rate]:.0%}: the end of a turn is common to both responses and"
-    " loses its probability with them; " + REMEDY,
-    "repetition": "{sampled_repetition:.0%} of tokens repeat a phrase of their response, beyond"
-    " {limit:.0%}: responses run in loops; " + REMEDY,
+    " tokens: the rows may favor length; check the samples, raise preference.beta, or use --method"
+    " ldpo or simpo, which compare means over tokens",
+    "stop_rate": "{sampled_stop_rate:.0%} of sampled responses end before the limit, initially"
+    " {first[sampled_stop_rate]:.0%}: the end of turn, which both responses share, loses"
+    " probability with them; " + REMEDY,
+    "repetition": "{sampled_repetition:.0%} of tokens repeat a phrase of their response, above"
+    " {limit:.0%}: responses loop; " + REMEDY,
 }
 
 

@@ -107,7 +107,7 @@ def _report(
     limit, reasons = config.data.max_length, _left_out(outcomes)
     if outcomes["cut"] or reasons:
         logger.info(
-            "of %d %s rows %d lose the beginning of their prompt at %d tokens; left out: %s",
+            "of %d %s rows, %d lose the start of their prompt at %d tokens; skipped: %s",
             *(number, name, outcomes["cut"], limit, reasons or "none"),
         )
 
@@ -117,7 +117,7 @@ def _left_out(outcomes: Counter[RowOutcome]) -> str:
     out = {
         "don't fit": outcomes["too long"],
         "have equal responses": outcomes["equal"],
-        "have a response without a learned token": outcomes["untrained"],
+        "have a response without trained tokens": outcomes["untrained"],
     }
     return ", ".join(f"{count} {why}" for why, count in out.items() if count)
 
@@ -126,10 +126,10 @@ def _require_some(
     name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
 ) -> None:
     if not outcomes["whole"] + outcomes["cut"]:
-        limit = f" at data.max_length {config.data.max_length}; raise it, or see the rows"
+        limit = f" at data.max_length {config.data.max_length}; raise it, or inspect the rows"
         raise DataError(
-            f"none of the {number} {name} rows can be trained on: {_left_out(outcomes)}"
-            f"{limit if outcomes['too long'] else '; see them'} with"
+            f"none of the {number} {name} rows can be trained on:"
+            f" {_left_out(outcomes)}{limit if outcomes['too long'] else '; inspect them them'} with"
             " `python -m pipeline.data.inspect`"
         )
 
@@ -139,8 +139,8 @@ def _require_both(name: str, examples: Sequence[Example]) -> None:
     if good in (0, len(examples)):
         missing = "good" if good == 0 else "bad"
         raise DataError(
-            f"none of the {len(examples)} {name} responses is {missing}: kto learns from pairs, or"
-            " from responses of which a column label says true or false"
+            f"none of the {len(examples)} {name} responses is {missing}: kto needs pairs, or"
+            " responses with a label of true or false"
         )
 
 

@@ -114,14 +114,14 @@ nonsense | 'nonsense' | options start with --
 --reward mth | --reward mth | did you mean math
 --reward math --data-path good.jsonl | column answer | chosen, prompt, rejected
 --reward regex:( | rewards.regex.pattern | not a regular expression
---reward-function none.py:check | there is no file none.py | rewards.check.path
---reward-function score.py:odd | parameters that no form of reward function has | write (episodes)
+--reward-function none.py:check | no such file: none.py | rewards.check.path
+--reward-function score.py:odd | parameters that no reward function interface has | write (episodes)
 --reward verifier --ppo.score_clip 3 | ppo.score_clip | reward model's score
 --guards strict --save-every null | ppo.guards | set save_every to a number
 --ppo.guards '[{"signal":"lenght","limit":2}]' | ppo.guards.signal | 'response_length'
 --ppo.guards '[{"signal":"kl"}]' | ppo.guards | lacks its limit
 --ppo.guards '[{"signal":"dead_groups","limit":0.5}]' | dead_groups | ppo.group_size
---environment none.py:Game | there is no file none.py | ppo.environment
+--environment none.py:Game | no such file: none.py | ppo.environment
 --environment game.py:Gaem | has no `class Gaem` | did you mean Game
 --environment game.py:Deaf | is not an environment | public methods with docstrings
 --environment game.py:Unpaid | lacks reward | reset(self, row, *, seed)

@@ -53,7 +53,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     absent = weight_map.keys() - stored.keys()
     if absent:
         name = min(absent)
-        raise ModelError(f"{index} names {name} in {weight_map[name]}, which lacks it")
+        raise ModelError(f"{index} lists {name} in {weight_map[name]}, which lacks it")
     return stored
 
 

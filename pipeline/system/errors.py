@@ -87,7 +87,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:
         return f"did you mean {by_lower[close[0]]}?"
-    return f"choose from {', '.join(sorted(by_lower.values())) or 'none'}"
+    return f"available: {', '.join(sorted(by_lower.values())) or 'none'}"
 
 
 def require(condition: bool, sentence: str) -> None:  # noqa: FBT001

@@ -198,8 +198,8 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
     role, content = read("role", None), read("content", None)
     if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         raise WrongReturnError(
-            f"{verb} returned {described(given)} as a message, which needs a role (system, user or"
-            " assistant) and a text as content"
+            f"{verb} returned {described(given)} as a message; a message needs a role (system, user"
+            " or assistant) and a text as content"
         )
     content = str.__str__(content)  # the file's subclasses of str exist only in this process
     try:
@@ -218,6 +218,6 @@ def verdict_of(returned: object) -> Verdict:
     outcomes = {str(name): parse_outcome(value) for name, value in returned.items()}
     for name, outcome in outcomes.items():
         if outcome.value is None:
-            return Verdict(Outcome.failed(f"{name}: {outcome.failure or 'it gave None'}"))
+            return Verdict(Outcome.failed(f"{name}: {outcome.failure or 'it returned None'}"))
     parts = {name: o.value for name, o in outcomes.items() if o.value is not None}
     return Verdict(Outcome(sum(parts.values())) if parts else Outcome(), parts)

@@ -33,12 +33,12 @@ def _accuracy(figures: Mapping[str, Any]) -> list[str]:
             return []
         return [
             f"{_percent(figures['concordance'])} of rows with different labels are in the right"
-            f" order, and the labels are {figures['mean_error']:.3g} off on the average"
+            f" order, and predicted labels are off by {figures['mean_error']:.3g} on average"
         ]
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     if "classes" in figures and figures["labels"] != "ties":
         return [
-            f"{_percent(accuracy['value'])} of {figures['rows']} rows are in their class"
+            f"{_percent(accuracy['value'])} of {figures['rows']} rows are classified correctly"
             f" ({interval})"
         ]
     lines = [f"{_percent(accuracy['value'])} of the responses are in the right order ({interval})"]
@@ -56,8 +56,8 @@ def _steps(figures: Mapping[str, Any]) -> list[str]:
     usual = most / (right + wrong)
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     lines = [
-        f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted as labelled"
-        f" ({interval}); always saying {word} would be so in {_percent(usual)}"
+        f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted correctly"
+        f" ({interval}); always predicting {word} would achieve {_percent(usual)}"
     ]
     if accuracy["low"] <= usual:
         lines.append("That is near chance: nothing should be optimized against this model")
@@ -70,7 +70,7 @@ def _steps(figures: Mapping[str, Any]) -> list[str]:
         )
     if errors["without_error"]:
         parts.append(
-            f"none is seen in {_percent(errors['kept'] / errors['without_error'])} of"
+            f"none is predicted in {_percent(errors['kept'] / errors['without_error'])} of"
             f" {_format_count(errors['without_error'], 'response')} without"
         )
     line = ", and ".join(parts)
@@ -95,7 +95,7 @@ def _calibration(figures: Mapping[str, Any]) -> list[str]:
     found = figures.get("calibration")
     if found is None:
         return []
-    verb = "too sure of itself" if found["temperature"] > 1 else "not sure enough"
+    verb = "overconfident" if found["temperature"] > 1 else "underconfident"
     line = (
         f"Probabilities are off by {_percent(found['ece'])} after scaling by temperature"
         f" {found['temperature']:.3g}"
@@ -116,7 +116,7 @@ def _length(figures: Mapping[str, Any]) -> list[str]:
     if longer and shorter and abs(longer["value"] - shorter["value"]) > BIASED:
         what = "long" if longer["value"] > shorter["value"] else "short"
         lines.append(
-            f"It favours {what} responses: {_percent(longer['value'])} of pairs are in order where"
+            f"It favors {what} responses: {_percent(longer['value'])} of pairs are in order where"
             f" the better response is the longer one, {_percent(shorter['value'])} where it is the"
             " shorter"
         )

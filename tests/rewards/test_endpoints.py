@@ -115,9 +115,9 @@ def test_a_service_gets_openrlhfs_form_and_its_null_is_no_reward() -> None:
     [
         ({"rewards": [1.0]}, "it returned 1 results for 2 responses"),
         ({"scores": [1.0, 2.0]}, "it returned dict"),
-        ({"rewards": ["1", "1"]}, "it gave str '1' where a number or None belongs"),
+        ({"rewards": ["1", "1"]}, "it returned str '1' instead of a number or None"),
         (b"<html>", "returned invalid JSON: <html>"),
-        (b'{"rewards": [NaN, NaN]}', "it gave nan, which is not finite"),
+        (b'{"rewards": [NaN, NaN]}', "it returned nan, which is not finite"),
     ],
 )
 def test_a_service_that_lies_has_failed(answer: object, sentence: str) -> None:
@@ -153,7 +153,7 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
         ('{"score": 10}', 1.0),
         ('{"score": 1} no: ```json\n{"score": 5, "why": "x"}\n```', 0.5),
         ('{"score": 2.5} {"note": "done"}', 0.25),
-        ('{"score": 11}', "the judge gave 11, outside 0 to 10"),
+        ('{"score": 11}', "the judge returned 11, outside 0 to 10"),
         ('{"score": "9"}', "no JSON with a score"),
         ('{"score": true}', "no JSON with a score"),
         ("9/10", "no JSON with a score"),

@@ -95,7 +95,7 @@ def test_each_episode_has_a_state_of_its_own(tmp_path: Path) -> None:
     ("how", "sentence"),
     [
         ("hang", "step took longer than 1 s"),
-        ("exit", "step ended its process, with code 7"),
+        ("exit", "step terminated its process, with code 7"),
         ("raise", "step raised ValueError: no"),
     ],
 )

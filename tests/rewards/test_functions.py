@@ -49,7 +49,7 @@ def test_the_form_follows_from_the_parameters(tmp_path: Path, text: str, form: s
     ("text", "sentence"),
     [
         ("def scores(episodes): return []", "no `def score` at its top level; did you mean scores"),
-        ("score = print", "no `def score` at its top level; it takes none"),
+        ("score = print", "no `def score` at its top level; available: none"),
         ("def score(x, y): return []", "score(x, y)"),
         ("def score(completions, completion_ids): return []", "(completion_ids)"),
         ("def score(episodes, tokenizer): return []", "(tokenizer)"),

@@ -68,13 +68,13 @@ def test_functions_of_every_form_run_unchanged() -> None:
 
 def test_what_is_no_number_is_a_failure_of_its_response_alone() -> None:
     wrong = {
-        "'0.5'": "it gave str '0.5' where a number or None belongs",
-        "[1]": "it gave list [1] where a number or None belongs",
-        "{'value': 1}": "it gave dict {'value': 1} where a number or None belongs",
-        "float('nan')": "it gave nan, which is not finite",
-        "float('-inf')": "it gave -inf, which is not finite",
+        "'0.5'": "it returned str '0.5' instead of a number or None",
+        "[1]": "it returned list [1] instead of a number or None",
+        "{'value': 1}": "it returned dict {'value': 1} instead of a number or None",
+        "float('nan')": "it returned nan, which is not finite",
+        "float('-inf')": "it returned -inf, which is not finite",
         "1 / 0": "the call raised ZeroDivisionError: division by zero",
-        "exit(3)": "the call ended its process, with code 3",
+        "exit(3)": "the call terminated its process, with code 3",
     }
 
     with Rewards([function("returns")], workers=1) as rewards:
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_or_spins_is_replaced() -> None:
         rewards.submit(episodes("exit", "spin", "", "exit", ""))
         scored = rewards.results()["by_text"]
 
-    died = "the call ended its process, with code 3"
+    died = "the call terminated its process, with code 3"
     late = "the call took longer than 0.3 s"
     assert scored == Scored([None, None, 1.0, None, 1.0], [died, late, None, died, None])
 

@@ -222,5 +222,5 @@ def test_a_warm_start_goes_on_with_the_moments_on_other_rows(start: Path, tmp_pa
     of_other = replace(model, path=str(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="but the model has"):
         train(replace(warm, output_dir=tmp_path / "refused", model=of_other))
-    with pytest.raises(ConfigError, match=r"warm_start .*nowhere holds no checkpoints"):
+    with pytest.raises(ConfigError, match=r"warm_start .*nowhere has no checkpoints"):
         train(replace(warm, output_dir=tmp_path / "refused", warm_start=tmp_path / "nowhere"))

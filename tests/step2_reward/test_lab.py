@@ -77,7 +77,7 @@ def test_the_command_measures_an_exported_model_as_the_step_did(
     assert [each["name"] for each in found["classes"]] == ["curt", "polite", "rude"]
     assert "probes" not in found  # named classes without values give no score
     out = capsys.readouterr().out
-    assert "100.0 % of 48 rows are in their class" in out
+    assert "100.0 % of 48 rows are classified correctly" in out
     held_out = [json.loads(line) for line in (step / "predictions.jsonl").read_text().splitlines()]
     again = {
         row["origin"]: row["probabilities"]

@@ -173,7 +173,7 @@ def test_the_kind_of_label_is_that_of_the_rows(rows: list[Example], expected: st
         ({"labels": "scalar"}, labelled(2, 2, 3), "all 2 training rows have the label 2"),
         ({}, labelled("a", "a", "b"), "all 2 training rows are of the class a"),
         ({"class_list": ("a", "b")}, labelled("a", "c"), "line 2: label c is none of"),
-        ({"class_values": (1.0,)}, labelled("a", "b", "a"), "class_values has 1 numbers, and"),
+        ({"class_values": (1.0,)}, labelled("a", "b", "a"), "class_values has 1 numbers, but"),
     ],
 )
 def test_labels_that_nothing_can_be_learned_from_are_refused(

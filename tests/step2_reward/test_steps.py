@@ -92,7 +92,7 @@ def test_steps_that_tokens_can_not_separate_are_refused() -> None:
     with pytest.raises(DataError, match="has no token that ends in 'no token ends so'"):
         StepObjective(Labels("steps", "bce"), config).separators(chat)
     separators = frozenset(separator_ids(chat.tokenizer, "\n"))
-    with pytest.raises(DataError, match="line 3: 2 steps joined by ' ' are 3 where"):
+    with pytest.raises(DataError, match="line 3: 2 steps joined by ' ' become 3 when"):
         encode_steps(example, chat, " ", separators, max_length=99)
 
 
@@ -180,6 +180,6 @@ def test_the_laboratory_measures_steps_and_first_errors(
     rude = next(line for line in lines if "Go away" in line["steps"][1])
     assert rude["probabilities"][1] < 0.5 < rude["probabilities"][0]
     printed = capsys.readouterr().out
-    assert "100.0 % of 128 steps are predicted as labelled" in printed
+    assert "100.0 % of 128 steps are predicted correctly" in printed
     assert "The first error is found in 100.0 % of 32 responses that have one" in printed
     assert "near chance" not in printed

@@ -22,15 +22,15 @@ SOUND = {
 }
 
 WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
-    ("kl_per_token>0.5", {"kl": 6.0}, "the actor is 0.60 nats a token from where it began"),
+    ("kl_per_token>0.5", {"kl": 6.0}, "the KL to the initial actor is 0.60 nats per token"),
     (
         "chosen_nll>0.5",
         {"logp_chosen": -1.31},
-        "held-out chosen responses went from -0.8 to -1.31 nats a token",
+        "held-out chosen responses went from -0.8 to -1.31 nats per token",
     ),
     ("response_length<0.5", {"sampled_length": 4.9}, "responses went from 10 to 5 tokens"),
     ("response_length>3", {"sampled_length": 31.0}, "responses went from 10 to 31 tokens"),
-    ("stop_rate>0.05", {"sampled_stop_rate": 0.94}, "94% of sampled responses end by themselves"),
+    ("stop_rate>0.05", {"sampled_stop_rate": 0.94}, "94% of sampled responses end before"),
     ("repetition>0.3", {"sampled_repetition": 0.31}, "31% of tokens repeat a phrase"),
 )
 

@@ -56,9 +56,8 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
     assert row == fit(PAIR, chat, config)[0]
     assert rejected > chosen
     assert (
-        "of 4 training rows 1 lose the beginning of their prompt at"
-        f" {chosen} tokens; left out: 1 don't fit, 1 have equal responses, 1 have a response"
-        " without a learned token"
+        f"of 4 training rows, 1 lose the start of their prompt at {chosen} tokens; skipped: 1 don't"
+        " fit, 1 have equal responses, 1 have a response without trained tokens"
     ) in caplog.text
 
 

@@ -14,7 +14,7 @@ export function chatView(place, server) {
   picker.addEventListener("change", () => localStorage.setItem("model", picker.value));
   const showTokens = element("input", { type: "checkbox", onchange: () => draw() });
   const talk = element("div", { class: "talk", role: "log", "aria-label": "Dialogue" });
-  const hint = "Message: Enter sends, Shift+Enter is a new line";
+  const hint = "Message: Enter sends, Shift+Enter starts a new line";
   const { input, sender, bar } = composer("Message", hint, "Send", send, () => running);
 
   place.append(
@@ -48,7 +48,7 @@ export function chatView(place, server) {
   }
 
   function draw() {
-    const hint = "Nothing is kept outside of this browser until you rate a response.";
+    const hint = "Nothing is stored outside this browser until you rate a response.";
     talk.replaceChildren(...turns.map(drawTurn));
     if (!turns.length) talk.append(element("p", { class: "hint" }, hint));
     place.scrollTop = place.scrollHeight;

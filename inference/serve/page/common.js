@@ -36,7 +36,7 @@ export function composer(label, placeholder, action, submit, running, wide = fal
   return { input, sender, bar: element("div", { class: wide ? "composer wide" : "composer" }, input, sender) };
 }
 
-// A response's tokens, each with a tint, 0 to 3, of one of two colours.
+// A response's tokens, each tinted at a level from 0 to 3 in one of two colors.
 export function tinted(tokens) {
   const spans = tokens.map(({ token, level, less, title }) =>
     element("span", { class: `token t${level}${less ? " less" : ""}`, title }, token),
@@ -52,7 +52,7 @@ export function stored(name, otherwise) {
   }
 }
 
-// The panel next to the views, kept in this browser; the key only until the browser is closed.
+// The settings panel, stored in this browser; the API key only until the browser is closed.
 const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
 export const settings = document.getElementById("settings");
 const values = { ...DEFAULTS, ...stored("settings", {}), key: sessionStorage.getItem("key") ?? "" };
@@ -102,7 +102,7 @@ function headers() {
 
 async function checked(response) {
   if (response.ok) return response;
-  let message = `the server answered ${response.status}`;
+  let message = `the server returned ${response.status}`;
   try {
     message = (await response.json()).error.message;
   } catch {
@@ -135,7 +135,7 @@ export async function* chat(body, signal) {
   let rest = "";
   while (true) {
     const { value, done } = await reader.read();
-    if (done) throw new Refused("the server broke off");
+    if (done) throw new Refused("the server closed the connection");
     rest += value;
     const events = rest.split("\n\n");
     rest = events.pop();

@@ -23,7 +23,7 @@ export function compareView(place, server, query) {
   const relative = element("input", { type: "checkbox" });
   let controller = null;
   let rating = null;
-  const hint = "Prompt: Enter asks every model";
+  const hint = "Prompt: Enter sends it to all models";
   const { input, sender, bar } = composer("Prompt", hint, "Compare", run, () => controller, true);
   input.value = query.get("prompt") ?? "";
   const results = element("div", {});
@@ -118,7 +118,7 @@ export function rateView(place, server) {
     picker.value = names.at(at === 1 ? -1 : -2) ?? names[0];
     return picker;
   });
-  const input = element("textarea", { rows: 5, "aria-label": "Prompts", placeholder: "Prompts, one a line; or lines of a .jsonl file with a prompt each" });
+  const input = element("textarea", { rows: 5, "aria-label": "Prompts", placeholder: "One prompt per line, or lines of a .jsonl file, each with a prompt" });
   input.value = localStorage.getItem("prompts") ?? "";
   const file = element("input", { type: "file", accept: ".txt,.jsonl", "aria-label": "File of prompts" });
   file.addEventListener("change", async () => (input.value = await file.files[0].text()));
@@ -147,16 +147,16 @@ export function rateView(place, server) {
 
   function sentence(found) {
     const parts = [`${found.ratings} ratings in ${found.path}`];
-    if (found.left !== null) parts.push(`of ${found.blind} blind choices ${Math.round(100 * found.left)} % took the left response`);
-    if (found.self_agreement !== null) parts.push(`raters agree with themselves in ${Math.round(100 * found.self_agreement)} %`);
-    if (found.kappa !== null) parts.push(`and with one another with a kappa of ${found.kappa.toFixed(2)}`);
+    if (found.left !== null) parts.push(`of ${found.blind} blind choices ${Math.round(100 * found.left)} % chose the left response`);
+    if (found.self_agreement !== null) parts.push(`raters agree with themselves ${Math.round(100 * found.self_agreement)} % of the time`);
+    if (found.kappa !== null) parts.push(`and with each other with a kappa of ${found.kappa.toFixed(2)}`);
     return `${parts.join("; ")}. To train on them: train.py --step 2 --data-path ${found.path}`;
   }
 
   function start() {
     const prompts = promptsIn(input.value);
     if (!prompts.length) {
-      say("Give at least one prompt", true);
+      say("Enter at least one prompt", true);
       return;
     }
     localStorage.setItem("prompts", input.value.slice(0, 200_000));

@@ -1,4 +1,4 @@
-// Markdown as elements: headings, lists, tables, code, bold and italics. What a model writes becomes text nodes.
+// Renders Markdown as elements: headings, lists, tables, code, bold and italics. Model output becomes text nodes.
 
 import { element } from "./common.js";
 
@@ -6,9 +6,9 @@ const FENCE = /^ *(```+|~~~+)/;
 const HEADING = /^ *#{1,6} +/;
 const ITEM = /^ *(?:[-*+]|(\d{1,9})[.)]) +/;
 const DIVIDER = /^[ |:]*-[-|: ]*$/;
-// Each span stops at its own mark, so that the time is linear in the text.
+// Each span ends at its own delimiter, so that the time is linear in the text.
 const SPANS = /`([^`]+)`|\*\*((?:[^*]|\*(?!\*))+)\*\*|(?<![\w*])\*([^*\s](?:[^*]*[^*\s])?)\*(?![\w*])/g;
-const DEEPEST = 8; // lists within lists
+const DEEPEST = 8; // nested lists
 
 const indent = (line) => line.search(/\S|$/);
 const beginsTable = (line, below) => line.includes("|") && DIVIDER.test(below ?? "");
@@ -16,7 +16,7 @@ const beginsTable = (line, below) => line.includes("|") && DIVIDER.test(below ??
 export function markdown(text, depth = 0) {
   const lines = text.split("\n");
   const made = [];
-  // The next lines, as far as they belong to a block.
+  // Takes the next lines that belong to a block.
   const take = (belongs) => {
     const end = lines.findIndex((line, at) => !belongs(line, lines[at + 1]));
     return lines.splice(0, end < 0 ? lines.length : end);

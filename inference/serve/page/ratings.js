@@ -20,12 +20,12 @@ export async function rate(rating) {
 export async function undo() {
   const id = sent.at(-1);
   if (!id) {
-    say("There is nothing to undo");
+    say("Nothing to undo");
     return false;
   }
   await post("/api/ratings/undo", { id, rater: rater() });
   sent.pop();
-  say("The last rating is undone");
+  say("Undid the last rating");
   return true;
 }
 
@@ -43,7 +43,7 @@ export function thumbs(messages, answer) {
     }
     good.setAttribute("aria-pressed", String(id !== null && up));
     bad.setAttribute("aria-pressed", String(id !== null && !up));
-    say(id ? "Rated" : "The rating is undone");
+    say(id ? "Rated" : "Removed the rating");
   };
   const good = button("Good", (event) => press(event, true), { "aria-pressed": "false" });
   const bad = button("Bad", (event) => press(event, false), { "aria-pressed": "false" });
@@ -214,9 +214,9 @@ async function related(answer, messages, reference, signal) {
     const ratio = own.token_logprobs[prompt.length + at] - other.token_logprobs[prompt.length + at];
     const level = [0.5, 1.5, 3].filter((limit) => Math.abs(ratio) >= limit).length;
     sum += ratio;
-    const title = `${JSON.stringify(token)} ${ratio.toFixed(2)} nats, ${sum.toFixed(2)} until here`;
+    const title = `${JSON.stringify(token)} ${ratio.toFixed(2)} nats, ${sum.toFixed(2)} so far`;
     return { token, level, less: ratio < 0, title };
   });
   const mean = (sum / tokens.length).toFixed(3);
-  return { tokens, words: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} a token` };
+  return { tokens, words: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} per token` };
 }

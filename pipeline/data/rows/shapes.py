@@ -358,7 +358,7 @@ def _quality(row: Row) -> bool | None:
     if word in ("0", "1"):
         raise DataError(
             f"{row.origin}: {name} is {word}; with a response it must be true (good) or false"
-            " (bad), rename it if it has another meaning"
+            " (bad); rename it if it has another meaning"
         )
     return {"true": True, "false": False}.get(word)
 

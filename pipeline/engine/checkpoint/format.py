@@ -209,7 +209,7 @@ class Manifest:
             raise CheckpointError(f"{path} is not a valid manifest: {error!r}") from error
         base = manifest.base
         if not all(map(_FILE.fullmatch, files)) or not (base is None or is_base_name(base)):
-            raise CheckpointError(f"{path} names files outside the checkpoint")
+            raise CheckpointError(f"{path} refers to files outside the checkpoint")
         return manifest
 
 

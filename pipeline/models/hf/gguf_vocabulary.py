@@ -129,8 +129,8 @@ def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple
     by_scores = given["model"] == "llama"
     if not by_scores and (given["model"] != "gpt2" or given["pre"] not in EXPRESSIONS):
         raise ModelError(
-            f"its tokenizer ({given['model']}, {given['pre']}) is not supported; only llama, and"
-            f" gpt2 with {', '.join(EXPRESSIONS)}, are; use the model's directory"
+            f"its tokenizer ({given['model']}, {given['pre']}) is not supported; supported: llama,"
+            f" and gpt2 with {', '.join(EXPRESSIONS)}; use the model's directory"
         )
     usual = {"pre": "default", "token_type": [NORMAL] * len(given["tokens"])}
     usual |= {"scores": [], "merges": [], "add_eos_token": False}

@@ -74,7 +74,7 @@ def test_a_dialogue_streams_is_kept_over_a_reload_and_its_response_is_rated(
     assert (thumb["kind"], thumb["choice"]) == ("thumb", 1)
     assert thumb["answers"][0]["text"].strip() == first.strip()
     page.get_by_role("button", name="Good").click()
-    page.get_by_text("The rating is undone").wait_for()
+    page.get_by_text("Removed the rating").wait_for()
     assert len(ratings(served)) == before
 
     page.get_by_role("button", name="Write a better one").click()
@@ -107,7 +107,7 @@ def test_markdown_is_shown_in_full_and_the_settings_give_way_to_another_view(pag
     tools, composer = page.locator(".tools").last.bounding_box(), page.locator(".composer")
     assert tools["y"] + tools["height"] <= composer.bounding_box()["y"]
     page.get_by_role("button", name="Settings").click()
-    length = page.get_by_label("Longest response")
+    length = page.get_by_label("Maximum response")
     assert length.get_attribute("placeholder") == "12"
     page.goto(page.url.partition("#")[0] + "#rate")
     page.get_by_text("Each choice is a preference").wait_for()

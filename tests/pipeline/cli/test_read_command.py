@@ -28,7 +28,7 @@ class Settings:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.best_of > 1, f"--best-of must be 2 or more, got {self.best_of}")
+        require(self.best_of > 1, f"--best-of must be at least 2, got {self.best_of}")
 
 
 def read(*argv: str) -> Settings:
@@ -55,7 +55,7 @@ def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
     [
         ("--best-of x", "--best-of must be an integer, got x"),
         ("--best_of x", "--best-of must be an integer, got x"),
-        ("--best-of 1", "--best-of must be 2 or more, got 1"),
+        ("--best-of 1", "--best-of must be at least 2, got 1"),
         ("--best-of 2 3", "--best-of takes one value, got 2: 2 3"),
         ("--write three", "--write must be one of"),
         ("--best-off 2", "there is no option --best-off; did you mean --best-of?"),

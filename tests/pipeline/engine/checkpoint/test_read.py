@@ -159,8 +159,8 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         ({"format": 4}, "is not a manifest of format 3"),
-        ({"format": 3, "files": {"../x": {"nbytes": 1, "crc32": 1}}}, "names files outside"),
-        ({"format": 3, "files": {}, "base": "/base-1"}, "names files outside"),
+        ({"format": 3, "files": {"../x": {"nbytes": 1, "crc32": 1}}}, "refers to files outside"),
+        ({"format": 3, "files": {}, "base": "/base-1"}, "refers to files outside"),
         ({"format": 3, "files": {"x": {}}}, "is not a valid manifest"),
     ],
 )

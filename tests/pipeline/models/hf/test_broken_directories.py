@@ -84,7 +84,7 @@ IN_SHARDS: list[tuple[Spoil, str]] = [
     (remove(INDEX), "has no weights"),
     (write(INDEX, "{"), f"{INDEX} is not an index"),
     (write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "which is outside"),
-    (tensor_in_no_shard, "names ghost"),
+    (tensor_in_no_shard, "lists ghost"),
 ]
 
 
