@@ -387,7 +387,8 @@ class ZeroModel:
             )
 
     def _before_state_dict(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
-        if not keep_vars and not all(unit.gathered for unit in self.units):  # else only names
+        # With keep_vars, callers need only the names.
+        if not keep_vars and not all(unit.gathered for unit in self.units):
             raise RuntimeError(
                 "the weights are sharded among processes: call state_dict() on all of them, under"
                 " `with engine.gathered():`"

@@ -61,7 +61,7 @@ def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
 
 
 def _encode(backend: "Tokenizer", text: str) -> list[int]:
-    backend.no_truncation()  # which calls of the tokenizer may have set
+    backend.no_truncation()  # earlier calls may have enabled it
     backend.no_padding()
     return backend.encode(text, add_special_tokens=False).ids
 

@@ -264,7 +264,7 @@ class FlatParams:
         """Free the full vector; the local shard stays."""
         if not self.placement.shard_params:
             return
-        self._finish_gather()  # of an unused prefetch
+        self._finish_gather()  # wait for an unused prefetch
         self.hide()  # before freeing: reading freed memory would crash the process
         self.gathered = False
         if self.keeps_all:
