@@ -6,6 +6,8 @@ import pytest
 
 from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.guards.guards import QUIET, Guards
+from pipeline.system.errors import ConfigError
+from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import WARNING, GuardConfig
 from step3_ppo.guards import RLSignals, diverges
 
@@ -58,10 +60,6 @@ WINDOWS = {"kl_per_token>0.25": 1, "ratio_max>20": 1, "explained_variance<0": 5}
 """Iterations in which a default guard must see its limit exceeded; 3 for all others."""
 
 
-def windows(name: str) -> int:
-    return WINDOWS.get(name, 3)
-
-
 def sentences(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
     return [trip.sentence for trip in guards.check(step, metrics)]
 
@@ -76,19 +74,16 @@ def test_with_adapters_the_sentence_names_their_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_signal_out_of_order_for_its_window_is_one_sentence_until_it_has_recovered(
-    name: str,
-) -> None:
+def test_a_signal_out_of_order_is_one_sentence_until_it_has_recovered(name: str) -> None:
     changes, sentence = WRONG[name]
     guards, wrong = Guards(WARNING, RLSignals()), SOUND | changes
-    window = windows(name)
+    window = WINDOWS.get(name, 3)
     course = [SOUND, *[wrong] * (window - 1), SOUND, *[wrong] * (window + 1), *[SOUND] * QUIET]
     course += [wrong] * window
 
     said = [sentences(guards, step, metrics) for step, metrics in enumerate(course, start=1)]
 
-    spoke = [step for step, each in enumerate(said) if each]
-    assert spoke == [2 * window, len(course) - 1]
+    assert [step for step, each in enumerate(said) if each] == [2 * window, len(course) - 1]
     assert all(each.startswith(sentence) for found in said for each in found)
 
 
@@ -147,3 +142,10 @@ def test_a_run_diverges_where_its_reward_rises_and_gold_falls_beyond_their_error
     assert not found(up, down, stderr=0.08)  # 0.2 is less than 2 of its standard errors, 0.113
     lacking = [measured(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, measured(0.7, 0.3)]
     assert not diverges(lacking, errors=2.0)
+
+
+def test_a_guard_on_values_needs_a_critic() -> None:
+    guard = GuardConfig(signal="explained_variance", limit=0.5, window=1)
+    assert guard in PPOConfig(guards=(guard,)).guards
+    with pytest.raises(ConfigError, match="a critic, which this method lacks"):
+        PPOConfig(guards=(guard,), advantage="rloo", group_size=2)
