@@ -175,7 +175,7 @@ def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
             )
 
     assert missing.value.code == "model_not_found"
-    assert "there are tiny" in missing.value.message
+    assert "available: tiny" in missing.value.message
     assert wrong.value.param == "temperature"
     assert long.value.code == "context_length_exceeded"
     assert tools.value.param == "tools"
