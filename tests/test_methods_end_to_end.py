@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 STEP3 = [
     *("--config", "embedded.yaml", "--data-path", "embedded", "--step", "3", "--plan", "off"),
-    *("--ppo.max_steps", "3", "--ppo.eval_every", "1"),
+    *("--ppo.max_steps", "3", "--ppo.eval_every", "1", "--ppo.ppo_epochs", "1"),
     *("--ppo.rollout_size", "8", "--ppo.batch_size", "8", "--ppo.max_new_tokens", "6"),
     *("--ppo.data.max_eval_rows", "8", "--ppo.base.path", "null", "--ppo.keep_best", "false"),
     *("--ppo.actor.optim.lr", "1e-2", "--methods.rloo.kl_coef", "0.01"),

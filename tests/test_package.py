@@ -129,7 +129,7 @@ def test_another_program_uses_the_engine(installed: Path, tmp_path: Path) -> Non
 
     (tmp_path / "pipeline.py").touch()
     hidden = run(tmp_path, installed / "python", "-c", program).stderr
-    assert f"ImportError: rename {tmp_path}/pipeline.py, which hides" in hidden
+    assert f"ImportError: rename {tmp_path}/pipeline.py, which shadows" in hidden
 
 
 def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_plan_for_another_machine_needs_no_more_of_a_model_than_its_configurat
     )
 
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "unknown" not in ended.stdout
+    assert "unknown until" not in ended.stdout
     assert "  rows       32,000 to train on, 256 held out" in ended.stdout
 
 

@@ -41,7 +41,7 @@ def test_what_cant_fit_is_refused_with_the_cheapest_change_that_does(tmp_path: P
     (sentence,) = refusals(plan(tmp_path, words))
 
     assert sentence.startswith("step 1 takes ")
-    assert " GiB on each GPU to train, and there are 16.0 GiB; it fits with --sft." in sentence
+    assert " GiB on each GPU to train, with 16.0 GiB available; it fits with --sft." in sentence
     change = sentence.partition("it fits with ")[2]
     assert list(refusals(plan(tmp_path, f"{words} {change}"))) == []
 

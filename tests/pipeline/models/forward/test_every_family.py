@@ -54,7 +54,7 @@ def test_the_list_of_the_documentation_has_every_family_of_transformers_once() -
 def test_the_documentation_says_which_transformers_it_lists() -> None:
     listed = ".".join(map(str, LISTED))
 
-    assert f"of `transformers` {listed}, by `model_type`" in DOCS.read_text(encoding="utf-8")
+    assert f"of `transformers` {listed} by `model_type`" in DOCS.read_text(encoding="utf-8")
     assert f"transformers=={listed}." in LOCK.read_text(encoding="utf-8")
 
 
