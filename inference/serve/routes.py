@@ -87,7 +87,8 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = {404: "no such path", 405: f"this path does not support {request.method}"}
-    return ApiError(error.status_code, what.get(error.status_code, "it can't be read")).response
+    message = what.get(error.status_code, "the request can't be read")
+    return ApiError(error.status_code, message).response
 
 
 def page_routes() -> list[Route]:
