@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
         cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
     write_responses(responder, prompts, config.out, model_path=path, batch_size=config.batch_size)
-    logging.getLogger(__name__).info("answered %d prompts in %s", len(prompts), config.out)
+    logging.getLogger(__name__).info("responses to %d prompts are in %s", len(prompts), config.out)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Progress:
 
 
 def reported(items: Sequence[T], name: str, *, every: float = 30.0) -> Iterator[T]:
-    """The items of long work; every so many seconds the log says how many are done."""
+    """Yield `items`, and log the progress at most once in `every` seconds."""
     start = last = time.perf_counter()
     for done, item in enumerate(items):
         now = time.perf_counter()

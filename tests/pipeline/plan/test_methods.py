@@ -101,7 +101,7 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
     alone = plan(tmp_path, "--method", "dapo", "rloo", "--step", "3", *_MODELS)
 
     assert again.finished == {"step3_grpo"}
-    assert alone.finished == set()  # others lie there, and are no strangers
+    assert alone.finished == set()  # the other methods of the run are no conflict
     with pytest.raises(UserError, match=r"step 3 in \S+/step3_grpo was finished with ppo.clip 0.2"):
         plan(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
 
