@@ -6,6 +6,7 @@
 # make test-grid     GPU kernels: all cases, injected faults, every architecture; every model family
 #                    of transformers; every stage, family and format; ARM kernels if
 #                    g++-aarch64-linux-gnu and qemu-user are installed
+# make recipe NAME=c   a recipe of docs/recipes.md, in the current environment
 # make test-serve    the server with hundreds of disconnecting clients, and 20,000 fuzzed requests
 #
 # PYTHON selects the interpreter: make demo PYTHON=python3.12
@@ -22,13 +23,51 @@ TIERS ?= not jobs and $(CI_TIERS)
 # Keep the order of files from tests/conftest.py, instead of largest first.
 WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-jobs test-faults test-grid test-serve check
+.PHONY: demo recipe test test-jobs test-faults test-grid test-serve check
 
 demo:
 	$(call install,.venv,.[serve])
 	.venv/bin/python train.py --output-dir $(OUTPUT) --resume
 	@echo "The report is in $(OUTPUT)/report.html"
 	@echo "Chat, compare and rate: .venv/bin/python -m inference.serve --run $(OUTPUT)"
+
+# The commands of docs/recipes.md, with the environment's python. ARGS are further options of training.
+MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+DATA ?= data
+RUN = $(OUTPUT)/$(NAME)
+PAIRS = $(DATA)/harmless-base/test.jsonl.gz
+RECIPE = python train.py --config $(wildcard configs/recipes/$(NAME)-*.yaml) --actor-model $(MODEL) \
+		--output-dir $(RUN) $(ARGS) --data-path
+
+recipe: recipe-$(NAME)
+
+# The judge is a second reward model, trained on the pairs whose prompts PPO used.
+recipe-a:
+	mkdir -p $(OUTPUT)
+	gzip -dc $(PAIRS) | head -n 256 > $(OUTPUT)/held_out.jsonl
+	$(RECIPE) $(PAIRS) --eval-path $(OUTPUT)/held_out.jsonl
+	$(RECIPE) $(PAIRS) --eval-path $(OUTPUT)/held_out.jsonl --step 2 --data-split 6,4,0 \
+		--reward-model $(RUN)/step1_sft --output-dir $(RUN)-judge
+	python -m evaluation.winrate --paths $(RUN)/step1_sft $(RUN)/step3_ppo/actor --limit 128 \
+		--prompts $(OUTPUT)/held_out.jsonl --judge '{kind: model, path: $(RUN)-judge/step2_reward}' \
+		--max-new-tokens 48 --temperature 0.8 --output $(RUN)-winrate.json
+
+recipe-b:
+	$(RECIPE) $(PAIRS)
+
+recipe-c:
+	mkdir -p $(OUTPUT)
+	python scripts/recipe_rows.py bullets $(DATA) $(OUTPUT)/bullets.jsonl
+	$(RECIPE) $(OUTPUT)/bullets.jsonl
+
+recipe-d:
+	mkdir -p $(OUTPUT)
+	python scripts/recipe_rows.py problems $(DATA) $(OUTPUT)/problems.jsonl
+	$(RECIPE) $(OUTPUT)/problems.jsonl
+
+recipe-e:
+	$(RECIPE) $(PAIRS)
+	python -m pipeline.export --path $(RUN) --to gguf --out $(RUN)-gguf
 
 test:
 	$(call install,.test-venv,.[dev],--no-compile)

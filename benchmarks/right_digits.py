@@ -1,8 +1,4 @@
-"""A reward function with partial credit: the share of correct digits of a number.
-
-python train.py --config arithmetic-grpo.yaml \
-    --reward-function benchmarks/right_digits.py:right_digits --reward math ...
-"""
+"""A reward function with partial credit, of docs/results.md#three-digits."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -7,6 +7,7 @@ scripts looked up. The steps themselves run in test_end_to_end.py.
 import importlib.util
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             yield page, [word for word in words if word != "..."]
 
 
+def recipes() -> Iterator[tuple[str, list[str]]]:
+    """(settings file, words) of each command of `make recipe`."""
+    for preset in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
+        make = ["make", "-n", "recipe", f"NAME={preset.name[0]}"]
+        made = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+        printed = made.stdout.replace("\\\n", " ").splitlines()
+        yield from ((preset.name, shlex.split(line)) for line in printed)
+
+
 def wrong_with(words: list[str]) -> str:
     """Return what a command names that does not exist or is refused; empty if nothing."""
     program, *rest = words
@@ -95,11 +105,10 @@ def test_commands_in_the_docs_are_read_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    found = list(commands())
+    found = [*commands(), *recipes()]
 
     wrong = [
         f"{page}: {shlex.join(words)}: {why}" for page, words in found if (why := wrong_with(words))

@@ -25,11 +25,11 @@ from train import STAGES
 
 ELSEWHERE = {
     "--step 0 1 2 3": "tests/step0_pretrain/test_with_other_steps.py, in a short form",
-    "make ": "by whoever tests or installs",
+    "make ": "by whoever tests or installs; recipes are read in tests/test_documented_commands.py",
+    "hf download": "Hub",
+    "curl -L": "GitHub",
     "pytest -q": "the same",
-    ".venv/bin/python chat.py": "the chat.py below, in another environment",
-    "python3 -m venv": "make",
-    ". .venv/bin/activate": "make",
+    "venv": "make, and the chat.py below",
     "pip install": "make, and tests/test_package.py",
     "torchrun ": "the same steps, in tests/faults/ and tests/test_resume.py",
     "bash scripts/": "tests/test_configs.py",
@@ -65,7 +65,6 @@ ELSEWHERE = {
     "--data-path right.jsonl": "a run on the rows of the command before",
     "--config guessing-grpo.yaml": "tests/test_environments_end_to_end.py, in a short form",
     "ratings.jsonl": "tests/inference/test_ratings.py, as a run has none yet",
-    "inference.ratings": "tests/inference/test_ratings.py, as a run has none yet",
     "inference.serve": "tests/inference/serve/test_command.py, as a server does not end",
     "--config arithmetic-grpo.yaml": "minutes; as a dry run in tests/test_train_cli.py",
     "--environment": "tests/test_environments_end_to_end.py, in a short form",
@@ -128,18 +127,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("checkout")
     for name in ("train.py", "chat.py", "configs", "scripts"):
         (home / name).symlink_to(ROOT / name)
-    ended = run("python train.py --output-dir OUT " + shlex.join([*SHORT, *SAVED]), home)
+    ended = run("python train.py --output-dir OUT --save-every 1 " + shlex.join(SHORT), home)
     assert ended.returncode == 0, ended.stderr
     for name, text in FILES.items():
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     rows = [
-        {
-            "prompt": f"What is {n} + 1?",
-            "chosen": f"It is {n + 1}.",
-            "rejected": "No.",
-            "answer": n + 1,
-        }
+        {"prompt": f"What is {n} + 1?", "chosen": f"{n + 1}.", "rejected": "No.", "answer": n + 1}
         for n in range(40)
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -167,8 +160,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_causal_lm("opt", **sizes).save_pretrained(home / name)
     return home
 
-
-SAVED = ("--save-every", "1")
 
 REWARDS = ROOT / "docs" / "rewards.md"
 

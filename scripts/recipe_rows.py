@@ -1,0 +1,28 @@
+"""Write rows of docs/recipes.md: `python scripts/recipe_rows.py {bullets,problems} DATA OUT`."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+
+def bullets(data: Path) -> list[dict[str, str]]:
+    """The first user turns of hh-rlhf, with an instruction."""
+    with gzip.open(data / "harmless-base" / "test.jsonl.gz", "rt") as file:
+        texts = [json.loads(line)["chosen"].split("\n\nAssistant:")[0] for line in file]
+    first = [text.removeprefix("\n\nHuman:").strip() for text in dict.fromkeys(texts)]
+    return [{"prompt": f"{text}\nAnswer with three bullet points."} for text in first]
+
+
+def problems(data: Path) -> list[dict[str, str]]:
+    """The word problems of SVAMP, with their answers."""
+    rows = json.loads((data / "SVAMP.json").read_text())
+    texts = [f"{row['Body'].strip().rstrip('.')}. {row['Question']}" for row in rows]
+    answers = [f"{row['Answer']:g}" for row in rows]
+    return [{"prompt": text, "answer": right} for text, right in zip(texts, answers, strict=True)]
+
+
+if __name__ == "__main__":
+    _, kind, data, out = sys.argv
+    rows = {"bullets": bullets, "problems": problems}[kind](Path(data))
+    Path(out).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
