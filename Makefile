@@ -93,14 +93,13 @@ test-serve:
 	$(call install,.test-venv,.[dev],--no-compile)
 	.test-venv/bin/python -m pytest -m serve
 
-# Always cache bytecode: the tests start hundreds of processes. Pyright runs in parallel with the
-# first tests.
+# Always cache bytecode: the tests start hundreds of processes.
 check: export PYTHONDONTWRITEBYTECODE =
 check:
 	ruff check .
 	ruff format --check .
-	pyright & types=$$!; python -m pytest $(WORKERS) -m "$(TIERS)"; tests=$$?; \
-		wait $$types && exit $$tests
+	pyrefly check --min-severity error
+	python -m pytest $(WORKERS) -m "$(TIERS)"
 
 # Install torch first and alone, so that no other package selects its build. $(3) are further options of
 # pip: the tests compile only the modules that they import, a quarter of all.

@@ -100,7 +100,7 @@ def run_inside(args: argparse.Namespace) -> None:
     """Measure one system on the processes that torchrun started; rank 0 writes the result."""
     torch.set_num_threads(1)
     if args.system in DEEPSPEED:
-        import deepspeed  # pyright: ignore[reportMissingImports]
+        import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo")
     else:

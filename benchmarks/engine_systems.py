@@ -163,7 +163,7 @@ def _plain_step(model: nn.Module) -> Step:
 
 
 def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str) -> Step:
-    import deepspeed  # pyright: ignore[reportMissingImports]
+    import deepspeed
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # only for its logs
@@ -182,7 +182,7 @@ def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str)
     }
     settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": 0.0}
     if adam == "deepspeed":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer: Any = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **settings)
     else:

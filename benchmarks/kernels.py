@@ -82,7 +82,7 @@ def torch_adamw(params: list[nn.Parameter], **settings: Any) -> torch.optim.Opti
 def deepspeed_adam() -> Callable[..., torch.optim.Optimizer] | None:
     """DeepSpeedCPUAdam, if it is installed and can be compiled."""
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         DeepSpeedCPUAdam([nn.Parameter(torch.zeros(8))])
     except Exception as error:  # noqa: BLE001

@@ -198,13 +198,13 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
 
     Models are loaded by our code, because its loader needs names that `transformers` removed.
     """
-    import deepspeed  # pyright: ignore[reportMissingImports]
+    import deepspeed
     import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
-    from dschat.rlhf.ppo_trainer import (  # pyright: ignore[reportMissingImports]
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from dschat.rlhf.ppo_trainer import (
         DeepSpeedPPOTrainer,
     )
-    from dschat.utils.model.reward_model import (  # pyright: ignore[reportMissingImports]
+    from dschat.utils.model.reward_model import (
         RewardModel,
     )
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
         replays[0] += 1
         replay(graph)
 
-    torch.cuda.CUDAGraph.replay = count  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.CUDAGraph.replay = count
     with tempfile.TemporaryDirectory() as scratch, process_group(watching):
         vocabulary = save_models(Path(scratch), tiny=True)
         for number, name in enumerate(names, start=1):

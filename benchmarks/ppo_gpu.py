@@ -116,7 +116,7 @@ def save_models(directory: Path, *, tiny: bool, model: str = MODELS[0]) -> int:
         like_350m = {"word_embed_proj_dim": small if tiny else 512, "do_layer_norm_before": tiny}
         reward = OPTForSequenceClassification(opt(small, num_labels=1, **like_350m, **common))
     for name, module in {"actor": actor, "reward": reward}.items():
-        module.to(torch.bfloat16).save_pretrained(directory / name)  # pyright: ignore[reportArgumentType]
+        module.to(torch.bfloat16).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     return vocabulary
 

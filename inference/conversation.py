@@ -263,7 +263,7 @@ class Terminal:
         """Replace a sampling setting by the number in `text`."""
         try:
             number = kind(text)
-            self.conversation.sampling = replace(self.conversation.sampling, **{name: number})
+            self.conversation.sampling = replace(self.conversation.sampling, **{name: number})  # pyrefly: ignore[bad-argument-type]
         except UserError as error:
             self.say(f"({error})")
         except ValueError:

@@ -50,7 +50,7 @@ class RLSignals(Signals):
     scores_ends: bool = True
     """Whether `ppo.missing_eos_score` bounds the score of unfinished responses."""
 
-    rate: str = "optim.lr"
+    rate: str = "optim.lr"  # pyrefly: ignore[bad-override]
     critic_rate: str = "optim.lr"
 
     responses: int = 256

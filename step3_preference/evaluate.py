@@ -216,7 +216,7 @@ class HeldOut(HeldOutPrompts):
 
     def values(self, responses: Sequence[ScoredResponse]) -> list[float | None]:
         """The judge's value of each response; None without a judge."""
-        return next(iter(self.by_prompt(responses).values()), [None] * len(responses))
+        return next(iter(self.by_prompt(responses).values()), [None] * len(responses))  # pyrefly: ignore[bad-return]
 
 
 class Evaluator:

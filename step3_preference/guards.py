@@ -30,7 +30,7 @@ SENTENCES: Mapping[str, str] = {
 class PreferenceSignals(Signals):
     """The signals of an evaluation, from held-out rows and sampled responses to prompts."""
 
-    rate: str = "optim.lr"
+    rate: str = "optim.lr"  # pyrefly: ignore[bad-override]
     prompts: int = 256
     """Number of sampled responses."""
 

@@ -30,7 +30,7 @@ def annotated_modules() -> list[str]:
 
 
 # Every call is held to the shapes and dtypes that its annotations say. Other modules have nothing
-# but types that pyright checks, and the checks would make loops over rows ten times slower.
+# but types that pyrefly checks, and the checks would make loops over rows ten times slower.
 install_import_hook(annotated_modules(), "beartype.beartype")
 
 

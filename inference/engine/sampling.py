@@ -5,7 +5,7 @@ Dimension names: B rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -191,7 +191,7 @@ class Sampler(Draw):
 
 def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
     """The sampler that the settings describe."""
-    settings = asdict(sampling)
+    settings: dict[str, Any] = asdict(sampling)
     del settings["max_new_tokens"]
     return Sampler(**settings, stop_ids=tuple(stop_ids))
 

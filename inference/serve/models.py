@@ -64,7 +64,7 @@ class ServedModel:
     @property
     def vocabulary(self) -> int:
         """Number of token ids of the model."""
-        return self.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
+        return self.model.get_input_embeddings().weight.shape[0]  # pyrefly: ignore[bad-index, bad-return]
 
     def encode_chat(
         self,

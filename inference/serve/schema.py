@@ -169,8 +169,8 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [list(prompt)]  # pyright: ignore[reportReturnType]  # all are integers, by the schema
-        return list(prompt)  # pyright: ignore[reportReturnType]
+            return [list(prompt)]  # all are integers, by the schema
+        return list(prompt)  # pyrefly: ignore[bad-return]
 
 
 class TokenizeRequest(Strict, TemplateFields):

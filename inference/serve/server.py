@@ -60,7 +60,7 @@ class ImpatientProtocol(H11Protocol):
     _silent: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the timer of its first request."""
         super().connection_made(transport)
         self._silent = self.loop.call_later(self.seconds, self._close_without_request)
@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
             pass
         yield
 
-    async def run(self, listener: socket.socket) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def run(self, listener: socket.socket) -> None:  # pyrefly: ignore[bad-override]
         """Answer requests until a signal, or until generation fails."""
         state = self.state
         self._worker = Worker(state.models, failed=self._fail, metrics=state.metrics)

@@ -215,7 +215,7 @@ class Worker:
         """Run a function on this thread between two steps, unless its future is cancelled first."""
         future: Future[T] = Future()
         with self._changed:
-            self._calls.append((future, function))  # pyright: ignore[reportArgumentType]
+            self._calls.append((future, function))  # pyrefly: ignore[bad-argument-type]
             self._changed.notify()
         return future
 

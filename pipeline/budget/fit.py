@@ -315,4 +315,4 @@ def changed(config: ConfigT, settings: Settings) -> ConfigT:
         section = getattr(config, name) or (LoraConfig() if name == "lora" else None)
         if isinstance(value, dict) and not isinstance(section, dict):
             values[name] = changed(section, value)
-    return replace(config, **values)  # pyright: ignore[reportArgumentType, reportReturnType]
+    return replace(config, **values)  # pyrefly: ignore[bad-specialization]

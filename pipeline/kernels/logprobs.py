@@ -314,7 +314,7 @@ class FusedGradLogprobs(torch.autograd.Function):
         return logprobs.squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
         """Gradients of hidden states, matrix and bias."""
         hidden, weight, bias, targets, largest, total = ctx.saved_tensors
         wanted = ctx.needs_input_grad
@@ -481,7 +481,7 @@ class RowLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
         """The gradient of the logits."""
         if grad is None:
             return (None,) * 5

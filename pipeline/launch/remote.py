@@ -222,7 +222,7 @@ class _Command:
 def _pass_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
     """Forward complete lines, so that lines from several machines don't mix."""
     for line in source:
-        sink.buffer.write(prefix + line.rstrip(b"\n") + b"\n")  # pyright: ignore[reportAttributeAccessIssue]
+        sink.buffer.write(prefix + line.rstrip(b"\n") + b"\n")  # pyrefly: ignore[missing-attribute]
         sink.flush()
 
 

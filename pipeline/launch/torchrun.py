@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             " pass the number of processes (NUM_PROCESSES of the scripts)"
         )
         return EXIT_USER_ERROR
-    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(processes)))  # pyrefly: ignore[bad-argument-type]
     _use_route_to_first_node(options)
     if hasattr(options, "signals_to_handle"):
         options.signals_to_handle += ",SIGUSR1"

@@ -145,7 +145,7 @@ class StagedForwardPasses(ForwardPasses):
 
     def from_last(self, value: T) -> T:
         """Return the last stage's `value` on every stage."""
-        return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyright: ignore[reportReturnType]
+        return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyrefly: ignore[bad-return]
 
     def total(self, losses: Sequence[Tensor]) -> float:
         """The sum of the last stage's losses, on every stage."""

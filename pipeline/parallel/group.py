@@ -90,7 +90,7 @@ class Group:
         self._enter_collective("all_gather", "objects")
         with HERE.waiting(self.others):
             dist.all_gather_object(values, value, group=self.process_group)
-        return values  # pyright: ignore[reportReturnType]  # all entries are filled
+        return values  # all entries are filled  # pyrefly: ignore[bad-return]
 
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
         """All-gather tensors of equal shapes, in rank order."""

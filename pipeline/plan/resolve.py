@@ -150,7 +150,7 @@ class Resolver:
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
         config = self._with_rate(stage, config if origins == stage.models else build(origins))
-        models = {
+        models: dict[str, Any] = {
             role: replace(model, path=as_directory(str(model.path)))
             for role, model in config.used_models().items()
             if str(model.path).endswith(".gguf")
@@ -164,7 +164,8 @@ class Resolver:
         given = flatten(self._options(stage).settings).get(f"{role}.{name}")
         if model.lora is None or model.lora.lr is not None or given != model.optim.lr:
             return config
-        return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})
+        adapted: Any = replace(model, lora=replace(model.lora, lr=given))
+        return replace(config, **{role: adapted})
 
     def given(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
         """Dotted names of the settings that the user gave in options, or also in files.

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipeline.budget.machine import in_words
 from pipeline.budget.memory import line
@@ -149,7 +150,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending
-        sizes = {
+        sizes: dict[str, Any] = {
             name: max(1, getattr(config, name) // 2)
             for name in ("micro_batch_size", "generation_batch_size")
             if hasattr(config, name)

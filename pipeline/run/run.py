@@ -326,7 +326,7 @@ def tensorboard(directory: Path) -> Sink:
 
 def wandb(directory: Path, name: str, settings: Mapping[str, object]) -> Sink:
     """A run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
-    import wandb  # pyright: ignore[reportMissingImports]
+    import wandb
 
     project = os.environ.get("WANDB_PROJECT", "rlhf-pipeline")
     run = wandb.init(project=project, name=name, dir=str(directory), config=dict(settings))

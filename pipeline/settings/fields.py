@@ -128,7 +128,7 @@ def without_none(kind: object) -> object:
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if not is_union or types.NoneType not in parts:
         return kind
-    return typing.Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
+    return typing.Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007  # pyrefly: ignore[invalid-annotation]
 
 
 def _default(field: dataclasses.Field[Any]) -> object:

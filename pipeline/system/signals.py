@@ -68,7 +68,7 @@ class StopSignals:
         # A process that exits because others got a signal may still get its own: ignore that.
         if self.received is not None or kind is not SystemExit:
             for number, handler in self._before.items():
-                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+                signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
         signal.set_wakeup_fd(self._wakeup_before)
         os.write(self._writing, END)
         self._thread.join(1)  # it may be blocked on a stopped terminal

@@ -47,7 +47,7 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     if in_order:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Our code writes every buffer before reading it.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
     try:
         yield

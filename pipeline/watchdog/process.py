@@ -117,7 +117,7 @@ class Notices:
     """The notices of one job in the default store, over a separate connection."""
 
     def __init__(self, job: str, world: Group) -> None:
-        store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+        store = _get_default_store().clone()  # pyrefly: ignore[missing-attribute]
         store.set_timeout(PATIENCE)
         self._store = PrefixStore(f"watch/{job}", store)
         self.rank, self.world_size = world.rank, world.size

@@ -389,7 +389,7 @@ def read_label(row: Row) -> Label | None:
         raise DataError(
             f"{row.origin}: {name} must be the name of a class or a finite number, got {value!r}"
         )
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # pyrefly: ignore[missing-attribute]
 
 
 def _parse_label(word: str) -> Label:

@@ -173,7 +173,7 @@ class FlatGradients:
         take = partial(FlatGradients._take, weakref.proxy(self))  # hooks must not keep `self` alive
         for name, param in flat.params.items():
             if flat.unit == ROOT:  # autograd sums the gradients of tied weights before the hook
-                param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+                param.grad_dtype = torch.float32
             param.register_post_accumulate_grad_hook(partial(take, name))
 
     def _empty(self) -> Tensor:

@@ -76,5 +76,5 @@ class HostAdamW:
         return self._buffers[key][: len(like)]
 
     def _copy(self, target: Tensor, source: Tensor, number: int) -> Tensor:
-        with torch.cuda.stream(self._streams[number] if self._streams else None):  # pyright: ignore[reportArgumentType]
+        with torch.cuda.stream(self._streams[number] if self._streams else None):
             return target.copy_(source, non_blocking=True)

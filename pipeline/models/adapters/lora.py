@@ -47,7 +47,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     heads = [name for name in HEADS if name in present]
     settings = PeftLoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft accepts floats
+        lora_alpha=config.alpha,  # peft accepts floats  # pyrefly: ignore[bad-argument-type]
         use_rslora=config.variant == "rslora",
         lora_dropout=config.dropout,
         target_modules="all-linear" if everything else list(config.targets),
@@ -69,7 +69,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     assert isinstance(adapter, PeftLoraConfig)
     # peft stores a set, whose order in the exported file would differ between processes.
     adapter.target_modules = sorted(adapter.target_modules or [])
-    return peft_model  # pyright: ignore[reportReturnType]
+    return peft_model
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
@@ -78,5 +78,5 @@ def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S
     The sum is in fp32 for any dtype of `weight`, so that the caller rounds once, into a copy: the
     base never changes.
     """
-    update: Tensor = adapter.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
+    update: Tensor = adapter.get_delta_weight("default")  # pyrefly: ignore[missing-attribute]
     return weight.float() + update.float()

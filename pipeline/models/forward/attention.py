@@ -117,7 +117,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
                 sliding_window=None,
             )
             out.sum().backward()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         logger.info("attention pads sequences, because varlen_attn doesn't run here: %s", reason)
         return False
@@ -126,7 +126,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
 
 def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
     """Remove padding: row n is at `place[n]`; padding gets a zero gradient."""
-    return _Unpad.apply(padded, place)  # pyright: ignore[reportReturnType]
+    return _Unpad.apply(padded, place)
 
 
 class _Unpad(torch.autograd.Function):
@@ -138,7 +138,7 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
         (place,) = ctx.saved_tensors
         padded = grad.new_zeros(ctx.padded, *grad.shape[1:])
         return padded.index_copy_(0, place, grad), None
@@ -168,7 +168,7 @@ class _OneOrder(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # due to the decorator's type
+    def backward(  # due to the decorator's type  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401
         grad: Tensor,
     ) -> tuple[Tensor | None, ...]:

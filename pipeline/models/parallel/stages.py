@@ -327,7 +327,7 @@ def _borrow(head: nn.Linear) -> Tensor:
     weight = head.weight
     borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight
-    head.weight = borrowed  # pyright: ignore[reportAttributeAccessIssue]
+    head.weight = borrowed
     return borrowed
 
 

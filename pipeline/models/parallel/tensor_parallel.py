@@ -189,7 +189,7 @@ def mismatch(
         sequence: whether hidden states are sharded too.
     """
     family, packed = Family.of(model, heads=2 * group.size), how_to_run(model).packed
-    whole, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    whole, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
     try:
         tables = divisible_tables(sharded, group.size, least=0) if shards_tables else []
         divide(sharded, group, tables, sequence=sequence)
@@ -331,7 +331,7 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
                 lambda _module, args: (split_over_group(args[0], group),)
             )
         if style.joins:
-            module.register_forward_hook(lambda *given: join_over_group(given[-1], group))
+            module.register_forward_hook(lambda *given: join_over_group(given[-1], group))  # pyrefly: ignore[bad-argument-type]
         own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
         if style.by_outputs and own is not None:
             own.feed(name)
@@ -363,7 +363,7 @@ def _divide_tables(tables: list[nn.Module], group: Group) -> None:
         rows, known = weight.shape[0], id(weight)
         specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
         if known in made:
-            setattr(module, "weight", made[known])  # noqa: B010  # pyright infers a Tensor
+            setattr(module, "weight", made[known])  # noqa: B010  # inferred as a Tensor
         else:
             _replace(module, "weight", specs, group)
             made[known] = module.get_parameter("weight")
