@@ -1,6 +1,5 @@
 """The weight sync: what generates is what trains at every stage, and it leaves no trace."""
 
-import gc
 import itertools
 from typing import Any
 
@@ -80,7 +79,6 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
         if changes.get("lora") is not None and "lora_" not in name
     }
     actor.replica_logits()
-    gc.collect()
     before = live_bytes()
     for number in range(20):
         if number % 4 == 0:
@@ -88,7 +86,6 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
         actor.hybrid.engine.zero.updates += 1  # so that every sync is a whole one
         with actor.hybrid.generating():
             pass
-    gc.collect()
     after = live_bytes()
     torch.testing.assert_close(actor.replica_logits(), actor.logits(), rtol=1e-5, atol=1e-5)
     weights = actor.weights()
