@@ -1,8 +1,6 @@
 """The three steps as a user runs them: one command, real processes, the promised files."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import run_command
 
 SHORT = [
     *("--sft.max_steps", "3", "--reward.max_steps", "3", "--ppo.max_steps", "2"),
@@ -37,18 +35,6 @@ PPO_METRICS = {
     *("explained_variance", "response_length", "stop_rate", "rollout_gap"),
     *("seconds_generation", "seconds_experience", "seconds_training"),
 }
-
-
-def run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command of the project from its root."""
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
@@ -81,7 +67,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         roles = ("sft.model", "reward.model", "ppo.actor", "ppo.critic")
         lora = [word for role in roles for word in (f"--{role}.lora.rank", "4")]
         options = [*SHORT, *lora, "--deployment-type", "single_node", "--ppo.ema_decay", "0.9"]
-    done = run("train.py", "--output-dir", str(out), *options)
+    done = run_command("train.py", "--output-dir", str(out), *options)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -98,6 +84,7 @@ def test_the_promised_files_are_there_and_say_what_was_promised(finished: Path) 
     assert [summary["steps"][step]["steps"] for step in EVAL_KEYS] == [3, 3, 2]
     assert metrics(finished / "step3_ppo/metrics.jsonl")[1].keys() >= PPO_METRICS
     assert "step3_ppo" in (finished / "report.html").read_text()
+    assert (finished / "step3_ppo/actor/chat_template.jinja").is_file()
 
 
 def test_nothing_is_a_pickle(finished: Path) -> None:
@@ -129,13 +116,6 @@ def test_samples_show_three_models_side_by_side(finished: Path) -> None:
     assert all(row["answers"].keys() == set(samples["models"]) for row in samples["rows"])
 
 
-def test_chat_answers_with_the_saved_template(finished: Path) -> None:
-    done = run("chat.py", "--path", str(finished / "step3_ppo/actor"), stdin="hello\nquit\n")
-
-    assert done.returncode == 0, done.stderr
-    assert (finished / "step3_ppo/actor/chat_template.jinja").is_file()
-
-
 def test_resume_skips_what_is_finished(finished: Path) -> None:
     config = (finished / "step1_sft/config.yaml").read_text()
     summary = (finished / "summary.json").read_text()
@@ -144,30 +124,10 @@ def test_resume_skips_what_is_finished(finished: Path) -> None:
     lora = [word for role in roles for word in (f"--{role}.lora.rank", "4")]
     extra = [*lora, "--deployment-type", "single_node", "--ppo.ema_decay", "0.9"] if two else []
 
-    done = run("train.py", "--output-dir", str(finished), *SHORT, *extra, "--resume")
+    done = run_command("train.py", "--output-dir", str(finished), *SHORT, *extra, "--resume")
 
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("already finished") == 3
     assert (
         json.loads((finished / "summary.json").read_text())["steps"] == json.loads(summary)["steps"]
     )
-
-
-def test_a_step_with_its_recorded_settings_repeats_the_run(finished: Path, tmp_path: Path) -> None:
-    recorded, again = finished / "step1_sft", tmp_path / "again"
-    processes = json.loads((recorded / "result.json").read_text())["mesh"]["processes"]
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
-
-    done = run(
-        *(torchrun if processes > 1 else ()),
-        *("-m", "step1_sft.train", "--config", str(recorded / "config.yaml")),
-        *("--output_dir", str(again)),
-    )
-
-    assert done.returncode == 0, done.stderr
-    weights = "model.safetensors"
-    assert (again / weights).read_bytes() == (recorded / weights).read_bytes()
-    losses = [line["loss"] for line in metrics(again / "metrics.jsonl") if "loss" in line]
-    assert losses == [
-        line["loss"] for line in metrics(recorded / "metrics.jsonl") if "loss" in line
-    ]

@@ -36,15 +36,14 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text.splitlines()) if "turns" in line]
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
         (("rewards.environments.games", "--rows", "400"), ("--config", "guessing-grpo.yaml")),
-        pytest.param(
+        (
             ("pipeline.demo.arithmetic", "--calculator", "true"),
             ("--method", "grpo", "--environment", "calculator", "--reward", "math"),
-            marks=pytest.mark.grid,
         ),
     ],
 )

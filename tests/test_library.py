@@ -1,9 +1,6 @@
 """The program of docs/engine.md, as a user copies it, against a plain PyTorch loop."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.system.errors import CheckpointError, ConfigError
 from rlhf_pipeline import Engine
+from tests.commands import ROOT, run_together
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 LINES = [f"{number} plus {number} is {2 * number}" for number in range(7)]
 STEPS = 7
@@ -38,18 +35,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finetune(home: Path, out: str, *, stage: int, steps: int) -> str:
     """Standard output of the program on two processes."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    words = ("model", "texts.txt", out, str(stage), str(steps))
-    done = subprocess.run(
-        [sys.executable, *launcher, "finetune.py", *words],
-        cwd=home,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = ("finetune.py", "model", "texts.txt", out, str(stage), str(steps))
+    first, second = run_together([command] * 2, cwd=home, as_job=True)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    return first.stdout + second.stdout
 
 
 def trained_by_pytorch(home: Path) -> dict[str, Tensor]:

@@ -1,10 +1,9 @@
 """Several methods as a user runs them: one command, a directory each, one comparison."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import pytest
 from pipeline.cli.options import parse_step
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
+from tests.commands import run_command
 from tests.step3_ppo.toy import save_models
-
-ROOT = Path(__file__).resolve().parent.parent
 
 STEP3 = [
     *("--config", "embedded.yaml", "--data-path", "embedded", "--step", "3", "--plan", "off"),
@@ -26,14 +24,8 @@ STEP3 = [
 """Three iterations of step 3 in seconds; they move so far that there is a KL."""
 
 
-def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", "--output-dir", str(out), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(out: Path, *options: str) -> CompletedProcess[str]:
+    return run_command("train.py", "--output-dir", str(out), *options)
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

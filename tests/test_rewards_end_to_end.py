@@ -1,14 +1,13 @@
 """Rewards by programs as a user runs them: one command, from a file to the report."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import ROOT, run_command
 
 SCORE = """
 def check(prompts, completions, answer, **columns):
@@ -36,16 +35,10 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, *options: str) -> CompletedProcess[str]:
     """`train.py` on the rows, as if typed in the directory."""
-    command = [sys.executable, str(ROOT / "train.py"), "--data-path", "gsm8k.jsonl"]
-    return subprocess.run(
-        [*command, "--output-dir", "out", *SHORT, *options],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("--data-path", "gsm8k.jsonl", "--output-dir", "out", *SHORT, *options)
+    return run_command(str(ROOT / "train.py"), *words, cwd=directory)
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

@@ -1,28 +1,22 @@
 """`train.py` as a user meets it: help, wrong input, dry run."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from pipeline.demo.arithmetic import main as write_sums
+from tests.commands import run_command
 from tests.families import tiny_config
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 
 
-def train(cwd: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+def train(cwd: Path, *argv: str) -> CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
-    return subprocess.run(
-        [sys.executable, str(TRAIN), *argv],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_command(str(TRAIN), *argv, cwd=cwd, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback
 """Beyond its limit from the first iteration on: only the start is healthy."""
 
 POINTS = [
-    pytest.param("rollback.before_record", 1, marks=pytest.mark.faults),
-    pytest.param("rollback.after_record", 1),
-    pytest.param("rollback.before_removal", 1, marks=pytest.mark.faults),
-    pytest.param("rollback.after_record", 2, marks=pytest.mark.faults),
-    pytest.param("rollback.before_record", 3, marks=pytest.mark.faults),
-    pytest.param("rollback.after_record", 3, marks=pytest.mark.faults),
-    pytest.param("checkpoint.after_rename", 4, marks=pytest.mark.faults),
+    ("rollback.before_record", 1),
+    ("rollback.after_record", 1),
+    ("rollback.before_removal", 1),
+    ("rollback.after_record", 2),
+    ("rollback.before_record", 3),
+    ("rollback.after_record", 3),
+    ("checkpoint.after_rename", 4),
 ]
 
 
@@ -48,7 +48,7 @@ def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> None:
     lines = metrics(whole)
     events = [line["guard"] for line in lines if "guard" in line]
@@ -72,7 +72,7 @@ def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> 
     assert result["guards"] == acted
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 @pytest.mark.parametrize(("point", "visit"), POINTS)
 def test_a_run_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
     point: str, visit: int, start: Path, whole: Path, tmp_path: Path
@@ -103,13 +103,13 @@ def preferring(toy: Path, out: Path) -> PreferenceConfig:
     return toy_config(toy, output_dir=out, **settings)
 
 
-@pytest.mark.jobs
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("point", "visit"),
     [
-        pytest.param("rollback.before_record", 1, marks=pytest.mark.faults),
-        pytest.param("rollback.after_record", 2, marks=pytest.mark.faults),
-        pytest.param("rollback.before_removal", 3, marks=pytest.mark.faults),
+        ("rollback.before_record", 1),
+        ("rollback.after_record", 2),
+        ("rollback.before_removal", 3),
     ],
 )
 def test_a_run_on_pairs_that_is_killed_while_it_goes_back_ends_as_the_whole_one(

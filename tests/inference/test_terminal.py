@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from inference.conversation import Conversation, Terminal
+from tests.commands import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
 Type = Callable[..., list[str]]
 
 
@@ -101,14 +100,8 @@ def test_ctrl_c_ends_a_chat_whose_lines_come_from_a_pipe(
 
 @pytest.mark.jobs
 def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
-    done = subprocess.run(
-        [sys.executable, "chat.py", "--path", "embedded", "--max-new-tokens", "3", "--seed", "1"],
-        cwd=ROOT,
-        input="hi\nquit\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("--path", "embedded", "--max-new-tokens", "3", "--seed", "1")
+    done = run_command("chat.py", *words, stdin="hi\nquit\n")
 
     assert done.returncode == 0
     assert done.stdout.strip()

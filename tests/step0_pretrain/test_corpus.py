@@ -60,7 +60,7 @@ def document(number: int, *, length: int = 40) -> list[int]:
 
 
 def opened(paths: Sequence[Path], *, name: str = "bytes", **settings: object) -> Corpus:
-    data = TextDataConfig(**{"path": tuple(map(str, paths)), "max_length": 32, **settings})  # pyright: ignore[reportArgumentType]
+    data = TextDataConfig(**{"path": tuple(map(str, paths)), "max_length": 32, **settings})
     vocabulary = VOCABULARY if name == "bytes" else replace(VOCABULARY, hash="0" * 64, name=name)
     return open_corpus(Reading(data, vocabulary, None), batch_size=8, seed=1)
 

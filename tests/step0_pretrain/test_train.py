@@ -128,7 +128,7 @@ def rows_seen(config: PretrainConfig) -> list[list[tuple[int, ...]]]:
     """Of each global batch the spans of its rows, as this process has them."""
     rows = load_rows(config, build_tokenizer())
     batches = [rows.corpus.next_rows() for _ in range(6)]
-    return [[each.spans[0].start for each in batch] for batch in batches]  # pyright: ignore[reportReturnType]
+    return [[each.spans[0].start for each in batch] for batch in batches]
 
 
 def run_and_see(config: PretrainConfig) -> list[list[tuple[int, ...]]]:

@@ -153,7 +153,7 @@ def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardCo
         "last": logits[first[-1]],
         "product": logits[first].sigmoid().log().sum(),
     }.items():
-        model.config.step_score = scorer.model.config.step_score = how  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        model.config.step_score = scorer.model.config.step_score = how
         judge = RewardModel(load_classifier(trained.model, device=CPU), trained.model)
         with torch.no_grad():
             scores = scorer.final_scores(batch)

@@ -85,7 +85,7 @@ def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, f
     """Loss and its gradient with respect to the new log-probability, for one token."""
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=F64)
-    region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})  # pyright: ignore[reportArgumentType]
+    region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})
     ratio = policy_ratio(logprobs, old)
     loss = clipped(ratio, logprobs, torch.tensor([advantage], dtype=F64), region).sum()
     loss.backward()

@@ -19,7 +19,7 @@ def config(**settings: Any) -> SFTConfig:
 
 def toy(config: StepConfig, machine: Machine) -> StepMemory:
     """100 for the model's state, sharded from stage 2 on; 10 for each row, or 2 recomputed."""
-    model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
+    model: TrainedModelConfig = config.model
     state = 100 if model.lora is None else 5 if model.quantize == "none" else 0
     if model.zero_stage >= 2:
         state //= machine.world
@@ -60,7 +60,7 @@ def test_one_change_is_tried_first_and_then_all_up_to_it(
 
 def test_a_machine_without_main_memory_shards_rather_than_offloads() -> None:
     def both(config: StepConfig) -> StepMemory:
-        model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
+        model: TrainedModelConfig = config.model
         state = 100 // (4 if model.zero_stage >= 2 else 1)
         offloads = model.zero.offload.optimizer == "cpu"
         items = (Item("weights", 0 if offloads else state),)

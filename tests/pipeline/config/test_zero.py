@@ -11,8 +11,8 @@ def test_nvme_needs_a_directory(place: dict[str, str]) -> None:
     name = next(iter(place))
 
     with pytest.raises(ConfigError, match=rf"^offload\.{name} nvme needs offload\.nvme_path"):
-        OffloadConfig(**place)  # pyright: ignore[reportArgumentType]
-    OffloadConfig(**place, nvme_path=Path("disk"))  # pyright: ignore[reportArgumentType]
+        OffloadConfig(**place)
+    OffloadConfig(**place, nvme_path=Path("disk"))
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,6 @@ def test_nvme_needs_a_directory(place: dict[str, str]) -> None:
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        ZeroConfig(**wrong)  # pyright: ignore[reportArgumentType]
+        ZeroConfig(**wrong)
 
     assert str(error.value) == sentence

@@ -36,7 +36,7 @@ def train_plainly(
     """Train with AdamW; `compute_loss(model, step, micro_batch, rank)` is a share of the loss."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for param in params.values():  # also where a tied weight gets two gradients in one pass
-        param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        param.grad_dtype = torch.float32
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in params.items()}
     kinds = [(0.0, [m for m in masters.values() if m.ndim < 2])]
     kinds.append((weight_decay, [m for m in masters.values() if m.ndim > 1]))

@@ -22,8 +22,8 @@ MICRO_BATCHES = 2
 
 def settings(stage: int, *, reduction: str = "fast", **offload: Any) -> TrainedModelConfig:
     return TrainedModelConfig(
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
-        zero=ZeroConfig(offload=OffloadConfig(**offload), reduction=reduction),  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
+        zero=ZeroConfig(offload=OffloadConfig(**offload), reduction=reduction),
         optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0, weight_decay=0.1),
     )
 
@@ -32,7 +32,7 @@ def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[
     device = local_device()
     # Fused attention adds its gradients on a GPU in an order that is another in every run.
     model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
-    model.train().to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue]
+    model.train().to(device=device, dtype=dtype)
     engine = Engine(model, config, total_steps=STEPS)
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -77,7 +77,7 @@ def test_every_stage_and_offload_gives_the_bits_of_stage_0(
 @pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, {"gradients": "cpu"})])
 def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str]) -> None:
     model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
-    model.train().to(device=local_device(), dtype=torch.bfloat16)  # pyright: ignore[reportCallIssue]
+    model.train().to(device=local_device(), dtype=torch.bfloat16)
     engine = Engine(model, settings(stage, **offload), total_steps=STEPS)
     hidden = torch.randn(2, 9, model.config.hidden_size, device=local_device())
     for step in range(2):  # the first makes what is kept

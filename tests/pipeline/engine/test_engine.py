@@ -16,7 +16,7 @@ from tests.families import tiny_causal_lm, tiny_classifier
 
 def settings(**optim: object) -> TrainedModelConfig:
     constant = {"lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0, **optim}
-    return TrainedModelConfig(optim=OptimConfig(**constant))  # pyright: ignore[reportArgumentType]
+    return TrainedModelConfig(optim=OptimConfig(**constant))
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -156,14 +156,14 @@ def all_adapters() -> list[tuple[str, int]]:
 def adapters(stage: int) -> tuple[str, int]:
     """Weights after training, and bytes of moments; the frozen ones are as before."""
     model = add_lora(
-        build("llama", "bf16"),  # pyright: ignore[reportArgumentType]
+        build("llama", "bf16"),
         LoraConfig(rank=2),
         task="causal",
         seed=0,
     )
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     before = digest({name: dict(model.named_parameters())[name].clone() for name in frozen})
-    config = TrainedModelConfig(zero_stage=stage)  # pyright: ignore[reportArgumentType]
+    config = TrainedModelConfig(zero_stage=stage)
     engine = Engine(model, config, total_steps=STEPS)
     for step in range(STEPS):
         engine.backward(compute_loss(engine, step, 0, rank()))

@@ -17,11 +17,11 @@ STEPS = 3
 
 def settings(stage: int, kernels: str, *, optim: str = "AdamW", **zero: Any) -> TrainedModelConfig:
     return TrainedModelConfig(
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
         zero=ZeroConfig(**zero),
         optim=OptimConfig(name=optim, lr=1e-2, schedule="constant", warmup_ratio=0.0,
                           weight_decay=0.1, max_grad_norm=0.5),
-        kernels=kernels,  # pyright: ignore[reportArgumentType]
+        kernels=kernels,
     )  # fmt: skip
 
 

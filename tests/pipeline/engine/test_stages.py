@@ -55,7 +55,7 @@ def settings(
     stage: int, *, max_norm: float | None, weight_decay: float = 0.1, **zero: Any
 ) -> TrainedModelConfig:
     return TrainedModelConfig(
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
         zero=ZeroConfig(**zero),
         optim=OptimConfig(
             lr=1e-2,

@@ -3,7 +3,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,15 @@ from pipeline.cli.options import parse_step
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.settings.fields import as_options
+from tests.commands import run_command
 from tests.pipeline.stages import THREE_STEPS
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def dry_run(cwd: Path, *argv: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--dry-run", *argv],
-        cwd=cwd,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = run_command(str(ROOT / "train.py"), "--dry-run", *argv, cwd=cwd, env=env)
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
 

@@ -24,7 +24,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def packed(source: Path | list[Path], out: Path, **settings: object) -> TokenFile:
     names = [source] if isinstance(source, Path) else source
-    return pack(find_sources([str(name) for name in names]), VOCABULARY, out, **settings)  # pyright: ignore[reportArgumentType]
+    return pack(find_sources([str(name) for name in names]), VOCABULARY, out, **settings)
 
 
 def read_texts(file: TokenFile) -> list[str]:

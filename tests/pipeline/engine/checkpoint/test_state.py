@@ -42,7 +42,7 @@ def settings(
 ) -> TrainedModelConfig:
     return TrainedModelConfig(
         kernels=kernels,
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
         zero=ZeroConfig(reduction="deterministic", **zero),
         optim=optim or OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3),
     )

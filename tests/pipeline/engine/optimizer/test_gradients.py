@@ -20,7 +20,7 @@ from tests.pipeline.engine.test_stages import settings
 def scaler(**settings: object) -> LossScaler:
     return LossScaler(
         enabled=True,
-        config=LossScaleConfig(**settings),  # pyright: ignore[reportArgumentType]
+        config=LossScaleConfig(**settings),
     )
 
 

@@ -14,7 +14,7 @@ from pipeline.config import OptimConfig
 
 
 def optim(schedule: str, **settings: object) -> OptimConfig:
-    return OptimConfig(schedule=schedule, **settings)  # pyright: ignore[reportArgumentType]
+    return OptimConfig(schedule=schedule, **settings)
 
 
 def factors(total_steps: int, schedule: str, **settings: object) -> list[float]:

@@ -24,7 +24,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 def optim(name: str, **settings: object) -> OptimConfig:
     decay = 0.0 if name == "Rprop" else 0.1
-    return OptimConfig(name=name, **{"lr": 0.01, "weight_decay": decay, **settings})  # pyright: ignore[reportArgumentType]
+    return OptimConfig(name=name, **{"lr": 0.01, "weight_decay": decay, **settings})
 
 
 def group(params: Sequence[Tensor], config: OptimConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.pipeline.engine.test_stages import build, compute_loss
 
 def make_engine(stage: int, dtype: str, **changes: Any) -> Engine:
     config = TrainedModelConfig(
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
         optim=OptimConfig(lr=1e-2, schedule="linear", warmup_ratio=0.0),
         fp16=LossScaleConfig(initial_scale_power=4, hysteresis=1),
         **changes,

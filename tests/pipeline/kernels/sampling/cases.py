@@ -92,7 +92,7 @@ def draws() -> list[Draw]:
         {"temperature": 1.0, "top_k": 1},
         {"temperature": 1.0, "top_k": 10**6, "top_p": 1e-9, "min_p": 1.0},
     ]
-    return [Draw(seed=2**63 + 11 + number, **each) for number, each in enumerate(options)]  # pyright: ignore[reportArgumentType]
+    return [Draw(seed=2**63 + 11 + number, **each) for number, each in enumerate(options)]
 
 
 QUICK = [

@@ -29,7 +29,7 @@ def base(family: str, directory: Path, **changes: object) -> str:
 
 def settings(path: str, **changes: object) -> TrainedModelConfig:
     optim = OptimConfig(lr=0.02, schedule="constant", warmup_ratio=0.0, weight_decay=0.1)
-    return TrainedModelConfig(path=path, optim=optim, **{"lora": LORA, **changes})  # pyright: ignore[reportArgumentType]
+    return TrainedModelConfig(path=path, optim=optim, **{"lora": LORA, **changes})
 
 
 def learned(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -> nn.Module:
@@ -39,7 +39,7 @@ def learned(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -
         said = engine(BATCH)
         engine.backward((said if isinstance(said, Tensor) else said.logprobs).square().mean())
         engine.step()
-    return wrapper.model.eval()  # pyright: ignore[reportReturnType, reportCallIssue]
+    return wrapper.model.eval()
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -68,9 +68,9 @@ def test_tiles_say_what_whole_logits_say_in_every_family(
 def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
     """Weights after two steps by tiles."""
     model = tiny_causal_lm("llama", vocab_size=LARGE_VOCABULARY)
-    model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])  # pyright: ignore[reportCallIssue]
+    model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     config = TrainedModelConfig(
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
         optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
     )
     engine = Engine(Policy(model, tile=TILE), config, total_steps=2)

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +14,9 @@ from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.hf.directory import check_model_directory
 from pipeline.models.hf.load import load_for_inference
 from pipeline.system.errors import ModelError
+from tests.commands import run_command
 from tests.families import tiny_causal_lm
 
-ROOT = Path(__file__).parents[4]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
 Spoil = Callable[[Path], object]
@@ -113,13 +111,7 @@ def test_a_command_says_it_in_one_line_and_exits_with_2(tmp_path: Path) -> None:
     directory = healthy(tmp_path)
     fill(float("nan"))(directory)
 
-    process = subprocess.run(
-        [sys.executable, "chat.py", "--path", str(directory)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = run_command("chat.py", "--path", str(directory))
 
     assert process.returncode == 2, process.stderr
     assert process.stderr.strip().split("\n")[-1].startswith("error: ")

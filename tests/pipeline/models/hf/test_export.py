@@ -141,7 +141,7 @@ def make_engine(
     """A model after two steps on two micro-batches that the processes share."""
     config = TrainedModelConfig(
         path=path,
-        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=stage,
         zero=ZeroConfig(reduction="deterministic"),
         optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
         **changes,
