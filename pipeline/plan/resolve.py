@@ -164,8 +164,7 @@ class Resolver:
         given = flatten(self._options(stage).settings).get(f"{role}.{name}")
         if model.lora is None or model.lora.lr is not None or given != model.optim.lr:
             return config
-        adapted: Any = replace(model, lora=replace(model.lora, lr=given))
-        return replace(config, **{role: adapted})
+        return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})  # pyrefly: ignore[bad-argument-type]
 
     def given(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
         """Dotted names of the settings that the user gave in options, or also in files.

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from pipeline.budget.machine import in_words
 from pipeline.budget.memory import line
@@ -150,12 +149,12 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending
-        sizes: dict[str, Any] = {
+        sizes = {
             name: max(1, getattr(config, name) // 2)
             for name in ("micro_batch_size", "generation_batch_size")
             if hasattr(config, name)
         }
-        config, goes_on = replace(config, **sizes), True
+        config, goes_on = replace(config, **sizes), True  # pyrefly: ignore[bad-argument-type]
         command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
         settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
         remark(
