@@ -23,7 +23,7 @@ TIERS ?= not jobs and $(CI_TIERS)
 # Keep the order of files from tests/conftest.py, instead of largest first.
 WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo recipe test test-jobs test-faults test-grid test-serve check
+.PHONY: demo recipe install-test test test-jobs test-faults test-grid test-serve check
 
 demo:
 	$(call install,.venv,.[serve])
@@ -69,28 +69,26 @@ recipe-e:
 	$(RECIPE) $(PAIRS)
 	python -m pipeline.export --path $(RUN) --to gguf --out $(RUN)-gguf
 
-test:
+install-test:
 	$(call install,.test-venv,.[dev],--no-compile)
+
+test: install-test
 	PATH="$(CURDIR)/.test-venv/bin:$$PATH" $(MAKE) check
 
 test-jobs: export PYTHONDONTWRITEBYTECODE =
-test-jobs:
-	$(call install,.test-venv,.[dev],--no-compile)
+test-jobs: install-test
 	.test-venv/bin/python -m pytest $(WORKERS) -m "jobs and $(CI_TIERS)"
 
 test-faults: export PYTHONDONTWRITEBYTECODE =
-test-faults:
-	$(call install,.test-venv,.[dev],--no-compile)
+test-faults: install-test
 	.test-venv/bin/python -m pytest -m faults
 
 test-grid: export PYTHONDONTWRITEBYTECODE =
-test-grid:
-	$(call install,.test-venv,.[dev],--no-compile)
+test-grid: install-test
 	.test-venv/bin/python -m pytest -m grid
 
 test-serve: export PYTHONDONTWRITEBYTECODE =
-test-serve:
-	$(call install,.test-venv,.[dev],--no-compile)
+test-serve: install-test
 	.test-venv/bin/python -m pytest -m serve
 
 # Always cache bytecode: the tests start hundreds of processes.

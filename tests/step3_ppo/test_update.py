@@ -227,17 +227,17 @@ def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
         toy,
         actor=TrainedModelConfig(path=str(toy / "actor"), optim=optim),
         critic=TrainedModelConfig(path=str(toy / "reward"), optim=optim),
-        rollout_size=64,
-        batch_size=32,
-        micro_batch_size=64,
+        rollout_size=32,
+        batch_size=16,
+        micro_batch_size=32,
         ppo_epochs=2,
     )
     models = toy_models(config)
     even: list[float] = []
 
-    for step in range(1, 25):
-        prompts = PROMPTS * 8
-        keys = range(64 * step, 64 * (step + 1))
+    for step in range(1, 21):
+        prompts = PROMPTS * 4
+        keys = range(32 * step, 32 * (step + 1))
         responses = generate_responses(models, prompts, config, keys=keys)
         experience = score_responses(models, prompts, responses, config)
         shares = [sum(token % 2 == 0 for token in r.ids) / len(r.ids) for r in responses]

@@ -61,7 +61,7 @@ def check(name: str, defines: Macros, capability: int, directory: Path) -> None:
 @pytest.mark.parametrize(("name", "defines"), FEW, ids=[name for name, _ in FEW])
 def test_a_kernel_compiles_for_old_and_new_gpus(name: str, defines: Macros, tmp_path: Path) -> None:
     known = capabilities()
-    for capability in {known[0], known[-1], *({90} & set(known))}:
+    for capability in {known[0], 90 if 90 in known else known[-1]}:
         check(name, defines, capability, tmp_path)
 
 
