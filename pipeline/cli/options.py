@@ -57,7 +57,7 @@ from pipeline.system.errors import (
 )
 from pipeline.system.installation import find_preset
 from pipeline.system.signals import EXIT_INTERRUPTED
-from pipeline.system.threads import set_compute_threads
+from pipeline.system.threads import set_compute_threads, shorten_spinning
 
 C = TypeVar("C")
 
@@ -115,7 +115,7 @@ def before_imports(config_class: type) -> None:
 
     If the command line requests help or the settings, they are printed and the process exits. Until
     `run_main`, Ctrl-C ends the process without a traceback from an import, and the garbage
-    collector, which takes a quarter of the import time, is off.
+    collector, which takes a quarter of the import time, is off. OpenMP reads how threads wait once.
     """
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -127,6 +127,7 @@ def before_imports(config_class: type) -> None:
             parse_step(config_class, argv)
 
         run_main(main)
+    shorten_spinning(os.environ)
 
 
 def _interrupted(_number: int, _frame: FrameType | None) -> None:

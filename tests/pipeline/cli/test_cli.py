@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from pipeline.cli.options import parse_step, run_main, write_config
 from pipeline.system.errors import EXIT_DISK_FULL, EXIT_OUT_OF_MEMORY, DataError
+from pipeline.system.threads import SPINNING
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -126,3 +127,14 @@ def test_ctrl_c_while_a_step_imports_pytorch_is_no_traceback() -> None:
         _, errors = step.communicate(timeout=60)
 
     assert (step.returncode, errors) == (130, "interrupted\n")
+
+
+def test_a_step_shortens_the_spinning_of_threads_before_it_imports_pytorch() -> None:
+    program = (
+        "from pipeline.cli.options import before_imports, os, sys\n"
+        "before_imports(object)\n"
+        "print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in SPINNING}
+    said = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment)
+    assert said in (b"False 0\n", b"False 10000\n")
