@@ -112,10 +112,10 @@ AFTER: dict[str, dict[str, Any]] = {
 }
 """Of small settings, what must fit the others for a model to be read again from its files."""
 
-_NOT_CAUSAL = "its outputs depend on later tokens, and it is refused"
-_HELPS = "it drafts for another model, whose hidden states it reads"
-_NO_SMALL_ONE = "its defaults make no small model to try"
-_NOT_ALONE = "transformers makes no language model of its settings alone"
+_NOT_CAUSAL = "its outputs depend on later tokens, so it is refused"
+_HELPS = "it is a draft model, which reads another model's hidden states"
+_NO_SMALL_ONE = "its defaults can't be reduced to a small model for the test"
+_NOT_ALONE = "`AutoModelForCausalLM` can't build it from its configuration"
 
 CAN_NOT: dict[str, str] = {
     "cpmant": _NOT_CAUSAL,
@@ -127,7 +127,7 @@ CAN_NOT: dict[str, str] = {
     "mllama": _NOT_ALONE,
     "musicgen": _NOT_ALONE,
     "musicgen_melody": _NOT_ALONE,
-    "blt": "it reads bytes, in patches of its own",
+    "blt": "it reads bytes, grouped in patches",
     "bailing_hybrid": _NO_SMALL_ONE,
     "kimi_linear": _NO_SMALL_ONE,
     "xlm": _NO_SMALL_ONE,
@@ -136,7 +136,7 @@ CAN_NOT: dict[str, str] = {
     "qwen4_exp_text": _NO_SMALL_ONE,
     "zamba": _NO_SMALL_ONE,
     "zamba2": _NO_SMALL_ONE,
-    "reformer": "its positions need sequences of fixed lengths",
+    "reformer": "its position embeddings require a fixed sequence length",
 }
 """Families that are no causal language models to load, or that the tests can't make, and why."""
 
@@ -183,7 +183,7 @@ def place(family: str) -> tuple[str, str]:
         return NOT_LOADED, _NOT_CAUSAL
     if run.packed:
         return PACKED, ""
-    reason = re.sub(r"^\w+ does not pass on", "a layer does not pass on", run.reason)
+    reason = re.sub(r"^\w+ drops", "a layer drops", run.reason)
     return PADDED, re.sub(r" of a small copy differ by \S+ nats", " differ", reason)
 
 

@@ -1,45 +1,44 @@
 """Options of DeepSpeed-Chat's scripts and their counterparts.
 
 The options are those of its steps' `main.py`, including step 2 by DPO. They are refused with a
-message that says what to pass instead. `docs/deepspeed_chat.md` shows this table, in which STEP
-stands for `sft`, `reward`, `ppo` and `preference`, and MODEL for `sft.model`, `reward.model`,
-`ppo.actor`, `ppo.critic` and `preference.model`.
+message that names the counterpart. `docs/deepspeed_chat.md` shows this table: STEP is `sft`,
+`reward`, `ppo` or `preference`; MODEL one of their models, such as `sft.model` or `ppo.critic`.
 """
 
-_EOT = "--format or --STEP.data.format, which has an end of turns"
-_PTX = "--ppo.ptx_data, a file or a set of the Hub"
-_ROLLOUT = "--ppo.rollout_size, which counts the responses of all batches and processes"
-_DROPOUT = "nothing: dropout is off in every model"
+_EOT = "--format or --STEP.data.format, whose template ends each turn with a token"
+_PTX = "--ppo.ptx_data, a file or a dataset on the Hub"
+_ROLLOUT = "--ppo.rollout_size, the number of responses over all batches and processes"
+_DROPOUT = "not needed: dropout is off in every model"
 
 COUNTERPARTS = {
     "model_name_or_path": "--actor-model or --reward-model",
     "actor_model_name_or_path": "--ppo.actor.path, by default step 1's output",
     "critic_model_name_or_path": "--ppo.reward.path and --ppo.critic.path, by default step 2's"
     " output",
-    "sft_only_data_path": "--sft.data.path, for all rows of step 1",
-    "data_output_path": "nothing: no index of the rows is written",
+    "sft_only_data_path": "--sft.data.path, the only data of step 1",
+    "data_output_path": "not needed: no row index is written",
     "unsupervised_dataset_name": _PTX,
     "unsupervised_dataset_config_name": _PTX,
-    "unsup_coef": "--ppo.ptx_coef, a weight of the mean per token",
-    "preprocessing_num_workers": "nothing: rows become tokens in the step itself",
+    "unsup_coef": "--ppo.ptx_coef, the weight of the mean loss per token",
+    "preprocessing_num_workers": "not needed: rows are tokenized during training",
     "max_seq_len": "--max-length or --STEP.data.max_length",
     "max_prompt_seq_len": "--ppo.max_prompt_length",
     "max_answer_seq_len": "--ppo.max_new_tokens",
-    "num_padding_at_beginning": "nothing: tokens are masked by lengths",
+    "num_padding_at_beginning": "not needed: padding is masked by sequence length",
     "add_eot_token": _EOT,
     "eot_token": _EOT,
     "per_device_train_batch_size": "--sft.micro_batch_size, --reward.micro_batch_size or"
     " --preference.micro_batch_size",
-    "per_device_eval_batch_size": "nothing: evaluations take micro_batch_size",
+    "per_device_eval_batch_size": "not needed: evaluation uses micro_batch_size",
     "per_device_training_batch_size": "--ppo.micro_batch_size",
     "per_device_generation_batch_size": _ROLLOUT,
     "generation_batches": _ROLLOUT,
-    "gradient_accumulation_steps": "--batch-size or --STEP.batch_size, which counts the"
-    " micro-batches of all processes and accumulation steps",
+    "gradient_accumulation_steps": "--batch-size or --STEP.batch_size, the global batch"
+    " size: rows per optimizer step over all processes and micro-batches",
     "num_train_epochs": "--epochs or --STEP.epochs",
     "ppo_epochs": "--ppo.ppo_epochs",
     "eval_interval": "--STEP.eval_every",
-    "eval_iters": "--STEP.data.max_eval_rows, which counts rows",
+    "eval_iters": "--STEP.data.max_eval_rows, a number of rows",
     "enable_test_mode": "--STEP.max_steps",
     "test_stop_step": "--STEP.max_steps",
     "learning_rate": "--lr or --MODEL.optim.lr",
@@ -56,47 +55,47 @@ COUNTERPARTS = {
     "lora_dim": "--lora or --MODEL.lora.rank",
     "actor_lora_dim": "--ppo.actor.lora.rank",
     "critic_lora_dim": "--ppo.critic.lora.rank",
-    "lora_module_name": "--MODEL.lora.targets, names of modules as in peft",
+    "lora_module_name": "--MODEL.lora.targets, module names as in peft",
     "actor_lora_module_name": "--ppo.actor.lora.targets",
     "critic_lora_module_name": "--ppo.critic.lora.targets",
     "lora_learning_rate": "--MODEL.lora.lr",
     "actor_lora_learning_rate": "--ppo.actor.lora.lr",
     "critic_lora_learning_rate": "--ppo.critic.lora.lr",
-    "only_optimize_lora": "nothing: with --lora only adapters are trained",
+    "only_optimize_lora": "not needed: with --lora only adapters are trained",
     "enable_mixed_precision_lora": "--quantize int8 or --MODEL.quantize int8",
     **dict.fromkeys(("dropout", "actor_dropout", "critic_dropout"), _DROPOUT),
-    **dict.fromkeys(("disable_dropout", "disable_actor_dropout"), _DROPOUT),
-    "disable_critic_dropout": _DROPOUT,
-    "deepspeed": "nothing: the engine is always this project's own",
-    "deepspeed_config": "--zero-config, which takes a DeepSpeed file",
-    "local_rank": "nothing: torchrun passes processes their ranks",
+    **{f"disable_{role}dropout": _DROPOUT for role in ("", "actor_", "critic_")},
+    "deepspeed": "not needed: this project always uses its own engine",
+    "deepspeed_config": "--zero-config, which reads a DeepSpeed configuration file",
+    "local_rank": "not needed: torchrun sets the rank of each process",
     "zero_stage": "--actor-zero-stage, --reward-zero-stage or --MODEL.zero_stage",
     "critic_zero_stage": "--reward-zero-stage or --ppo.critic.zero_stage",
     "offload": "--MODEL.zero.offload.optimizer cpu",
-    "offload_reference_model": "--ppo.actor.zero.offload.params cpu, at stage 3, for actor and"
-    " reference alike",
-    "offload_reward_model": "--ppo.critic.zero.offload.params cpu, at stage 3, for both alike",
+    "offload_reference_model": "--ppo.actor.zero.offload.params cpu, at stage 3, for both actor"
+    " and reference",
+    "offload_reward_model": "--ppo.critic.zero.offload.params cpu, at stage 3, for both models",
     "dtype": "--MODEL.precision",
-    "compute_fp32_loss": "nothing: losses are always computed in fp32",
+    "compute_fp32_loss": "not needed: losses are always computed in fp32",
     "gradient_checkpointing": "--MODEL.gradient_checkpointing",
     "actor_gradient_checkpointing": "--ppo.actor.gradient_checkpointing",
     "critic_gradient_checkpointing": "--ppo.critic.gradient_checkpointing",
-    "align_overflow": "nothing: a model skips its own updates whose gradients are not finite",
-    "enable_hybrid_engine": "nothing: step 3 always generates with the actor's weights",
+    "align_overflow": "not needed: each model skips updates with non-finite gradients on its own",
+    "enable_hybrid_engine": "not needed: step 3 always generates with the hybrid engine",
     "unpin_actor_parameters": "--ppo.replica release, the default",
-    "release_inference_cache": "nothing: the cache is released after each rollout",
-    "tp_gather_partition_size": "nothing: weights are gathered block by block",
+    "release_inference_cache": "not needed: the cache is released after each rollout",
+    "tp_gather_partition_size": "not needed: weights are gathered block by block",
     "inference_tp_size": "--ppo.inference_tp_size",
-    "print_loss": "nothing: it is printed, and in every line of metrics.jsonl",
-    "print_answers": "nothing: samples are printed every ppo.samples_every iterations",
+    "print_loss": "not needed: the loss is logged and written to metrics.jsonl",
+    "print_answers": "not needed: samples are printed every ppo.samples_every iterations",
     "print_answers_interval": "--ppo.samples_every",
     "enable_tensorboard": "--STEP.trackers tensorboard",
-    "tensorboard_path": "nothing: its files are in the step's output directory",
+    "tensorboard_path": "not needed: event files are in the step's output directory",
 }
 """Our options by DeepSpeed-Chat's name, except those with the same name."""
 
 
 def deepspeed_chat_hint(name: str) -> str | None:
     """The end of a message on an option of DeepSpeed-Chat; None if it has no such option."""
-    here = COUNTERPARTS.get(name.replace("-", "_"))
-    return None if here is None else f"instead of DeepSpeed-Chat's option, pass {here}"
+    here = COUNTERPARTS.get(name.replace("-", "_"), "")
+    relation = "is" if here.startswith("not needed") else "corresponds to"
+    return f"DeepSpeed-Chat's option {relation} {here}" if here else None

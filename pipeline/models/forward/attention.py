@@ -428,7 +428,7 @@ def _require_mask(
     """Refuse a one-element mask for all pairs of tokens, which is not causal."""
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
-        raise LostLayoutError(f"{type(module).__name__} does not pass on the sequence boundaries")
+        raise LostLayoutError(f"{type(module).__name__} drops the sequence boundaries")
 
 
 AttentionInterface.register(RAGGED, ragged_attention)

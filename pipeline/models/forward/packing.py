@@ -237,15 +237,15 @@ def unlike_causal_attention(model: PreTrainedModel) -> str | None:
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
     found = {
-        "its layers carry a state from token to token": getattr(model, "_is_stateful", False),
-        f"it has layers of the kind {others}": others,
-        "its attention is its own and takes no function from outside": not getattr(
+        "it has recurrent layers": getattr(model, "_is_stateful", False),
+        f"it has layers of type {others}": others,
+        "its attention code can't be replaced by an attention function": not getattr(
             model, "_supports_attention_backend", False
         ),
         "its attention has linear biases (ALiBi)": getattr(settings, "alibi", False),
-        "it caps its attention scores": getattr(settings, "attn_logit_softcapping", None)
+        "its attention scores are soft-capped": getattr(settings, "attn_logit_softcapping", None)
         is not None,
-        "its attention has sinks": any(
+        "it uses attention sinks": any(
             name.endswith(".sinks") for name, _ in model.named_parameters()
         ),
     }
@@ -301,14 +301,14 @@ def _tried(family: Family, reason: str | None) -> Run:
             causal = leak(model) <= LEAK
             difference = 0.0 if is_known else difference_of_packing(model)
     except LostLayoutError as error:
-        reason = f"{error}, and tokens would see those of other sequences"
+        reason = f"{error}, so tokens would attend to other sequences"
     except Exception as error:  # noqa: BLE001  # its code may raise anything; padding may still work
         reason = reason or f"a small copy of it can't be tried ({_one_line(error)})"
     else:
         if difference > TOLERANCE:
             reason = (
-                f"packed, log-probabilities of a small copy differ by {difference:.2g} nats from"
-                " those of each sequence alone"
+                f"log-probabilities of a small copy differ by {difference:.2g} nats between packed"
+                " and separate sequences"
             )
     if reason is None:
         return Run(packed=True, causal=causal)

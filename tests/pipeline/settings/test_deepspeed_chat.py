@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "deepspeed_chat.md"
 
 
 def test_an_option_of_deepspeed_chat_is_refused_with_what_to_pass_instead() -> None:
-    hint = "instead of DeepSpeed-Chat's option, pass --lora or --MODEL.lora.rank"
+    hint = "DeepSpeed-Chat's option corresponds to --lora or --MODEL.lora.rank"
     with pytest.raises(ConfigError, match=f"^there is no option --lora-dim; {hint}"):
         parse_request(["--lora_dim", "1"], STAGES)
     with pytest.raises(ConfigError, match=f"^there is no setting lora_dim; {hint}"):

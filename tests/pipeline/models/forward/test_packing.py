@@ -40,11 +40,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
     "mistral": ({"sliding_window": WINDOW}, None),
     "qwen2": ({"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, None),
     "mixtral": (_EXPERTS, None),
-    "nemotron": ({}, "NemotronAttention does not pass on the sequence boundaries, and"),
-    "doge": ({"keep_window_size": 6}, "packed, log-probabilities of a small copy differ by"),
+    "nemotron": ({}, "NemotronAttention drops the sequence boundaries, so"),
+    "doge": ({"keep_window_size": 6}, "log-probabilities of a small copy differ by"),
     "phimoe": (
         {**_EXPERTS, "sliding_window": WINDOW},
-        "packed, log-probabilities of a small copy differ by",
+        "log-probabilities of a small copy differ by",
     ),
     "qwen2_moe": (
         {
@@ -55,7 +55,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
             "sliding_window": WINDOW,
             "max_window_layers": 1,
         },
-        "packed, log-probabilities of a small copy differ by",
+        "log-probabilities of a small copy differ by",
     ),
 }
 """Settings besides the sizes, and how the reason begins for which it is padded, if it is."""
