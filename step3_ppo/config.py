@@ -92,7 +92,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     actor's model."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reference of the KL penalty; by default the initial actor."""
+    """The reference of the KL penalty, by default the initial actor. Without a penalty none is
+    loaded and no KL is measured, unless a path is given or several methods are compared."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
@@ -293,6 +294,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return 0.0 if self.kl_in == "none" else self.kl_coef
 
     @property
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded: for a penalty, or to measure the KL."""
+        measured = self.reference.path is not None or self.step_name != "step3_ppo"
+        return measured or self.kl_weight > 0
+
+    @property
     def overlong_tokens(self) -> float:
         """`overlong_buffer` in tokens."""
         buffer = self.overlong_buffer
@@ -315,8 +322,9 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     @property
     def unused_roles(self) -> frozenset[str]:
         """The models that the method and its rewards don't use."""
-        critic = frozenset[str]() if self.has_critic else frozenset({"critic"})
-        return critic if self.uses_reward_model else critic | {"reward"}
+        used = {"critic": self.has_critic, "reward": self.uses_reward_model}
+        used["reference"] = self.has_reference
+        return frozenset(role for role, is_used in used.items() if not is_used)
 
     @property
     def row_columns(self) -> RowColumns:
@@ -450,6 +458,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         lacking = unmeasured(
             gold=self.gold is not None,
             critic=self.has_critic,
+            reference=self.has_reference,
             groups=self.group_size > 1,
             sources=bool(self.rewards),
         )
@@ -461,7 +470,7 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
         ModelUse(
             role="actor",
             settings=config.actor,
-            scored=1 if _has_reference_of_its_own(config) else 2,
+            scored=2 if config.has_reference and not _has_reference_of_its_own(config) else 1,
             text_length=config.data.max_length if config.ptx_coef > 0 else None,
             host_copies=config.keep_best,
             keeps_average=config.ema_decay is not None,

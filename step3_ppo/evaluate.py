@@ -36,7 +36,7 @@ from rewards.mixture import GOLD
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse, play_shared, transcript
 from step3_ppo.experience import score_responses
-from step3_ppo.metrics import parts_of
+from step3_ppo.metrics import kl_statistics, parts_of
 from step3_ppo.models import Models
 from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards, raw_scores
 
@@ -134,14 +134,13 @@ class HeldOut(HeldOutPrompts):
         return self.merged(mine)
 
     def kl(self, responses: Sequence[Response]) -> float:
-        """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
+        """KL to the reference in nats per response; NaN without a reference."""
+        if self.models.reference is None:
+            return math.nan
         experience = score_responses(self.models, self._inputs(), responses, self.config)
         # The last processes' shares are padded with the first prompts, which count once.
-        own = self.counted
-        mask = experience.mask & torch.tensor(own, device=experience.mask.device)[:, None]
-        log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
-        total, count = self.data.sums([log_ratio.double().sum().item(), sum(own)])
-        return total / count
+        own = torch.tensor(self.counted, device=experience.mask.device)
+        return kl_statistics(experience, own)["kl"]
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
         """The best available measure of each response, under its name; None if unknown.
@@ -198,24 +197,25 @@ class HeldOut(HeldOutPrompts):
         return compute_rewards(models, score, stopped, self.config, strict=strict)
 
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
-        """The objective on these prompts: mean reward minus kl_coef times the KL in nats.
+        """The objective on these prompts: mean reward minus the KL penalty in nats.
 
-        Higher is better; kl_coef is the setting, even if it is adaptive.
+        Higher is better; its weight is the setting kl_coef, even if that is adaptive.
         """
+        penalty = self.config.kl_weight * kl if self.config.has_reference else 0.0
         if self.config.rewards:  # their scores are the objective
             known = [response.score for response in responses if response.score is not None]
-            return mean(known) - self.config.kl_coef * kl
+            return mean(known) - penalty
         score = torch.tensor([response.score for response in responses])
         stopped = torch.tensor([response.stopped for response in responses])
         reward = compute_reward(score, stopped, self.models, self.config)
-        return reward.double().mean().item() - self.config.kl_weight * kl
+        return reward.double().mean().item() - penalty
 
 
 class Evaluator:
     """Evaluates the actor at the start, at intervals, and at the end.
 
     Intermediate evaluations sample responses to the first held-out prompts, as many as a rollout
-    has: the best actor has the highest objective, mean reward minus kl_coef times the KL. If a
+    has: the best actor has the highest objective, mean reward minus the KL penalty. If a
     guard acts on divergence, its gold reward must also be no lower than at the start.
     """
 
@@ -321,7 +321,7 @@ class Evaluator:
         return {
             "objective": self.watched.objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
-            "kl": kl,
+            **({"kl": kl} if self.config.has_reference else {}),
             "sampled_length": mean_length(responses),
             "sampled_stop_rate": stop_rate(responses),
             "sampled_win_rate": win_rate(responses, self.before.sampled[: len(responses)]),
@@ -341,7 +341,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     epoch.
     """
     trained = 2 if config.has_critic else 1
-    frozen = 2 if config.uses_reward_model else 1
+    frozen = config.has_reference + config.uses_reward_model
     scored = 4 + frozen + trained
     learned = 3 * trained * config.ppo_epochs
     return num_prompts / config.rollout_size * scored / (scored + learned)

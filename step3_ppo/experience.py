@@ -71,7 +71,9 @@ class Experience:
     logprobs: Float[Tensor, "B T"]
     """log pi as computed in training, before any update: the old policy of the ratio."""
 
-    ref_logprobs: Float[Tensor, "B T"]
+    ref_logprobs: Float[Tensor, "B T"] | None
+    """log pi_ref; None without a reference."""
+
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"] | None
     """Value of the state before each token; None without a critic."""
@@ -97,7 +99,7 @@ class Minibatch:
     """The positions of the K tokens in their responses, in order."""
 
     old_logprobs: Float[Tensor, " K"]
-    ref_logprobs: Float[Tensor, " K"]
+    ref_logprobs: Float[Tensor, " K"] | None
     advantages: Float[Tensor, " K"]
     lengths: Float[Tensor, " K"]
     """Number of tokens in each token's response."""
@@ -168,7 +170,7 @@ class Rollout:
             tokens=collate(sequences).to(local_device()),
             mask=mask,
             old_logprobs=tokens_of(experience.logprobs[index]),
-            ref_logprobs=tokens_of(experience.ref_logprobs[index]),
+            ref_logprobs=of_tokens(experience.ref_logprobs),
             advantages=tokens_of(self.advantages[index]),
             lengths=tokens_of(lengths).float(),
             counted=of_response(self.counted),
@@ -204,7 +206,9 @@ def score_responses(
     parts = [part or [0] for part in own_micro_batches(config, [len(row) for row in sequences])]
     batches = [collate([sequences[row] for row in rows]).to(device) for rows in parts]
     # Frozen models run first, before autograd graphs occupy memory.
-    found = {"ref_logprobs": models.reference.logprobs(batches, temperature=config.temperature)}
+    found: dict[str, list[Tensor]] = {}
+    if models.reference is not None:
+        found["ref_logprobs"] = models.reference.logprobs(batches, temperature=config.temperature)
     if score is None and models.reward is not None:
         score = raw_scores(models, prompts, responses, config)
     kept: Forward | None = None
@@ -228,7 +232,7 @@ def score_responses(
         mask=mask,
         sampled_logprobs=sampled,
         logprobs=pad(outputs["logprobs"])[0],
-        ref_logprobs=pad(outputs["ref_logprobs"])[0],
+        ref_logprobs=pad(outputs["ref_logprobs"])[0] if "ref_logprobs" in outputs else None,
         entropy=pad(outputs["entropy"])[0],
         values=pad(outputs["values"])[0] if "values" in outputs else None,
         score=score,
@@ -300,10 +304,11 @@ def compute_advantages(
         counted = torch.ones_like(experience.stopped)
     reward_score, ends = with_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
     counted = counted & ends
+    own, reference = experience.logprobs, experience.ref_logprobs
     rewards = token_rewards(
         reward_score,
-        experience.logprobs,
-        experience.ref_logprobs,
+        own,
+        own if reference is None else reference,
         mask,
         kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
     )

@@ -87,9 +87,14 @@ class GuardSettings:
         return tuple(guard for guard in self.guards if guard.acts)
 
 
-def unmeasured(*, gold: bool, critic: bool, groups: bool, sources: bool) -> dict[str, str]:
+def unmeasured(
+    *, gold: bool, critic: bool, reference: bool, groups: bool, sources: bool
+) -> dict[str, str]:
     """Signals that a run does not measure, with their requirements."""
+    of_kl = (reference, "a reference; set ppo.reference.path, or a KL penalty")
     needs = {
+        "kl": of_kl,
+        "kl_per_token": of_kl,
         "divergence": (gold, "ppo.gold, a source that is not trained on"),
         "explained_variance": (critic, "a critic, which this method lacks"),
         "dead_groups": (groups, "ppo.group_size 2 or more"),

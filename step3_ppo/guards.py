@@ -66,7 +66,7 @@ class RLSignals(Signals):
         """The signal in the unit of its limit; None if it was not measured."""
         match signal:
             case "kl_per_token":
-                return metrics["kl"] / metrics["response_length"]
+                return metrics["kl"] / metrics["response_length"] if "kl" in metrics else None
             case "entropy" | "response_length":
                 return metrics[signal] / first[signal] if first[signal] > 0 else 1.0
             case "stop_rate":

@@ -5,7 +5,8 @@ Dimension name: B responses of this process; those to a prompt are adjacent.
 
 from collections.abc import Iterator, Sequence
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from inference.engine.requests import Response, repeated_trigrams
@@ -21,18 +22,16 @@ from step3_ppo.rewards import standard_error
 def rollout_statistics(
     rollout: Rollout, counted_score: Float[Tensor, " B"] | None = None
 ) -> dict[str, float]:
-    """Scores, KL per response in nats, entropy per token, lengths, and the critic's accuracy.
+    """Scores, entropy per token, lengths, and the critic's accuracy.
 
     `score` is the mean of `counted_score`, NaN for a response without one (by default, of the
     reward model's raw score), `score_stderr` its standard error, and `reward_score` the mean of the
-    maximized reward; `kl` is the k1 estimate summed over each response, `kl_k3` the k3 estimate;
-    `uncounted` is the share of responses used in neither a baseline nor a loss; `rollout_gap` and
-    `rollout_gap_max` are the mean and the largest absolute difference between the log-probabilities
-    of generation and of training.
+    maximized reward; `uncounted` is the share of responses used in neither a baseline nor a loss;
+    `rollout_gap` and `rollout_gap_max` are the mean and the largest absolute difference between the
+    log-probabilities of generation and of training.
     """
     experience = rollout.experience
     mask = experience.mask
-    log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
     score = experience.score if counted_score is None else counted_score
     assert score is not None
     known = ~score.isnan()
@@ -46,8 +45,6 @@ def rollout_statistics(
         "score_squares": counted.square().sum(),
         "reward_score": rollout.reward_score[rollout.counted].double().sum(),
         "counted": rollout.counted.sum(),
-        "kl": log_ratio.double().sum(),
-        "kl_k3": k3(log_ratio).double().sum(),
         "entropy": experience.entropy[mask].double().sum(),
         "stopped": experience.stopped.sum(),
         "gap": gap.double().sum(),
@@ -63,18 +60,35 @@ def rollout_statistics(
         "score_std": max(0.0, totals["score_squares"] / scored - mean**2) ** 0.5,
         "reward_score": totals["reward_score"] / max(1.0, totals["counted"]),
         "uncounted": 1 - totals["counted"] / responses,
-        "kl": totals["kl"] / responses,
-        "kl_k3": totals["kl_k3"] / responses,
         "entropy": totals["entropy"] / tokens,
         "response_length": tokens / responses,
         "stop_rate": totals["stopped"] / responses,
         "repetition": totals["repeated"] / tokens,
         "rollout_gap": totals["gap"] / tokens,
         "rollout_gap_max": current_mesh().data.max(gap.max().item()),
+        **kl_statistics(experience),
         **critic_statistics(rollout),
         **group_statistics(rollout),
         **correction_statistics(rollout),
     }
+
+
+def kl_statistics(
+    experience: Experience, counted: Bool[Tensor, " B"] | None = None
+) -> dict[str, float]:
+    """KL to the reference in nats per response: `kl` is the k1 estimate, `kl_k3` the k3 estimate.
+
+    Over the `counted` responses, by default all; empty without a reference.
+    """
+    if experience.ref_logprobs is None:
+        return {}
+    if counted is None:
+        counted = torch.ones_like(experience.stopped)
+    mask = experience.mask & counted[:, None]
+    log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
+    sums = (log_ratio.double().sum(), k3(log_ratio).double().sum(), counted.sum())
+    kl, kl_k3, count = current_mesh().data.sums([each.item() for each in sums])
+    return {"kl": kl / count, "kl_k3": kl_k3 / count}
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:

@@ -214,7 +214,8 @@ class Models:
     actor: Engine
     critic: Engine | None
     """The critic's engine; None if the advantage estimator needs none."""
-    reference: Reference
+    reference: Reference | None
+    """None without a KL penalty, unless the KL is to be measured."""
     reward: RewardModel | None
     """The reward model; None if only programs reward the responses."""
     sources: RewardSources
@@ -433,11 +434,18 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 
 def load_reference(
     config: PPOConfig, actor: Passes, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
-) -> Reference:
+) -> Reference | None:
     """The configured reference, by default the initial actor, sharded like the actor.
 
-    With LoRA the default is the base with the adapter disabled, which needs no second copy.
+    None without a penalty, unless the KL is to be measured. With LoRA the default is the base with
+    the adapter disabled, which needs no second copy.
     """
+    if not config.has_reference:
+        logger.info(
+            "no KL penalty, so no reference is loaded and the KL to the start is not measured"
+            " (ppo.reference.path measures it)"
+        )
+        return None
     if config.reference.path is None and config.actor.lora is not None:
         return Reference(actor.engine, actor)
     same = config.reference.path is None

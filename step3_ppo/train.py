@@ -203,7 +203,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     metrics |= updates.metrics() | {"kl_coef": ppo.kl.coef}
     timing = models.hybrid_engine.metrics() | clock.metrics()
     run.log(step, tokens=updates.tokens, **metrics, **timing)
-    ppo.kl.update(metrics["kl"], responses=config.rollout_size)
+    ppo.kl.update(metrics.get("kl", 0.0), responses=config.rollout_size)
     return metrics
 
 

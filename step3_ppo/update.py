@@ -433,7 +433,7 @@ def _policy_objective(
     corrected = weights if minibatch.correction is None else weights * minibatch.correction
     loss = (corrected * losses).sum()
     objective, figures = loss, {"policy_loss": loss.detach()}
-    if config.kl_in == "loss":
+    if config.kl_in == "loss" and minibatch.ref_logprobs is not None:
         kl_loss = _kl_loss(logprobs, minibatch, corrected, config)
         objective = objective + minibatch.kl_coef * kl_loss
         figures["kl_loss"] = kl_loss.detach()
@@ -449,6 +449,7 @@ def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PP
     """The KL penalty of the loss, with the loss's token weights."""
     estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
+    assert minibatch.ref_logprobs is not None
     kl = KL_LOSSES[estimator](logprobs - minibatch.ref_logprobs, ratio)
     return (weights * kl).sum()
 

@@ -19,11 +19,3 @@ def test_the_coefficient_follows_the_proportional_error_clipped_to_a_fifth() -> 
         coef *= factor
         expected.append(coef)
     assert trajectory == pytest.approx(expected)
-
-
-def test_without_a_target_the_coefficient_is_fixed() -> None:
-    controller = KLController(0.1, target=None, horizon=1)
-
-    controller.update(100.0, responses=100)
-
-    assert controller.coef == 0.1

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from pipeline.config import LoraConfig
+from pipeline.config import FrozenModelConfig, LoraConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
+from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
+from step3_ppo.guard_settings import GuardConfig
+from step3_ppo.metrics import rollout_statistics
 from step3_ppo.update import update_policy
-from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout
+from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout, updated, weights
 
 BATCH = collate([Encoded([1, 20, 21, 30, 2], [False] * 3 + [True] * 2)])
 
@@ -44,6 +48,28 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) ->
     assert not torch.equal(adapted, off)
     assert models.policy.training  # asking the reference left the actor as it was
     assert torch.equal(models.actor(BATCH, temperature=0.5).logprobs, adapted)
+
+
+def test_without_a_penalty_there_is_no_reference_and_the_same_update(toy: Path) -> None:
+    apart = toy_config(toy, kl_in="loss", kl_coef=0.0, value_clip=None)
+    beside = replace(apart, reference=FrozenModelConfig(path=str(toy / "actor")))
+    found: list[torch.Tensor] = []
+
+    for config in (apart, beside):
+        models = toy_models(config)
+        rollout = toy_rollout(models, config)
+        updated(models, rollout, config)
+        found.append(weights(models.policy))
+        roles = {model.role for model in config.workload(1).models}
+        found_there = [models.reference is not None, "reference" in roles]
+        assert [*found_there, "kl" in rollout_statistics(rollout)] == [config is beside] * 3
+
+    assert torch.equal(*found)
+    assert PPOConfig(kl_coef=0.0, output_dir=Path("out/step3_ppo")).unused_roles == {"reference"}
+    assert PPOConfig(method="dapo", kl_in="none", output_dir=Path("out/step3_dapo")).has_reference
+    guard = GuardConfig(signal="kl", limit=20.0)
+    with pytest.raises(ConfigError, match=r"kl can't be measured without a reference; set ppo.ref"):
+        PPOConfig(kl_in="none", guards=(guard,))
 
 
 def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
