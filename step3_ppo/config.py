@@ -240,9 +240,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     missing_eos_score: float | None = -1.0
     """Maximum score of an unfinished response, after normalization; null is off."""
 
-    critic_warmup_steps: int = 0
-    """Number of first iterations in which only the critic is trained."""
-
     ptx_coef: float = 0.0
     """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
 
@@ -342,10 +339,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def without_short_forms(cls, options: list[Option]) -> list[Option]:
         """Convert `--reward-function FILE.py:NAME` and `--reward KIND` to a list of `rewards`."""
         return without_reward_options(options)
-
-    def trains_actor(self, step: int) -> bool:
-        """Return whether iteration `step` updates the actor in addition to the critic."""
-        return step > self.critic_warmup_steps
 
     @property
     def max_length(self) -> int:
@@ -517,7 +510,6 @@ def check_method(config: PPOConfig, needs: Needs) -> None:
         ConfigError: they are; the message names the setting and the fix.
     """
     _check_groups(config, needs)
-    _check_critic(config, needs)
     _check_losses(config)
     _check_kl(config)
     _check_overlong(config)
@@ -555,18 +547,10 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
         "ppo.dynamic_sampling replaces prompts whose responses have the same reward: set"
         " ppo.group_size to 2 or more",
     )
-
-
-def _check_critic(config: PPOConfig, needs: Needs) -> None:
     require(
         needs.discount or config.gamma == 1,
         f"ppo.gamma {config.gamma} discounts the returns of a critic, but ppo.advantage"
         f" {config.advantage} sums a response's rewards undiscounted; leave it at 1",
-    )
-    require(
-        needs.critic or config.critic_warmup_steps == 0,
-        f"ppo.critic_warmup_steps trains only the critic, but ppo.advantage {config.advantage} has"
-        " none; leave it at 0",
     )
 
 

@@ -214,7 +214,9 @@ def score_responses(
     kept: Forward | None = None
     if step is not None and config.reuses_forward(processes=current_mesh().data.size):
         (batch,) = batches
-        kept = _forward(models, batch, config, train_actor=config.trains_actor(step))
+        kept = Forward(
+            _policy(models, batch, config), None if models.critic is None else models.critic(batch)
+        )
         found |= {name: [output] for name, output in kept.outputs().items()}
     else:
         with _without_graphs(models):
@@ -266,12 +268,6 @@ def _policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLogpro
     return models.actor(
         batch, temperature=config.temperature, entropy=True, entropy_learns=config.entropy_coef > 0
     )
-
-
-def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:
-    with torch.set_grad_enabled(torch.is_grad_enabled() and train_actor):
-        policy = _policy(models, batch, config)
-    return Forward(policy, None if models.critic is None else models.critic(batch))
 
 
 @contextmanager

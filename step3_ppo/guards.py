@@ -30,8 +30,7 @@ SENTENCES: Mapping[str, str] = {
     "repetition": "{repetition:.0%} of tokens repeat a phrase of their response, above {limit:.0%}:"
     " responses loop; raise ppo.kl_coef, or penalize repetition in the reward",
     "explained_variance": "the critic explains {explained_variance:.2f} of the returns' variance,"
-    " below {limit:g}: advantages are noise; tune ppo.critic.{critic_rate}, or raise"
-    " ppo.critic_warmup_steps",
+    " below {limit:g}: advantages are noise; tune ppo.critic.{critic_rate}",
     "skipped": "{skipped:.2g} optimizer steps of an update were skipped, above {limit:g}: gradients"
     " are not finite; lower ppo.actor.{rate}, or train with precision bf16 or fp32",
     "dead_groups": "{dead_groups:.0%} of prompts have responses with equal rewards, above"

@@ -322,14 +322,13 @@ def load_actor(
 
 def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
     """The passes of the actor, or of this process's part of it, over `iterations` iterations."""
-    learning = max(1, iterations - config.critic_warmup_steps)
     return make_passes(
         actor,
         config.actor,
         config.parallel,
         current_mesh(),
         lambda whole: Policy(whole, kernels=config.actor.kernels),
-        total_steps=learning * _updates(config),
+        total_steps=iterations * _updates(config),
         name="actor",
     )
 

@@ -190,7 +190,6 @@ def update_policy(
                 rollout,
                 rows,
                 config,
-                train_actor=config.trains_actor(step),
                 ptx=ptx,
                 forward=forward if updates.count == 0 else None,
             )
@@ -261,7 +260,6 @@ def update_minibatch(
     rows: Sequence[int],
     config: PPOConfig,
     *,
-    train_actor: bool,
     ptx: PtxStream | None,
     forward: Forward | None = None,
 ) -> Update:
@@ -275,14 +273,12 @@ def update_minibatch(
     weighting = _weighting(rollout, rows, config)
     num_tokens = weighting.num_tokens
     minibatches = _cut_rows(rollout, rows, config)
-    parts = _learn_policy(
-        models, minibatches, config, weighting, learns=train_actor, forward=forward
-    )
+    parts = _learn_policy(models, minibatches, config, weighting, forward=forward)
     if models.critic is not None:
         values = _learn_values(models, minibatches, config, weighting, forward=forward)
         parts = [policy | value for policy, value in zip(parts, values, strict=True)]
     metrics = _of_all(parts, models, num_tokens=num_tokens)
-    metrics |= models.policy_passes.metrics() if train_actor else {}
+    metrics |= models.policy_passes.metrics()
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         for engine in models.trained.values():
@@ -294,12 +290,11 @@ def update_minibatch(
         critic = models.critic.step()
         metrics |= {"critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
         metrics["skipped"] += float(critic.skipped)
-    if train_actor:
-        if ptx is not None:
-            metrics["ptx_loss"] = _backward_ptx(models, ptx, config)
-        actor = models.actor.step()
-        metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
-        metrics["skipped"] += float(actor.skipped)
+    if ptx is not None:
+        metrics["ptx_loss"] = _backward_ptx(models, ptx, config)
+    actor = models.actor.step()
+    metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
+    metrics["skipped"] += float(actor.skipped)
     return Update(metrics, num_tokens, stopped=False)
 
 
@@ -392,10 +387,9 @@ def _learn_policy(
     config: PPOConfig,
     weighting: Weighting,
     *,
-    learns: bool,
     forward: Forward | None,
 ) -> list[dict[str, Tensor]]:
-    """Add the policy's gradients if it `learns`; return sums over each micro-batch's tokens."""
+    """Add the policy's gradients; return sums over each micro-batch's tokens."""
     found: list[dict[str, Tensor]] = []
 
     def compute_loss(minibatch: Minibatch) -> Tensor:
@@ -409,11 +403,7 @@ def _learn_policy(
         found.append(figures)
         return objective
 
-    if learns:
-        models.policy_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
-    else:
-        with torch.no_grad():
-            models.policy_passes.forward(minibatches, compute_loss)
+    models.policy_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
     return found
 
 

@@ -123,7 +123,6 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PPOConfig, {"dynamic_sampling": 2, "group_size": 1}, "ppo.dynamic_sampling"),
     (PPOConfig, {**GROUP, "loss": "cispo", "dual_clip": 3.0}, "dual_clip bounds a clipped loss"),
     (PPOConfig, {"advantage": "rloo", "group_size": 2, "gamma": 0.9}, "ppo.gamma"),
-    (PPOConfig, {"advantage": "rloo", "group_size": 2, "critic_warmup_steps": 1}, "warmup"),
     (PreferenceConfig, {"patience": 1, "eval_every": 0}, "patience"),
     (
         PreferenceConfig,

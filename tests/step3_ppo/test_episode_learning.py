@@ -105,7 +105,7 @@ def test_observations_have_no_gradient_no_kl_and_no_entropy(toy: Path) -> None:
         kl_coef=0.0,
     )
     statistics = rollout_statistics(rollout, torch.zeros(2))
-    update_minibatch(models, rollout, [0, 1], config, train_actor=True, ptx=None)
+    update_minibatch(models, rollout, [0, 1], config, ptx=None)
 
     assert rollout.advantages.tolist() == [[1.0] * 5] * 2
     assert rollout.minibatch([0]).tokens.targets.tolist() == own.tolist()

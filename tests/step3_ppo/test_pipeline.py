@@ -33,7 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
         "batch_size": 4,
         "ptx_coef": 0.5,
         "ema_decay": 0.9,
-        "critic_warmup_steps": 1,
         "models": {"zero_stage": 1, "gradient_checkpointing": True},
     },
     "generating together": {"inference_tp_size": 2},

@@ -108,21 +108,6 @@ def test_an_update_does_not_depend_on_the_micro_batch_size(
     assert got.tokens == expected.tokens == int(rollout.experience.mask.sum())
 
 
-def test_during_the_critics_warm_up_the_actor_keeps_every_byte(toy: Path) -> None:
-    config = toy_config(toy, critic_warmup_steps=1)
-    models = toy_models(config)
-    rollout = toy_rollout(models, config)
-    actor, critic = weights(models.policy), weights(models.value_model)
-
-    update_policy(models, rollout, config, step=1, ema=None, ptx=None)
-    assert torch.equal(weights(models.policy), actor)
-    assert not torch.equal(weights(models.value_model), critic)
-    assert models.actor.steps == 0
-
-    update_policy(models, rollout, config, step=2, ema=None, ptx=None)
-    assert not torch.equal(weights(models.policy), actor)
-
-
 def test_a_policy_too_far_from_the_old_one_stops_and_changes_nothing_more(toy: Path) -> None:
     config = toy_config(toy, ppo_epochs=4, target_kl=1e-3)
     models = toy_models(config)

@@ -98,7 +98,7 @@ def updated(
     ptx: PtxStream | None = None,
 ) -> Update:
     """One minibatch of these rows."""
-    return update_minibatch(models, rollout, rows, config, train_actor=True, ptx=ptx)
+    return update_minibatch(models, rollout, rows, config, ptx=ptx)
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:

@@ -71,9 +71,9 @@ REFUSED = {
     "--method ppo grpo dapo --methods.grpo.foo 1": (
         "method grpo: there is no setting ppo.foo; --help lists the settings"
     ),
-    "--method ppo grpo rloo --ppo.critic_warmup_steps 2": (
-        "method grpo: ppo.critic_warmup_steps trains only the critic, but ppo.advantage grpo has"
-        " none; leave it at 0"
+    "--method ppo grpo rloo --ppo.gamma 0.9": (
+        "method grpo: ppo.gamma 0.9 discounts the returns of a critic, but ppo.advantage grpo sums"
+        " a response's rewards undiscounted; leave it at 1"
     ),
 }
 
