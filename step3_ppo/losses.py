@@ -174,14 +174,6 @@ def reinforce(
     return -advantages * logprobs
 
 
-def token_ratio(
-    logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, " K"]:
-    """pi(token) / pi_old(token)."""
-    del mask
-    return policy_ratio(logprobs, old_logprobs)
-
-
 def sequence_ratio(
     logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, " K"]:
@@ -217,22 +209,6 @@ def without_gradient(
     return beyond
 
 
-def with_bounded_weight(
-    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
-) -> Bool[Tensor, " K"]:
-    """Tokens whose weight `cispo` bounds, for any advantage."""
-    del advantages
-    return ratio > 1 + region.clip_high
-
-
-def unbounded(
-    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
-) -> Bool[Tensor, " K"]:
-    """No tokens: the loss has no bounds."""
-    del advantages, region
-    return torch.zeros_like(ratio, dtype=torch.bool)
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """A ratio of new to old policy, and its loss."""
@@ -244,15 +220,15 @@ class PolicyLoss:
     """The tokens counted by the metric `clip_fraction`, as a function of (ratio, advantages,
     region)."""
 
-    ratio: Callable[..., Float[Tensor, " K"]] = token_ratio
+    ratio: Callable[..., Float[Tensor, " K"]] = lambda new, old, _: policy_ratio(new, old)
     """The probability ratio of each token, as a function of (logprobs, old logprobs, mask)."""
 
 
 LOSSES: Mapping[str, PolicyLoss] = {
     "clip": PolicyLoss(clipped, without_gradient),
     "gspo": PolicyLoss(clipped, without_gradient, sequence_ratio),
-    "cispo": PolicyLoss(cispo, with_bounded_weight),
-    "none": PolicyLoss(reinforce, unbounded),
+    "cispo": PolicyLoss(cispo, lambda ratio, _advantages, region: ratio > 1 + region.clip_high),
+    "none": PolicyLoss(reinforce, lambda ratio, *_: torch.zeros_like(ratio, dtype=torch.bool)),
 }
 """Policy losses by the setting `loss`."""
 
@@ -330,31 +306,11 @@ class KLController:
         self.base *= 1 + error * responses / self.horizon
 
 
-def squared(log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
-    """k2: half the square of `log_ratio`, log pi - log pi_ref."""
-    del ratio
-    return k2(log_ratio)
-
-
-def unbiased_value(
-    log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
-) -> Float[Tensor, " K"]:
-    """k3 (Shao et al. 2024, eq. 4): nonnegative, and 0 where the policies agree."""
-    del ratio
-    return k3(log_ratio)
-
-
-def importance_weighted(
-    log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
-) -> Float[Tensor, " K"]:
-    """k3 times pi / pi_old, both with their gradients (DeepSeek-AI 2025, V3.2, section 3.1)."""
-    return ratio * k3(log_ratio)
-
-
 KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
-    "k2": squared,
-    "k3": unbiased_value,
-    "k3_is": importance_weighted,
+    "k2": lambda log_ratio, _ratio: k2(log_ratio),
+    "k3": lambda log_ratio, _ratio: k3(log_ratio),  # Shao et al. 2024, eq. 4
+    # Both factors with their gradients (DeepSeek-AI 2025, V3.2, section 3.1).
+    "k3_is": lambda log_ratio, ratio: ratio * k3(log_ratio),
 }
 """KL losses as functions of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
 
