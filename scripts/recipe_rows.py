@@ -17,7 +17,7 @@ def bullets(data: Path) -> list[dict[str, str]]:
 def problems(data: Path) -> list[dict[str, str]]:
     """The word problems of SVAMP, with their answers."""
     rows = json.loads((data / "SVAMP.json").read_text())
-    texts = [f"{row['Body'].strip().rstrip('.')}. {row['Question']}" for row in rows]
+    texts = [f"{row['Body'].strip(' .')}. {row['Question']}\nAnswer with a number." for row in rows]
     answers = [f"{row['Answer']:g}" for row in rows]
     return [{"prompt": text, "answer": right} for text, right in zip(texts, answers, strict=True)]
 
