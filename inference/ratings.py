@@ -1,6 +1,6 @@
 """Ratings: the file that the server appends to, their agreement, and `python -m inference.ratings`.
 
-    python -m inference.ratings export FILE ... --out FILE [--format pairs|hh]
+    python -m inference.ratings export FILE ... --out FILE
 
 The file is append-only, and each line is flushed to disk before it counts: a kill loses at most the
 line being written.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.cli.options import choose_command, read_command, run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
@@ -24,7 +24,7 @@ from pipeline.files.durable import check_output, sync, write_output
 from pipeline.system.errors import ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
-USAGE = f"{MODULE} inference.ratings export FILE ... --out FILE [--format pairs|hh]"
+USAGE = f"{MODULE} inference.ratings export FILE ... --out FILE"
 TIE, BAD = "tie", "both bad"
 
 Rating = Mapping[str, Any]
@@ -213,13 +213,10 @@ def _share(values: Sequence[bool]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """File and form of the rows."""
+    """File of the rows."""
 
     out: Path = Path()
     """Output file; an existing one is replaced."""
-
-    format: Literal["pairs", "hh"] = "pairs"
-    """pairs: prompt, chosen, rejected, margin; hh: two texts of complete dialogues."""
 
     def __post_init__(self) -> None:
         require(self.out != Path(), "--out is missing: pass the file to write")
@@ -243,7 +240,7 @@ def export_rows(words: Sequence[str]) -> None:
     config = read_command(ExportConfig, words[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a file is missing: {USAGE}")
     ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
-    rows, undecided = export(ratings, config.format)
+    rows, undecided = export(ratings)
     if not rows:
         raise DataError(f"no rating prefers a response: {', '.join(files)}")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -254,14 +251,11 @@ def export_rows(words: Sequence[str]) -> None:
         say(f"{name:16}{'-' if value is None else format(value, '.4g')}")
 
 
-def export(
-    ratings: Sequence[Rating], form: Literal["pairs", "hh"]
-) -> tuple[list[dict[str, Any]], int]:
+def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:
     """Return rows for steps 1 and 2, and the number of pairs without a preferred response.
 
-    `pairs` are rows of prompt, chosen, rejected and margin, the mean strength of the raters who
-    prefer the chosen response; and of prompt and chosen, for a correction or a thumb up. `hh` has
-    chosen and rejected as texts of complete dialogues, and pairs alone.
+    Rows have prompt, chosen, rejected and margin, the mean strength of the raters who prefer the
+    chosen response; or prompt and chosen, for a correction or a thumb up.
     """
     items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
     for rating in ratings:
@@ -273,9 +267,9 @@ def export(
         first, second = counts["first"], counts["second"]
         if first != second:
             label = "first" if first > second else "second"
-            rows.append(_pair_row([vote for vote in votes if make_label(vote) == label], form))
+            rows.append(_pair_row([vote for vote in votes if make_label(vote) == label]))
     undecided = len(items) - len(rows)
-    for rating in ratings if form == "pairs" else ():
+    for rating in ratings:
         if rating["kind"] == "edit":
             rows.append({"prompt": rating["messages"], "chosen": rating["edit"]})
         elif rating["kind"] == "thumb" and rating.get("choice") == 1:
@@ -284,22 +278,14 @@ def export(
     return rows, undecided
 
 
-def _pair_row(agreeing: Sequence[Rating], form: str) -> dict[str, Any]:
+def _pair_row(agreeing: Sequence[Rating]) -> dict[str, Any]:
     pair = agreeing[0]
     chosen, rejected = (
         pair["answers"][index]["text"].strip() for index in (pair["choice"], 1 - pair["choice"])
     )
-    if form == "hh":
-        return {"chosen": _dialogue(pair, chosen), "rejected": _dialogue(pair, rejected)}
     strengths = [rating["strength"] for rating in agreeing if rating.get("strength")]
     margin = {"margin": sum(strengths) / len(strengths)} if strengths else {}
     return {"prompt": pair["messages"], "chosen": chosen, "rejected": rejected, **margin}
-
-
-def _dialogue(rating: Rating, response: str) -> str:
-    names = {"user": "Human", "assistant": "Assistant", "system": "System"}
-    turns = [*rating["messages"], {"role": "assistant", "content": response}]
-    return "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in turns)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from inference.serve.completions import chat_completions, completions, new_id
 from inference.serve.http import LEFT, ApiError, ClientGone, json_response, read_body, until_gone
 from inference.serve.models import ServedModel
 from inference.serve.schema import (
-    DetokenizeRequest,
     RatingRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -28,7 +27,6 @@ from inference.serve.schema import (
 )
 from inference.serve.security import AccessControl
 from inference.serve.state import State, client_of, get_state, off_loop, size_of
-from inference.text import plain_text
 from pipeline import __version__
 from pipeline.system.errors import DataError
 
@@ -45,7 +43,6 @@ def build_app(state: State) -> ASGIApp:
         Route("/v1/models/{name:path}", model, methods=get),
         Route("/v1/score", score, methods=post),
         Route("/tokenize", tokenize, methods=post),
-        Route("/detokenize", detokenize, methods=post),
         Route("/health", health, methods=get),
         Route("/ready", ready, methods=get),
         Route("/version", version, methods=get),
@@ -176,17 +173,6 @@ async def tokenize(request: Request) -> Response:
         text = fields.prompt or ""
         ids = await off_loop(len(text), served.encode_text, text, special=fields.add_special_tokens)
     return json_response({"count": len(ids), "max_model_len": served.context, "tokens": ids})
-
-
-async def detokenize(request: Request) -> Response:
-    """`POST /detokenize`: the text of token ids, without special tokens."""
-    state = get_state(request)
-    fields, _ = read_request(DetokenizeRequest, await read_body(request))
-    served = state.model(fields.model)
-    known = len(served.tokenizer)
-    if any(token >= known for token in fields.tokens):
-        raise ApiError(400, f"tokens must be in [0, {known - 1}]", param="tokens")
-    return json_response({"prompt": plain_text(served.tokenizer, fields.tokens)})
 
 
 async def score(request: Request) -> Response:

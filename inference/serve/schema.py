@@ -182,13 +182,6 @@ class TokenizeRequest(Strict, TemplateFields):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Strict):
-    """`POST /detokenize`."""
-
-    model: str = ""
-    tokens: list[TokenId]
-
-
 class ScoreRequest(Strict):
     """`POST /v1/score`: a dialogue that ends in the response to score."""
 

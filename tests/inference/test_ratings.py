@@ -135,7 +135,7 @@ def test_the_majority_of_raters_is_exported() -> None:
         {**pair(None), "id": "7", "kind": "edit", "edit": "better"},
     ]
 
-    (pairs, undecided), (whole, _) = export(ratings, "pairs"), export(ratings, "hh")
+    pairs, undecided = export(ratings)
 
     assert undecided == 1
     assert pairs[0] == {
@@ -145,9 +145,6 @@ def test_the_majority_of_raters_is_exported() -> None:
         "margin": 1.5,
     }
     assert pairs[-1] == {"prompt": [QUESTION], "chosen": "better"}
-    assert whole[1]["chosen"] == (
-        "\n\nHuman: Q\n\nAssistant: A\n\nHuman: Q\n\nAssistant: a longer one"
-    )
 
 
 def test_the_commands_write_what_steps_read(

@@ -67,7 +67,7 @@ FIELDS = (
     *("tokens", "add_special_tokens", "chat_template", "chat_template_kwargs"),
     *("tool_choice", "parallel_tool_calls"),
 )
-PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/detokenize", "/v1/score")
+PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/v1/score")
 
 
 def make_request(chance: random.Random) -> bytes:
@@ -78,7 +78,7 @@ def make_request(chance: random.Random) -> bytes:
     body: dict[str, Any] = {"max_tokens": 1}
     if path == CHAT:
         body |= {"messages": [{"role": "user", "content": "Hi"}]}
-    elif path != "/detokenize":
+    else:
         body |= {"prompt": "Hi"}
     for _ in range(chance.randrange(4)):
         body[chance.choice(FIELDS)] = chance.choice(VALUES)

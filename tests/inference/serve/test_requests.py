@@ -65,7 +65,6 @@ def texts(server: Running, **fields: Any) -> list[str]:
         (CHAT, {"messages": [TURN], "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "Hi", "messages": [TURN]}, "prompt"),
-        ("/detokenize", {"tokens": [100000]}, "tokens"),
         ("/api/ratings", {**PAIR, "messages": ANSWERED}, None),
         ("/api/ratings", {**PAIR, "answers": RATED[:1]}, None),
         ("/api/ratings", {**PAIR, "kind": "thumb"}, None),
@@ -151,13 +150,12 @@ def test_an_echo_has_the_log_probabilities_of_transformers(server: Running) -> N
     assert offsets == longer["logprobs"]["text_offset"]
 
 
-def test_texts_become_token_ids_and_texts_again(server: Running) -> None:
+def test_texts_become_token_ids(server: Running) -> None:
     served = server.state.models["tiny"]
     text = post(server, "/tokenize", {"prompt": "The sun"}).json
 
     ids = served.encode_text("The sun")
     assert text == {"tokens": ids, "count": len(ids), "max_model_len": served.context}
-    assert post(server, "/detokenize", {"tokens": ids}).json == {"prompt": "The sun"}
 
 
 def test_ratings_are_appended_counted_and_revoked(server: Running) -> None:
