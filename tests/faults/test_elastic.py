@@ -23,8 +23,8 @@ def deterministic(start: Path, step: str, out: Path) -> StepConfig:
     return replace(config, model=replace(config.model, lora=None, zero=zero))
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize("step", ["sft", pytest.param("reward", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("step", ["sft", "reward"])
 def test_one_two_and_four_processes_do_the_same(step: str, start: Path, tmp_path: Path) -> None:
     outs = {world_size: tmp_path / str(world_size) for world_size in (1, 2, 4)}
     for world_size, out in outs.items():

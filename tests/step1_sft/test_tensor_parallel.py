@@ -175,8 +175,8 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize("name", ["4 bits", pytest.param("whole weights", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("name", STATES)
 def test_a_state_of_any_division_is_taken_up_by_any_other(name: str, tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2", vocab_size=LARGE, n_embd=128)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": STATES[name]}
