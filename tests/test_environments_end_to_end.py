@@ -1,14 +1,12 @@
 """Our environments as a user runs them: rows, one command, the report."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import ROOT, run_command
 
 SHORT = [
     *("--sft.max_steps", "3", "--ppo.max_steps", "2", "--ppo.rollout_size", "16"),
@@ -17,18 +15,6 @@ SHORT = [
     *("--output-dir", "out", "--data-path", "rows"),
 ]
 """A run of seconds."""
-
-
-def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A Python command, as if typed in the directory."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=None,
-    )
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -51,10 +37,10 @@ def test_an_example_runs_from_its_rows_to_the_report(
     tmp_path: Path, rows: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
     module, *settings = rows
-    written = run(tmp_path, "-c", START.format(module=module), *settings, "--out", "rows")
+    written = run_command("-m", module, *settings, "--out", "rows", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
 
-    done = run(tmp_path, str(ROOT / "train.py"), *options, *SHORT)
+    done = run_command(str(ROOT / "train.py"), *options, *SHORT, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
@@ -69,9 +55,3 @@ def test_an_example_runs_from_its_rows_to_the_report(
     rows_shown = json.loads((out / "step3_ppo" / "samples.json").read_text())["rows"]
     assert rows_shown[0]["prompt"][0]["role"] == "user"
     assert (out / "report.html").is_file()
-
-
-START = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'x'; " + (
-    "runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
-)
-"""`python -m MODULE` of the checkout, from any directory."""

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
 from tests.commands import run_command
 from tests.step3_ppo.toy import save_models
+from tests.test_resume import metrics
 
 STEP3 = [
     *("--config", "embedded.yaml", "--data-path", "embedded", "--step", "3", "--plan", "off"),
@@ -26,13 +26,6 @@ STEP3 = [
 
 def run(out: Path, *options: str) -> CompletedProcess[str]:
     return run_command("train.py", "--output-dir", str(out), *options)
-
-
-def metrics(directory: Path) -> list[dict[str, Any]]:
-    """All that was logged but for what the clock says."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    of_time = ("seconds", "tokens_per_second", "memory_gb")
-    return [{name: line[name] for name in line if not name.startswith(of_time)} for line in lines]
 
 
 def weights(directory: Path) -> bytes:

@@ -1,6 +1,5 @@
 """Every method on real processes: the same weights at every stage, after a cut, on 1 and 2."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import toy_config
+from tests.test_resume import metrics
 
 STEPS = 2
 CASES = [
     pytest.param(method, id=method, marks=() if method == "dapo" else pytest.mark.grid)
     for method in METHODS
 ]
-OF_TIME = ("seconds", "tokens_per_second", "memory_gb")
 
 
 def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
@@ -59,15 +58,6 @@ def at_stage(config: PPOConfig, stage: int, out: Path) -> PPOConfig:
 def exported(out: Path) -> dict[str, torch.Tensor]:
     """The actor's weights."""
     return load_file(out / "actor" / "model.safetensors")
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """All that was logged but for what the clock says."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
-        for line in lines
-    ]
 
 
 def _train(config: PPOConfig) -> None:
