@@ -9,8 +9,8 @@ once and step 3 by each method, with `--options` after the preset's settings. Re
 are kept, so an interrupted command resumes where it stopped.
 
 The table has exact match on 512 sums that no step trained on, sampled (temperature 1) and greedy,
-of step 1's model and of the exported actor. Gains are given as a share of grpo's, by the sampled
-rate.
+of step 1's model and of the exported actor. Gains are given as a share of grpo_2024's, by the
+sampled rate.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
     *("method", "seed", "sampled: step 1", "exported actor", "greedy: step 1", "exported actor"),
-    *("share of grpo's gain", "KL per response", "of iteration", "responses"),
+    *("share of grpo_2024's gain", "KL per response", "of iteration", "responses"),
     *("seconds of step 1", "of step 3"),
 )
 
@@ -85,7 +85,7 @@ def lines(directory: Path, seed: int, methods: Sequence[str]) -> list[str]:
     """One table line per method."""
     first = result(directory / "step1_sft")
     by_method = {method: result(step_of(directory, method)) for method in methods}
-    grpo = gain(by_method["grpo"]) if "grpo" in by_method else None
+    grpo = gain(by_method["grpo_2024"]) if "grpo_2024" in by_method else None
     found = []
     for method, outcome in by_method.items():
         figures = outcome["eval"]

@@ -8,9 +8,9 @@ DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat
 that has deepspeed. In each iteration every side generates 64 tokens for the same 8 prompts of 128
 tokens and trains on them in one step, with Llamas of 15M parameters: actor, reference, critic and
 reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples 2 responses
-to each of 4 prompts; ours does the same by `method: grpo`, in addition to PPO. The sides alternate
-within one run, each round in fresh processes. A figure is the median over rounds of the median
-iteration; a ratio is the median of the ratios within rounds.
+to each of 4 prompts; ours does the same by `method: grpo_2024`, in addition to PPO. The sides
+alternate within one run, each round in fresh processes. A figure is the median over rounds of the
+median iteration; a ratio is the median of the ratios within rounds.
 """
 
 import argparse
@@ -146,7 +146,8 @@ def run_ours(
 
 def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """Our GRPO in TRL's setup: 4 prompts, 2 responses each, same reward model, KL in the loss."""
-    return run_ours(directory, iterations, precision, "grpo", {"group_size": 2, "kl_coef": 0.05})
+    settings = {"group_size": 2, "kl_coef": 0.05}
+    return run_ours(directory, iterations, precision, "grpo_2024", settings)
 
 
 def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:

@@ -1,7 +1,7 @@
 """Iterations of PPO or GRPO on one GPU, phase by phase, and where their time goes.
 
     python -m benchmarks.ppo_gpu [--rollout 512] [--iterations 2]       # OPT-1.3B, PPO
-    python -m benchmarks.ppo_gpu --model qwen2.5-1.5b --method grpo
+    python -m benchmarks.ppo_gpu --model qwen2.5-1.5b --method grpo_2024
     python -m benchmarks.ppo_gpu --tiny             # with tiny models, on any device
 
 Random weights, nothing is downloaded: actor and reference are OPT-1.3B or have the shape of
@@ -273,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
-    parser.add_argument("--method", choices=("ppo", "grpo"), default="ppo")
+    parser.add_argument("--method", choices=("ppo", "grpo_2024"), default="ppo")
     parser.add_argument("--rollout", type=int, default=512, help="sequences per iteration")
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=2, help="not counting the first")

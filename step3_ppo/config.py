@@ -23,7 +23,7 @@ from pipeline.guards.settings import check_guards, completed
 from pipeline.settings.fields import Option
 from pipeline.system.errors import require
 from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
-from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Needs
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Grouped, Needs
 from step3_ppo.reward_settings import (
     MODEL,
     RewardSettings,
@@ -75,9 +75,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     output_dir: Path = Path("output/step3_ppo")
 
-    method: Literal[
-        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
-    ] = "ppo"
+    method: Literal["ppo", Grouped, "reinforce_pp", "raft"] = "ppo"
     """Other defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(

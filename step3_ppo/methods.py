@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
+
+Grouped = Literal["grpo", "grpo_2024", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+"""Methods that compare the responses to a prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,22 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Ouyang et al. 2022.
         "ppo": _row(),
-        # Shao et al. 2024, eq. 3 and section 4.1.2, with the correct gradient of the KL.
+        # Group baselines as they are used today: Yu et al. 2025, without the division by the
+        # deviation (Liu et al. 2025) and without a penalty on length.
         "grpo": _row(
+            advantage="dr_grpo",
+            aggregate="token",
+            clip=0.2,
+            clip_high=0.28,
+            group_size=8,
+            ppo_epochs=1,
+            kl_in="none",
+            dynamic_sampling=3,
+            overlong="mask",
+            missing_eos_score=None,
+        ),
+        # Shao et al. 2024, eq. 3 and section 4.1.2, with the correct gradient of the KL.
+        "grpo_2024": _row(
             advantage="grpo",
             aggregate="sequence",
             group_size=8,

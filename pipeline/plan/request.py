@@ -30,11 +30,11 @@ class Request(Deployment):
     pairs, nor step 1 for orpo. Also 0 before them, pre-training on --pretrain.data.path."""
 
     method: tuple[str, ...] = ()
-    """How step 3 trains: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
-    reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Or from preferences,
-    without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo, orpo, kto, of --preference settings
-    (docs/preference.md). Several run in separate directories step3_NAME and are compared;
-    --methods.NAME.SETTING applies to one."""
+    """How step 3 trains: ppo, or without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo,
+    rloo, reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Or from
+    preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo, orpo, kto, of
+    --preference settings (docs/preference.md). Several run in separate directories step3_NAME and
+    are compared; --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, GGUF file, or one of

@@ -86,22 +86,3 @@ def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
     assert again["metrics"] == reused["metrics"]
     epochs = CASES[case].get("ppo_epochs", 1)
     assert again["passes"] == reused["passes"] == dict.fromkeys(("actor", "critic"), STEPS * epochs)
-
-
-def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
-    def passes(*, reuse: bool) -> int:
-        config = toy_config(toy, reuse_forward=reuse)
-        models = toy_models(config)
-        responses = generate_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
-        calls: list[str] = []
-        for name, engine in {"actor": models.actor, "critic": models.critic}.items():
-            engine.model.register_forward_hook(lambda *_, name=name: calls.append(name))
-        experience = score_responses(models, PROMPTS, responses, config, step=1)
-        score = compute_reward(experience.score, experience.stopped, models, config)
-        rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
-        update_policy(models, rollout, config, step=1, forward=experience.forward)
-        assert calls.count("actor") == calls.count("critic")
-        return calls.count("actor")
-
-    assert passes(reuse=False) == 2
-    assert passes(reuse=True) == 1

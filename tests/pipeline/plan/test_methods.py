@@ -25,15 +25,15 @@ def step3(made: Plan) -> dict[str, dict[str, object]]:
 
 
 def test_each_method_has_its_row_and_what_all_were_given(tmp_path: Path) -> None:
-    made = plan(tmp_path, "--method", "ppo", "grpo", "dr_grpo", "--ppo.max_steps", "9")
+    made = plan(tmp_path, "--method", "ppo", "rloo", "dr_grpo", "--ppo.max_steps", "9")
 
     steps = step3(made)
     assert [stage.name for stage in made.stages] == [
         *("step1_sft", "step2_reward"),
-        *("step3_ppo", "step3_grpo", "step3_dr_grpo"),
+        *("step3_ppo", "step3_rloo", "step3_dr_grpo"),
     ]
-    assert [step["method"] for step in steps.values()] == ["ppo", "grpo", "dr_grpo"]
-    assert [step["kl_coef"] for step in steps.values()] == [0.2, 0.04, 0.2]  # embedded.yaml's
+    assert [step["method"] for step in steps.values()] == ["ppo", "rloo", "dr_grpo"]
+    assert [step["kl_coef"] for step in steps.values()] == [0.2, 0.05, 0.2]  # embedded.yaml's
     for name, step in steps.items():
         assert step["max_steps"] == 9
         assert step["output_dir"] == str(tmp_path / "out" / name)
@@ -72,8 +72,8 @@ REFUSED = {
         "method grpo: there is no setting ppo.foo; --help lists the settings"
     ),
     "--method ppo grpo rloo --ppo.gamma 0.9": (
-        "method grpo: ppo.gamma 0.9 discounts the returns of a critic, but ppo.advantage grpo sums"
-        " a response's rewards undiscounted; leave it at 1"
+        "method grpo: ppo.gamma 0.9 discounts the returns of a critic, but ppo.advantage dr_grpo"
+        " sums a response's rewards undiscounted; leave it at 1"
     ),
 }
 

@@ -41,12 +41,13 @@ def test_a_method_lies_over_the_presets_and_under_all_that_is_said(tmp_path: Pat
     mine.write_text("ppo: {group_size: 4}\n")
 
     plain_run = settings()["step3_ppo"]
-    method = settings("--method", "grpo")["step3_ppo"]
-    moved = settings("--method", "grpo", "--config", str(mine), "--ppo.kl_coef", "0.1")["step3_ppo"]
+    named = ("--method", "grpo_2024")
+    method = settings(*named)["step3_ppo"]
+    moved = settings(*named, "--config", str(mine), "--ppo.kl_coef", "0.1")["step3_ppo"]
 
     assert (plain_run["kl_coef"], plain_run["ppo_epochs"]) == (0.2, 2)  # of embedded.yaml
     assert (method["kl_coef"], method["ppo_epochs"], method["group_size"]) == (0.04, 1, 8)
-    assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo", "grpo", 40)
+    assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo_2024", "grpo", 40)
     assert (moved["kl_coef"], moved["group_size"], moved["kl_in"]) == (0.1, 4, "loss")
 
 
