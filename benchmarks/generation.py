@@ -10,7 +10,7 @@ have responses of 128 tokens each; the last has 64 prompts whose responses are 8
 as if they ended with an end token. The two sides alternate within one run, after one warm-up round
 each; a figure is the median over rounds of response tokens per second. The last column counts
 responses with identical tokens (others diverge where two tokens are equally likely up to rounding),
-the one before it is the share of our decoding passes replayed from graphs or traces. With `--model`
+the one before it is the fraction of our decoding passes that were replayed. With `--model`
 the prompts are 56 tokens of this repository's documentation, and all responses have the same
 length. With `--opt` OPT-1.3B with random weights answers 64 prompts of 256 tokens with 256, in
 bf16.
@@ -61,7 +61,7 @@ class Course:
     shortest: int = 8
     batches: Sequence[int] = BATCHES
     spread: int = 64
-    """Prompts of the case with responses of varied lengths."""
+    """Number of prompts in the case with responses of varied lengths."""
 
 
 TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)

@@ -5,7 +5,7 @@
 
 AdamW over 1.3B parameters against PyTorch's fused AdamW with casts, and decode attention against
 scaled_dot_product_attention on the live keys, by replays of CUDA graphs over more memory than the
-cache holds. `share` is the share of a copy's bandwidth; targets are 0.85 for AdamW and 0.75 for
+cache holds. `share` is the fraction of a copy's bandwidth; targets are 0.85 for AdamW and 0.75 for
 attention of 64 sequences and more. `tests/pipeline/kernels/test_device.py` tests the kernels.
 """
 

@@ -1,4 +1,4 @@
-"""Comparisons of models on the same prompts: win rates, also length-controlled.
+"""Compare models on the same prompts: win rates, optionally length-controlled.
 
 Dimension names: P prompts, K prompts with a verdict.
 """
@@ -32,7 +32,7 @@ class Match:
 
     @property
     def known(self) -> Float[ndarray, " K"]:
-        """The points of prompts with a verdict."""
+        """Points on the prompts that have a verdict."""
         return self.points[~np.isnan(self.points)]
 
     @property

@@ -23,7 +23,7 @@ class TaskSettings:
     """Maximum questions per task."""
 
     eval_task_tokens: int | None = None
-    """Maximum tokens of a response; null uses the default of each task."""
+    """Maximum tokens per response; null uses the default of each task."""
 
 
 def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
@@ -73,7 +73,7 @@ class EvaluationConfig:
     """The k of pass@k, the probability that one of k responses is correct; 1 is the accuracy."""
 
     samples: int | None = None
-    """Responses to each question; null uses the largest k."""
+    """Responses per question; null uses the largest k."""
 
     temperature: float | None = None
     """Sampling temperature; null uses 0 (greedy) for one response and 1 for several."""
@@ -82,7 +82,7 @@ class EvaluationConfig:
     """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int | None = None
-    """Maximum tokens of a response; null uses the default of each task."""
+    """Maximum tokens per response; null uses the default of each task."""
 
     shots: int = 0
     """Demonstrations before each question of gsm8k, as earlier turns of the dialogue."""
@@ -91,19 +91,19 @@ class EvaluationConfig:
     """Text below each question of gsm8k; empty leaves questions as in training."""
 
     limit: int | None = None
-    """Questions of each task, from the first; null uses all."""
+    """Questions per task, from the first; null uses all."""
 
     threads: int | None = None
-    """Processor threads; null uses RLHF_THREADS, else one for each core."""
+    """CPU threads; null uses RLHF_THREADS, else one per core."""
 
     seed: int = 0
     """The same seed draws the same responses."""
 
     batch_size: int = 32
-    """Responses in a batch; does not affect the figures."""
+    """Responses in a batch; does not affect the results."""
 
     output: Path = Path("evaluation.json")
-    """JSON file for all figures and their settings; the responses with their grades are written
+    """JSON file for all metrics and their settings; the responses with their grades are written
     next to it as .jsonl. Existing files are replaced."""
 
     def __post_init__(self) -> None:
@@ -151,12 +151,12 @@ class EvaluationConfig:
 
     @property
     def responses(self) -> Path:
-        """JSON lines: a question with its responses and their grades each."""
+        """JSON Lines file: a question per line, with its responses and their grades."""
         return self.output.with_suffix(".jsonl")
 
     @property
     def num_samples(self) -> int:
-        """Responses to each question."""
+        """Responses per question."""
         return max(self.k) if self.samples is None else self.samples
 
     @property

@@ -53,7 +53,7 @@ class Task:
     """Grades one response. The metrics are the same for all questions."""
 
     max_new_tokens: int
-    """Maximum tokens of a response, unless the settings have another number."""
+    """Maximum tokens per response, unless the settings have another number."""
 
     needs_path: bool = False
     """Whether the task needs a path to its rows."""
@@ -85,7 +85,7 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
 
 
 def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
-    """The value of a row in the column.
+    """A row's value in the column.
 
     Raises:
         DataError: there is no such column, or the value has another type.

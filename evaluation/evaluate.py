@@ -29,7 +29,7 @@ from pipeline.system.logs import Progress
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversion between a model's dialogues and its tokens."""
+    """Converts dialogues to a model's tokens and back."""
 
     tokenizer: PreTrainedTokenizerBase
     format: ChatFormat
@@ -110,7 +110,7 @@ Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
 
 
 class TaskEvaluations:
-    """Evaluates the tasks of the settings, if any, greedily.
+    """Evaluates the configured tasks, if any, with greedy decoding.
 
     The rows are read here, so that errors in them are reported before training.
 
@@ -126,7 +126,7 @@ class TaskEvaluations:
         self._last: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the current model by name, such as `gsm8k_strict`. A collective.
+        """Metrics of the current model by name, such as `gsm8k_strict`. A collective.
 
         Raises:
             DataError: a question is too long for the model.
@@ -150,11 +150,11 @@ class TaskEvaluations:
         """The tasks' part of `eval` in the result; empty without tasks. A collective.
 
         Args:
-            before: the figures of the model that the step began with.
+            before: the metrics of the model that the step began with.
             changed: whether the model has changed since the last evaluation.
 
         Returns:
-            `tasks`: of each figure its value `before` and `after`, and the number of `questions`.
+            `tasks`: of each metric its value `before` and `after`, and the number of `questions`.
         """
         if not self._questions:
             return {}

@@ -1,4 +1,4 @@
-"""Figures of a task: shares of correct responses, pass@k, intervals, and the table of them."""
+"""Figures of a task: fractions of correct responses, pass@k, intervals, and the table of them."""
 
 import math
 import platform

@@ -192,7 +192,7 @@ class HeldOutPrompts(ABC):
 
     @property
     def counted(self) -> list[bool]:
-        """Flags for this process's prompts: whether no other process counts the prompt."""
+        """Whether each of this process's prompts is counted here rather than on another process."""
         size, rank = self.data.size, self.data.rank
         return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
 
@@ -219,7 +219,7 @@ T = TypeVar("T")
 
 
 def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
-    """Name in figures of the model at `path` that step 3 started from: base, its step, or start."""
+    """Name in metrics of the model at `path` that step 3 started from: base, its step, or start."""
     if path == base.path:
         return "base"
     name = Path(str(path)).name
@@ -267,8 +267,8 @@ def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     device = local_device()
     model = model_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
-    # Even for a GPU, the model is first loaded into main memory.
-    rooms = {"main memory": available_bytes() // launched.local_world_size()}
+    # Even for a GPU, the model is first loaded into host memory.
+    rooms = {"host memory": available_bytes() // launched.local_world_size()}
     if device.type == "cuda":
         rooms["the GPU"] = free_bytes(device)
     for place, room in rooms.items():
@@ -291,7 +291,7 @@ NUM_SAMPLES = 12
 """Held-out prompts whose responses the report shows."""
 
 TRIES = 5
-"""Responses to each hand-written prompt."""
+"""Responses per hand-written prompt."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class Talk:
 
     @property
     def rate(self) -> float:
-        """Share of the responses that are correct and polite."""
+        """Fraction of the responses that are correct and polite."""
         verdicts = self.held_out.verdicts(self.responses)
         return sum(verdict is True for verdict in verdicts) / len(verdicts)
 
@@ -357,7 +357,7 @@ def conclude(
 def verification(
     held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses]
 ) -> dict[str, object]:
-    """Rates of the models' sampled responses by the embedded task's judge; empty for other data.
+    """Pass rates of sampled responses under the embedded task's verifier; empty for other data.
 
     Args:
         held_out: the prompts.
@@ -365,8 +365,8 @@ def verification(
             model.
 
     Returns:
-        `judge`: the share of right responses by model; `judge_counts`: the number of prompts, and
-        on how many of them only step 3 (gained) or only its starting model (lost) is right.
+        `judge`: the fraction of correct responses by model; `judge_counts`: the number of prompts,
+        and of those on which only step 3 (gained) or only its starting model (lost) is correct.
     """
     verdicts = {name: held_out.verdicts(each.sampled) for name, each in responses.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}

@@ -44,7 +44,7 @@ class Instruction:
                 raise DataError(f"{where} needs {name}, got {arguments.get(name)!r}")
             value = arguments[name]
             if isinstance(value, list) and not all(isinstance(each, str) for each in value):
-                raise DataError(f"{where}: {name} must contain only texts, got {value!r}")
+                raise DataError(f"{where}: {name} must contain only strings, got {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise DataError(f"{where}: {name} must be finite, got {value!r}")
         for name, words in self.one_of.items():
@@ -189,7 +189,7 @@ STARTERS = re.compile(
 
 
 def num_sentences(text: str) -> int:
-    """Number of sentences by the rules of Punkt (Kiss and Strunk 2006).
+    """Number of sentences according to Punkt's rules (Kiss and Strunk 2006).
 
     A dot in an abbreviation, an initial or an ellipsis doesn't end a sentence unless a capitalized
     frequent word follows, nor does a dot between a number and a lowercase letter, nor a line break.
@@ -398,7 +398,7 @@ def follows(response: str, name: str, arguments: Arguments) -> bool:
 
 
 def variants(response: str) -> Iterator[str]:
-    """The response, and without its first line, its last, or both; each also without asterisks."""
+    """The response, also without its first line, last line or both; each also without asterisks."""
     lines = response.split("\n")
     shorter = ("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))
     for text in (response, *shorter):

@@ -1,4 +1,4 @@
-"""Scored responses to held-out prompts, and figures that compare two models."""
+"""Scored responses to held-out prompts, and metrics that compare two models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class ScoredResponse:
 
 @dataclass(frozen=True)
 class HeldOutResponses:
-    """Two sets of responses of one model to the held-out prompts."""
+    """A model's greedy and sampled responses to the held-out prompts."""
 
     greedy: list[ScoredResponse]
     sampled: list[ScoredResponse]
@@ -64,7 +64,7 @@ def scored_pairs(
 
 
 def win_rate(new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]) -> float:
-    """Share of prompts on which the new response scores higher; ties count half."""
+    """Fraction of prompts on which the new response scores higher; ties count half."""
     return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
 
 
@@ -102,7 +102,7 @@ def mean_length(responses: Sequence[ScoredResponse]) -> float:
 
 
 def stop_rate(responses: Sequence[ScoredResponse]) -> float:
-    """Share of responses that end with the end token."""
+    """Fraction of responses that end with the end token."""
     return sum(response.stopped for response in responses) / len(responses)
 
 

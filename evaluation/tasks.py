@@ -106,7 +106,7 @@ def read_arithmetic(reading: Reading) -> list[Question]:
 
 
 def grade_arithmetic(question: Question, response: str) -> Grades:
-    """Whether the response has the right sum."""
+    """Whether the response has the correct sum."""
     return {"correct": (response_answer(response) == gold_answer(question.extra["answer"]),)}
 
 

@@ -3,7 +3,7 @@
 python -m evaluation.winrate --paths OUT/step1_sft OUT/step3_ppo/actor --prompts FILE \
         --judge '{kind: model, path: OUT/step2_reward}'
 
-Prints a line for each pair of models, and writes the figures to winrate.json.
+Prints a line for each pair of models, and writes the metrics to winrate.json.
 """
 
 import itertools
@@ -44,13 +44,13 @@ class WinrateConfig(SamplingConfig):
     """Sampling temperature; 0 is greedy."""
 
     max_new_tokens: int = 512
-    """Maximum tokens of a response."""
+    """Maximum tokens per response."""
 
     timeout_seconds: float = 60.0
-    """Maximum seconds of one call of a program, or of one request."""
+    """Maximum seconds per program call or request."""
 
     output: Path = Path("winrate.json")
-    """JSON file for all figures; an existing one is replaced."""
+    """JSON file for all metrics; an existing one is replaced."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

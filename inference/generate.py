@@ -32,13 +32,13 @@ class GenerateConfig(ModelOptions):
     temperature: float = 0.0
 
     samples: int = 1
-    """Responses to each prompt."""
+    """Responses per prompt."""
 
     raw: bool = False
     """Treat prompts as text to continue, without a chat template."""
 
     stop: tuple[str, ...] = ()
-    """Texts before which responses end."""
+    """Stop strings: responses end before them."""
 
     batch_size: int = 32
     """Responses computed at once; does not affect them."""

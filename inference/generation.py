@@ -51,7 +51,7 @@ def generate(
     Args:
         model: a causal language model, plain or with adapters.
         prompts: token ids, none empty; equal ones are read once.
-        max_new_tokens: longest response, its stop token included.
+        max_new_tokens: maximum tokens in a response, including its stop token.
         temperature: divides the logits before sampling; 0 is greedy.
         stop_ids: tokens that end a response.
         seed: sampling seed.
@@ -227,7 +227,7 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that may be used for keys and values.
+    """Bytes available for keys and values.
 
     Nine tenths of a GPU's free memory, the rest being for activations; on a CPU half of this
     process's share of the available memory, the rest being for activations and the system.

@@ -100,7 +100,7 @@ class RatingsFile:
 
 
 def read_ratings(path: Path) -> list[Rating]:
-    """Read all lines of a file, revoked ratings included.
+    """Read all lines of a file, including revoked ratings.
 
     Raises:
         DataError: the file can't be read, or a line is not a rating.
@@ -122,7 +122,7 @@ def _lines(path: Path, text: str) -> Iterator[Rating]:
         except json.JSONDecodeError as error:
             raise DataError(f"{path} line {number} is not valid JSON: {error.msg}") from None
         if not isinstance(rating, dict) or not {"id", "kind", "schema"} <= rating.keys():
-            raise DataError(f"{path} line {number} is not a rating: it has no id, kind and schema")
+            raise DataError(f"{path} line {number} is not a rating: id, kind or schema is missing")
         yield rating
 
 
@@ -135,26 +135,26 @@ def standing_ratings(ratings: Sequence[Rating]) -> list[Rating]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Figures of a file of ratings; None if there is no data for one."""
+    """Statistics of a file of ratings; None where there is no data."""
 
     ratings: int
     pairs: int
-    """Comparisons of two responses, ties and both bad included."""
+    """Comparisons of two responses, including ties and "both bad"."""
     blind: int
     """Pairs with a choice that were shown without names, in random order."""
     left: float | None
-    """Share of blind pairs whose left response was chosen; 0.5 without position bias."""
+    """Fraction of blind pairs whose left response was chosen; 0.5 without position bias."""
     longer: float | None
-    """Share of pairs with a choice whose longer response was chosen."""
+    """Fraction of pairs with a choice whose longer response was chosen."""
     self_agreement: float | None
-    """Share of repeated pairs on which a rater made the same choice."""
+    """Fraction of repeated pairs on which a rater made the same choice."""
     kappa: float | None
     """Agreement of different raters of the same pair beyond chance: Scott's pi (1955) over all
     pairs of raters, which Fleiss (1971) calls kappa."""
 
 
 def agreement(ratings: Sequence[Rating]) -> Agreement:
-    """Compute the figures of standing ratings."""
+    """Compute the statistics of standing ratings."""
     pairs = [rating for rating in ratings if rating["kind"] == "pair"]
     decided = [pair for pair in pairs if pair.get("choice") is not None and not pair.get("tie")]
     blind = [pair for pair in decided if pair.get("blind") and len(pair.get("shown") or ()) == 2]
@@ -213,7 +213,7 @@ def _share(values: Sequence[bool]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """File of the rows."""
+    """Output file."""
 
     out: Path = Path()
     """Output file; an existing one is replaced."""

@@ -30,7 +30,7 @@ from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
 
 HASH_BITS = 52
-"""Bits of a hash: the integers that JSON numbers represent exactly."""
+"""Bits in a hash: the integers that JSON numbers represent exactly."""
 
 WORD = 8
 """Bytes of a word."""

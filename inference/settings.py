@@ -11,10 +11,10 @@ class SamplingOptions:
     """Sampling settings without the seed, for commands that set one separately."""
 
     max_new_tokens: int = 128
-    """Maximum tokens of a response."""
+    """Maximum tokens per response."""
 
     min_new_tokens: int = 0
-    """Minimum tokens of a response: stop tokens are not sampled before that."""
+    """Minimum tokens per response: stop tokens are not sampled before that."""
 
     temperature: float = 0.7
     """Divides the logits before sampling; 0 is greedy."""
@@ -26,7 +26,7 @@ class SamplingOptions:
     """Sample from the most likely tokens that together have this probability (nucleus sampling)."""
 
     min_p: float = 0.0
-    """Sample from tokens that are at least this share as likely as the most likely one."""
+    """Minimum probability of a sampled token, relative to the most likely token."""
 
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens that occurred before, multiplies negative ones; 1 is
@@ -62,11 +62,11 @@ class ModelOptions(SamplingOptions):
     """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
 
     precision: Precision = "auto"
-    """Number format of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
+    """Data type of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
     fp16."""
 
     threads: int | None = None
-    """Processor threads; null uses RLHF_THREADS, else one for each core."""
+    """CPU threads; null uses RLHF_THREADS, else one per core."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass a model, such as OUT/step3_ppo/actor")

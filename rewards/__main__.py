@@ -101,7 +101,7 @@ def _read_response(
 
 
 def _table(results: dict[str, Scored]) -> Iterator[str]:
-    """One line per source: shares of responses by reward, and the mean reward."""
+    """One line per source: fractions of responses by reward, and the mean reward."""
     width = max(len("source"), *map(len, results))
     heads = ("= 1", "= 0", "None", "failed", "mean")
     yield "  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)])

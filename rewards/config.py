@@ -37,7 +37,7 @@ class _Reads:
     """The settings and the column that a kind of source reads."""
 
     settings: tuple[str, ...] = ()
-    """Its settings; others are refused. In KIND:VALUE, the value is for the first one."""
+    """Settings of the kind; others are rejected. In KIND:VALUE, the value is for the first one."""
 
     needed: tuple[str, ...] = ()
     """Settings without a default."""
@@ -76,7 +76,7 @@ class RewardConfig:
     """A reward source, which gives each response a number, and its weight."""
 
     name: str
-    """Its name in metrics and messages."""
+    """Name in metrics and messages."""
 
     kind: Kind
     """model: step 3's reward model; environment: the environment's reward; function: your own

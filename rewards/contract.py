@@ -33,7 +33,7 @@ class Episode:
     """Whether the response ended with the end token, not at the token limit."""
 
     num_tokens: int = 0
-    """Tokens of the response; in an environment, of all responses."""
+    """Number of tokens in the response; in an environment, of all responses."""
 
     slot: int = 0
     """Index in the rollout, by which results are sorted."""
@@ -121,5 +121,5 @@ Scorer = Callable[[Sequence[Episode]], list[Outcome]]
 
 
 def one_by_one(score: Callable[[Episode], float | None]) -> Scorer:
-    """A scorer from a function of one episode."""
+    """Make a scorer from a function of one episode."""
     return lambda episodes: [parse_outcome(score(episode)) for episode in episodes]

@@ -46,7 +46,7 @@ class Endpoint:
 
     url: str
     timeout_seconds: float
-    """Maximum seconds of one request."""
+    """Maximum seconds per request."""
 
     attempts: int
     key_variable: str | None

@@ -13,7 +13,7 @@ from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
 
 LONGEST = 300
-"""Maximum characters of a number, and its largest power of ten."""
+"""Maximum characters in a number, and its largest power of ten."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _LATEX = r"\\frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d)\s*(\d))"

@@ -24,7 +24,7 @@ class Rewards:
         gold: a source that is only measured.
         timeout_seconds: time limit of a function or verifier call, or of a request.
         workers: number of worker processes.
-        max_failures: share of the responses on which a source may fail before the run stops.
+        max_failures: fraction of the responses on which a source may fail before the run stops.
 
     Raises:
         ConfigError: a source can't be used; raised before any worker starts, except for errors of a

@@ -33,7 +33,7 @@ class ScoringConfig:
     """Rows to read, from the first; null reads all."""
 
     timeout_seconds: float = 10.0
-    """Maximum seconds of one call of a source, or one request; a longer one fails."""
+    """Maximum seconds per source call or request; longer ones fail."""
 
     workers: int = 2
     """Processes in which programs compute rewards."""
@@ -63,7 +63,7 @@ class SamplingConfig(ScoringConfig):
     """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int = 256
-    """Maximum tokens of a response."""
+    """Maximum tokens per response."""
 
     batch_size: int = 32
     """Responses in a batch; does not affect them."""
@@ -72,7 +72,7 @@ class SamplingConfig(ScoringConfig):
     """The same seed draws the same responses."""
 
     max_failures: float = 0.1
-    """Share of the responses on which a source may fail; more failures end the command."""
+    """Fraction of the responses on which a source may fail; more failures end the command."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

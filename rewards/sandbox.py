@@ -66,11 +66,11 @@ class Ended:
     """How a program ended."""
 
     code: int | None
-    """Its exit code, or 128 plus the signal that killed it; None if it exceeded the deadline or
+    """Exit code, or 128 plus the signal that killed it; None if it exceeded the deadline or
     wrote too much."""
 
     output: bytes
-    """Its standard output, at most `OUTPUT_BYTES`."""
+    """Standard output, at most `OUTPUT_BYTES`."""
 
     seconds: float
 
@@ -192,7 +192,7 @@ run()
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
-    """The share of a row's tests that the program in the response passes, from 0 to 1.
+    """The fraction of a row's tests that the program in the response passes, from 0 to 1.
 
     The program is the last fenced block of the response, else the whole response. The tests of a
     row are Python code (or a list of lines) with assertions that must all hold, or cases:
@@ -288,7 +288,7 @@ def _passes(program: str, tests: str, limits: Limits) -> bool:
 
 
 def _share_right(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
-    """The share of cases that the program passes, within `config.seconds` in total."""
+    """The fraction of cases that the program passes, within `config.seconds` in total."""
     deadline = time.monotonic() + config.seconds
     right = 0
     for given, wanted in cases:

@@ -39,7 +39,7 @@ class SelectConfig(SamplingConfig):
     settings, '{kind: model, path: OUT/step2_reward}' for a reward model."""
 
     best_of: int = 16
-    """Responses to each prompt. One truncated at max_new_tokens is never chosen."""
+    """Responses per prompt. One truncated at max_new_tokens is never chosen."""
 
     write: Literal["demonstrations", "pairs"] = "demonstrations"
     """demonstrations: the best response to each prompt, for step 1; pairs: the best and the worst,

@@ -30,11 +30,11 @@ class Source:
     """A judge's template."""
 
     timeout_seconds: float = 10.0
-    """Maximum seconds of a call of a program, or of a request."""
+    """Maximum seconds per program call or request."""
 
     @property
     def name(self) -> str:
-        """Its name in metrics and messages."""
+        """Name in metrics and messages."""
         return self.config.name
 
     @property

@@ -9,7 +9,7 @@ from rewards.contract import Episode, Scorer, one_by_one
 
 
 def exact_scorer(config: RewardConfig) -> Scorer:
-    """1 if the response is the answer, ignoring white space, else 0.
+    """1 if the response is the answer, ignoring whitespace, else 0.
 
     With a pattern, the first group of its last match is compared instead of the whole response; a
     response without a match is wrong. A row without an answer has no reward.

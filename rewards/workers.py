@@ -375,7 +375,7 @@ def _end_with_parent(parent: int, how: signal.Signals) -> None:
 
 
 def _leave_signals_to(parent: int) -> None:
-    """Ignore Ctrl-C and a scheduler's signals while the parent lives; else kill the process tree.
+    """On Ctrl-C or a scheduler's signal, kill the process tree unless the parent is alive.
 
     They may reach every process of a job. The training process stops after its step, for which it
     needs its rewards. Handlers, unlike ignored signals, are not inherited by child processes.

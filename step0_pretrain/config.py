@@ -72,6 +72,6 @@ class PretrainConfig(StepConfig):
         find_paths(self.data)
         if self.warm_start is not None and not any(self.warm_start.glob("checkpoints/step_*")):
             raise ConfigError(
-                f"warm_start {self.warm_start} has no checkpoints; use the directory of a run of"
-                " step 0, such as OUT/step0_pretrain, or only its model as model.path"
+                f"warm_start {self.warm_start} has no checkpoints; pass the output of step 0,"
+                " such as OUT/step0_pretrain, or set model.path to load only the weights"
             )

@@ -47,7 +47,7 @@ class CompareConfig:
     """File of prompts, in the format of inference.generate; null uses six built-in ones."""
 
     max_new_tokens: int = 100
-    """Maximum tokens of a response."""
+    """Maximum tokens per response."""
 
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""

@@ -121,7 +121,7 @@ def finish(
         run: receives the result.
         tasks: evaluated once more if the best weights are not the last ones.
         before: perplexity of the initial model.
-        first: task figures of the initial model.
+        first: task metrics of the initial model.
     """
     after, step = export_best(sft)
     run.finish(

@@ -55,7 +55,7 @@ class RewardConfig(LabelSettings, StepConfig):
     """Prompts for step 1's model, whose responses determine the score's mean and deviation."""
 
     max_new_tokens: int = 256
-    """Maximum tokens of a response for measuring the score's mean and standard deviation; the same
+    """Maximum tokens per response for measuring the score's mean and standard deviation; the same
     as in step 3, since unfinished responses don't count."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
@@ -154,10 +154,10 @@ class LabConfig:
     """Maximum number of rows to measure."""
 
     max_length: int = 512
-    """Maximum tokens of a dialogue; longer ones lose their beginning."""
+    """Maximum tokens per dialogue; longer ones lose their beginning."""
 
     output_dir: Path | None = None
-    """Directory of lab.json and predictions.jsonl; null is `lab` in the model's directory."""
+    """Directory of lab.json and predictions.jsonl; null uses `lab` in the model's directory."""
 
     actor: str | None = None
     """A model that answers the built-in task's prompts, such as OUT/step1_sft: plots
@@ -167,7 +167,7 @@ class LabConfig:
     """Responses that the actor samples to each prompt."""
 
     prompts: int = 64
-    """Prompts of the built-in task for the actor."""
+    """Number of the built-in task's prompts that the actor responds to."""
 
     seed: int = 1234
     """Seed of the actor's sampling."""

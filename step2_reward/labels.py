@@ -134,7 +134,7 @@ class Labels:
     """Mean and standard deviation of the training labels, used to standardize them."""
 
     tie_share: float = 0.0
-    """Share of the training pairs that are ties, from 0 to 1."""
+    """Fraction of the training pairs that are ties, from 0 to 1."""
 
     @property
     def num_labels(self) -> int:

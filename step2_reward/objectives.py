@@ -1,4 +1,4 @@
-"""Objectives of step 2, by kind of label: the loss of a micro-batch, figures of held-out rows.
+"""Objectives of step 2, by kind of label: the loss of a micro-batch, metrics of held-out rows.
 
 Dimension names: N rows, C outputs of the model.
 """
@@ -156,7 +156,7 @@ class Objective(ABC):
     def evaluate(
         self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
     ) -> tuple[dict[str, float], HeldOut]:
-        """Figures of all processes' held-out rows, loss and accuracy first, and their outputs."""
+        """Metrics of all processes' held-out rows, loss and accuracy first, and their outputs."""
         totals = [0.0, 0.0]
 
         def observe(outputs: LabelOutputs, batch: Batch) -> None:
@@ -171,7 +171,7 @@ class Objective(ABC):
 
     @abstractmethod
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Additional figures of held-out rows, or replacements of common ones."""
+        """Additional metrics of held-out rows, or replacements of common ones."""
 
 
 class PairObjective(Objective):
@@ -219,7 +219,7 @@ class TieObjective(Objective):
         return tie_loss(chosen, rejected, is_tie, kappa), right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """The share of decided pairs in the right order, and kappa."""
+        """The fraction of decided pairs in the right order, and kappa."""
         assert held_out.cutpoints is not None
         decided = [
             float(one > other) + 0.5 * float(one == other)
@@ -275,7 +275,7 @@ class OrdinalObjective(Objective):
         return ordinal_loss(scores, batch.classes, outputs.cutpoints), right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Share of pairs of classes in order, rank correlation, and mean distance in classes."""
+        """Fraction of pairs of classes in order, rank correlation, and mean distance in classes."""
         assert held_out.cutpoints is not None
         scores, targets = held_out.first.squeeze(1), held_out.targets
         taken = ordinal_log_probabilities(scores, held_out.cutpoints).argmax(dim=1)
@@ -298,7 +298,7 @@ class ScalarObjective(Objective):
         return error(scores, batch.targets), None
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Share of pairs in the right order, rank correlation, and error in the data's unit."""
+        """Fraction of pairs in the right order, rank correlation, and error in the data's unit."""
         scores, targets = held_out.first.squeeze(1), held_out.targets
         numbers = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
@@ -362,13 +362,13 @@ class StepObjective(Objective):
         }
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean loss of all steps, and the share predicted right, both times the rows."""
+        """The mean loss of all steps, and the fraction predicted correctly, both times the rows."""
         logits = outputs.logits.squeeze(-1)
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Accuracy of steps, and the figures of first errors."""
+        """Accuracy of steps, and the metrics of first errors."""
         return step_figures(predicted_steps(held_out))
 
 

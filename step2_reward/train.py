@@ -77,7 +77,7 @@ class RewardTraining:
     """The model in its engine, or all stages of it."""
 
     def evaluate(self) -> Evaluation:
-        """Figures of the held-out rows, and the model's outputs for them."""
+        """Metrics of the held-out rows, and the model's outputs for them."""
         training = self.training
         return self.objective.evaluate(self.scorer, training.held_out, training.config)
 
@@ -185,7 +185,7 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
 
 
 def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
-    """The figure that the best weights minimize: the share of wrong rows, or the loss.
+    """The metric that the best weights minimize: the fraction of wrong rows, or the loss.
 
     The loss is added as a tie-breaker, scaled to less than half a row in a million.
     """
@@ -205,7 +205,7 @@ class Moments:
     mean: float
     std: float
     stop_rate: float | None
-    """Share of step 1's responses that ended; None without its responses."""
+    """Fraction of step 1's responses that ended; None without its responses."""
 
 
 def measure_scores(
@@ -354,7 +354,7 @@ def write_settings(model: nn.Module, directory: Path, settings: Mapping[str, obj
 
 
 def _before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Each figure before and after; mean scores, for the report, only after."""
+    """Each metric before and after; mean scores, for the report, only after."""
     figures: dict[str, float] = {}
     for name, value in after.items():
         if name == "loss":

@@ -129,7 +129,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     overlong_buffer: float = 0.0
     """Tokens before max_new_tokens over which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
-    below 1 a share of max_new_tokens."""
+    below 1 a fraction of max_new_tokens."""
 
     overlong: Literal["score", "mask"] = "score"
     """Unfinished responses: score keeps them; mask excludes them from baseline and loss."""
@@ -148,7 +148,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """The largest weight; mask also drops ratios below 1 / correction_cap."""
 
     generation_batch_size: int = 64
-    """Concurrent responses of a process; does not affect the result."""
+    """Concurrent responses per process; does not affect the result."""
 
     inference_tp_size: int = 1
     """Tensor-parallel size of generation; must divide the number of processes and of attention
@@ -159,14 +159,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     resident keeps it."""
 
     offload_in_generation: bool = False
-    """Move the training states of actor and critic to main memory while responses are generated, on
+    """Move the training states of actor and critic to host memory while responses are generated, on
     GPUs, to make room for more at once."""
 
     max_prompt_length: int = 256
-    """Maximum tokens of a prompt; rows with longer prompts are dropped and counted."""
+    """Maximum tokens per prompt; rows with longer prompts are dropped and counted."""
 
     max_new_tokens: int = 256
-    """Maximum tokens of a response, including its end-of-turn token."""
+    """Maximum tokens per response, including its end-of-turn token."""
 
     temperature: float = 1.0
     """Sampling temperature, also of all log-probabilities."""
@@ -216,10 +216,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Upper bound, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
 
     dual_clip: float | None = None
-    """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null is off."""
+    """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null disables it."""
 
     value_clip: float | None = 0.2
-    """Trust region of the value estimate, in units of reward; null is off."""
+    """Trust region of the value estimate, in units of reward; null disables it."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -233,10 +233,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     deviation."""
 
     score_clip: float | None = 5.0
-    """Normalized scores are clipped to ± this; null is off."""
+    """Normalized scores are clipped to ± this; null disables it."""
 
     missing_eos_score: float | None = -1.0
-    """Maximum score of an unfinished response, after normalization; null is off."""
+    """Maximum score of an unfinished response, after normalization; null disables it."""
 
     ptx_coef: float = 0.0
     """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
@@ -245,7 +245,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Plain text or dialogues for the PPO-ptx loss, as in `data.path`; empty uses step 1's rows."""
 
     ema_decay: float | None = None
-    """Decay of the exponential moving average of the actor (enable_ema uses 0.992); null is off."""
+    """Decay of the actor's exponential moving average (enable_ema: 0.992); null disables it."""
 
     samples_every: int = 20
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
@@ -259,7 +259,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def least_micro_batches(self) -> int:
-        """Minimum micro-batches of a minibatch on each process or pipeline."""
+        """Minimum micro-batches per minibatch on each process or pipeline."""
         given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
         if given is None and deterministic == "deterministic":
             return 1
@@ -279,7 +279,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def step_name(self) -> str:
-        """Name of the step in figures; each of several methods has a directory with its name."""
+        """Name of the step in metrics; each of several methods has a directory with its name."""
         own = f"step3_{self.method}"
         return own if self.output_dir.name == own else "step3_ppo"
 
@@ -307,11 +307,11 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts of a rollout over all processes; a process has all responses to its prompts."""
+        """Prompts per rollout over all processes; a process has all responses to its prompts."""
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
-        """Maximum responses of a rollout on one of a number of processes."""
+        """Maximum number of a rollout's responses on one process."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
     @property
@@ -340,7 +340,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of a prompt with its response."""
+        """Maximum tokens per prompt with its response."""
         return self.max_prompt_length + self.max_new_tokens
 
     @property
@@ -502,7 +502,7 @@ def _if_sharded(model: TrainedModelConfig) -> TrainedModelConfig | None:
 
 
 def check_method(config: PPOConfig, needs: Needs) -> None:
-    """Refuse incompatible estimators, losses, groups and penalties.
+    """Reject incompatible estimators, losses, groups and penalties.
 
     Raises:
         ConfigError: they are; the message names the setting and the fix.

@@ -77,7 +77,7 @@ class Limits:
     """Maximum responses of the actor."""
 
     max_opening: int
-    """Maximum tokens of the opening, with the generation prompt."""
+    """Maximum tokens in the opening, with the generation prompt."""
 
     max_tokens: int
     """Maximum tokens after the opening, including observations."""
@@ -106,7 +106,7 @@ class _Playing:
     key: int
     episode: EpisodeResponse = field(default_factory=EpisodeResponse)
     limit: int = 0
-    """Maximum tokens of the whole sequence, including the opening."""
+    """Maximum tokens in the whole sequence, including the opening."""
 
 
 def play(

@@ -244,7 +244,7 @@ class Evaluator:
         """Evaluate the starting model, the first candidate, on all held-out prompts.
 
         Raises:
-            ModelError: its figures are not finite.
+            ModelError: its metrics are not finite.
             RewardError: a reward source fails on too many responses.
             ConfigError: no source applies to any response; or the run resumes and its starting
                 model no longer exists.
@@ -276,7 +276,7 @@ class Evaluator:
         """Print samples and evaluate the actor after iteration `step`, if that is due.
 
         Raises:
-            DivergedError: its figures are not finite.
+            DivergedError: its metrics are not finite.
         """
         if step % self.config.samples_every == 0:
             self.held_out.print_samples(step)
@@ -317,7 +317,7 @@ class Evaluator:
         )
 
     def _figures(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Figures of sampled responses to the watched prompts; wins are against the start."""
+        """Metrics of sampled responses to the watched prompts; wins are against the start."""
         return {
             "objective": self.watched.objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
@@ -330,7 +330,7 @@ class Evaluator:
 
     @property
     def _score_name(self) -> str:
-        """Name of the response scores in figures."""
+        """Name of the response scores in metrics."""
         return "reward" if self.config.rewards else "score"
 
 
@@ -350,7 +350,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
     """Warn if the actor did not improve on the starting model, or if it got worse again.
 
-    The figure is the objective on the watched prompts: mean reward minus kl_coef times the KL.
+    The metric is the objective on the watched prompts: mean reward minus kl_coef times the KL.
     """
     now = -best.last
     method = method_title(config.method_name)

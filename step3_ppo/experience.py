@@ -135,7 +135,7 @@ class Rollout:
     """False for responses that are excluded from baselines and losses."""
 
     correction: Float[Tensor, "B T"] | None = None
-    """Importance weights if generation's policy differs from training's; else None."""
+    """Importance weights if generation's policy differs from training's; otherwise None."""
 
     group_size: int = 1
     """Responses per prompt, which are adjacent."""

@@ -55,7 +55,7 @@ class GuardConfig(Guard):
     limit: float
     """kl: nats per response; kl_per_token, rollout_gap: nats per token; ratio_max: the ratio;
     entropy, response_length: relative to the first rollout, below 1 a lower bound; stop_rate:
-    decrease since the first rollout; repetition, dead_groups, reward_failures: share; skipped:
+    decrease since the first rollout; repetition, dead_groups, reward_failures: fraction; skipped:
     optimizer steps of an update; explained_variance: lower bound; divergence: standard errors by
     which the training reward rises while ppo.gold falls."""
 
@@ -78,8 +78,8 @@ class GuardSettings:
 
     guards: tuple[GuardConfig, ...] = WARNING
     """A list of signal, limit, window and action, which overrides the default guards, which warn;
-    strict rolls back, none is off (docs/guards.md). Guards that stop or roll back need save_every
-    in iterations."""
+    strict rolls back, none turns them off (docs/guards.md). Guards that stop or roll back need
+    save_every in iterations."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:

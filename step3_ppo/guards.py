@@ -11,7 +11,7 @@ OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose trend over some iterations is checked: means and their standard errors."""
 
 LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
-"""The limits of an episode, by the metric for the share of episodes that each one ended."""
+"""The limits of an episode, by the metric for the fraction of episodes that each one ended."""
 
 
 SENTENCES: Mapping[str, str] = {

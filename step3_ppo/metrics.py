@@ -26,7 +26,7 @@ def rollout_statistics(
 
     `score` is the mean of `counted_score`, NaN for a response without one (by default, of the
     reward model's raw score), `score_stderr` its standard error, and `reward_score` the mean of the
-    maximized reward; `uncounted` is the share of responses used in neither a baseline nor a loss;
+    maximized reward; `uncounted` is the fraction of responses in neither a baseline nor a loss;
     `rollout_gap` and `rollout_gap_max` are the mean and the largest absolute difference between the
     log-probabilities of generation and of training.
     """
@@ -108,10 +108,10 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean standard deviation within groups, and the share of groups with equal rewards.
+    """Mean standard deviation within groups, and the fraction of groups with equal rewards.
 
-    `dead_right` is the share of groups with equal rewards above 0, `dead_wrong` that of the other
-    equal groups.
+    `dead_right` is the fraction of groups with equal rewards above 0, `dead_wrong` the fraction of
+    other equal groups.
     """
     if rollout.group_size == 1:
         return {}
@@ -136,7 +136,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean weight per token, and the effective sample size as a share of the tokens.
+    """Mean weight per token, and the effective sample size as a fraction of the tokens.
 
     Empty without a correction.
     """

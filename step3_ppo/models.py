@@ -66,7 +66,7 @@ class RewardText:
         self.chat = chat
         """The reward model's chat format."""
         self.max_tokens = max_tokens
-        """Maximum tokens of the reward model; longer dialogues lose their beginning."""
+        """Maximum tokens that the reward model reads; longer dialogues lose their beginning."""
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
     def know(self, prompts: Iterable[Prompt]) -> None:

@@ -37,7 +37,7 @@ class RewardSettings:
     """A source that is only measured, never trained on; null measures none."""
 
     reward_timeout: float = 10.0
-    """Maximum seconds of a call of a source or environment; a longer one is ended and fails."""
+    """Maximum seconds per source or environment call; longer ones are aborted and fail."""
 
     reward_workers: int = 2
     """Worker processes for the sources of each process of the step, and the same number for
@@ -51,8 +51,8 @@ class RewardSettings:
     """Maximum turns of the actor in an episode."""
 
     max_reward_failures: float = 0.1
-    """Share of an iteration's responses whose rewards may fail; these are not trained on. Beyond it
-    the run stops."""
+    """Maximum fraction of an iteration's responses whose rewards fail, above which the run stops.
+    Such responses are not trained on."""
 
     @property
     def uses_reward_model(self) -> bool:
@@ -86,7 +86,7 @@ class RewardSettings:
         return replace(columns, needed=needed, all=True)
 
     def check_rewards(self) -> None:
-        """Refuse sources that contradict each other.
+        """Reject sources that contradict each other.
 
         Raises:
             ConfigError: they do; the message names the setting.

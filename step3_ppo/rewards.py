@@ -152,7 +152,7 @@ class ResponseRewards:
         return {name_metric(name): scored.values for name, scored in self.sources.items()}
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
-        """Means by source, the share without a reward, and the waiting time, over all processes.
+        """Means by source, the fraction without a reward, and the waiting time, over all processes.
 
         The `group_size` responses to each prompt are not independent, which the standard error of
         gold accounts for.
@@ -206,7 +206,7 @@ def compute_rewards(
         strict: whether failures may stop the run.
 
     Raises:
-        RewardError: a source failed on a larger share of all processes' responses than
+        RewardError: a source failed on a larger fraction of all processes' responses than
             `max_reward_failures`.
     """
     of_model = None if score is None else compute_reward(score, stopped, models, config)

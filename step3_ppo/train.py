@@ -76,7 +76,7 @@ def set_up(
     """Load the models, with `resume` an earlier run's state, and evaluate the initial actor.
 
     Raises:
-        ModelError: as `step3_ppo.models.load_models`; or the actor's first figures are not finite.
+        ModelError: as `step3_ppo.models.load_models`; or the actor's first metrics are not finite.
         ConfigError: the models don't support a setting, or processes have different files.
     """
     sources.check_alike(run.mesh.world)

@@ -410,7 +410,7 @@ def _learn_policy(
 def _policy_objective(
     outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's summed loss on a micro-batch, and its figures."""
+    """The policy's summed loss on a micro-batch, and its metrics."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )

@@ -113,8 +113,8 @@ class GuardSettings:
 
     guards: tuple[GuardConfig, ...] = WARNING
     """A list of signal, limit, window and action, which overrides the default guards, which warn;
-    strict rolls back, none is off (docs/guards.md). Guards are checked at evaluations. Those that
-    stop or roll back need save_every in steps."""
+    strict rolls back, none turns them off (docs/guards.md). Guards are checked at evaluations.
+    Those that stop or roll back need save_every in steps."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
@@ -175,7 +175,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Margin that a pair must exceed in loss dpo, after beta (SimPO)."""
 
     label_smoothing: float = 0.0
-    """Assumed share of pairs whose order is wrong, in loss dpo (cDPO)."""
+    """Assumed fraction of pairs whose order is wrong, in loss dpo (cDPO)."""
 
     robust: bool = False
     """Correct the loss for this share instead of averaging over it (robust DPO)."""
@@ -212,10 +212,10 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Stop after this many evaluations without a better loss; null never stops early."""
 
     max_prompt_length: int = 256
-    """Maximum tokens of a held-out prompt; longer ones are dropped and counted."""
+    """Maximum tokens per held-out prompt; longer ones are dropped and counted."""
 
     max_new_tokens: int = 256
-    """Maximum tokens of a response to a held-out prompt, including its end-of-turn token."""
+    """Maximum tokens per response to a held-out prompt, including its end-of-turn token."""
 
     temperature: float = 1.0
     """Sampling temperature for responses to held-out prompts."""
@@ -224,11 +224,11 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Held-out prompts to answer in evaluations during training; 0 answers none."""
 
     generation_batch_size: int = 64
-    """Concurrent responses of a process; does not affect the result."""
+    """Concurrent responses per process; does not affect the result."""
 
     @property
     def step_name(self) -> str:
-        """Name of the step in figures."""
+        """Name of the step in metrics."""
         return f"step3_{self.method}"
 
     @property
@@ -326,7 +326,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
 
     def _check_guards(self) -> None:
-        """Refuse guards that would never be checked or could never trip."""
+        """Reject guards that would never be checked or could never trip."""
         unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, for sampled responses")
         check_guards(
             *(self.guards, KNOWN),
@@ -343,7 +343,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
 
     def _check_loss(self) -> None:
-        """Refuse settings that the loss does not use."""
+        """Reject settings that the loss does not use."""
         for name in ("weight_chosen", "weight_rejected"):
             value = getattr(self, name)
             require(

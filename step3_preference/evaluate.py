@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 def evaluate_rows(
     rows: Sequence[Row], reference: Reference, config: PreferenceConfig
 ) -> dict[str, float]:
-    """The training figures of held-out rows, without gradients, over all processes.
+    """The training metrics of held-out rows, without gradients, over all processes.
 
-    For single responses, `accuracy` is the share of pairs of a good and a bad response to the same
+    For single responses, `accuracy` is the fraction of (good, bad) pairs of responses to the same
     prompt (or if there are none, to any prompts) that the log-ratio orders correctly.
     """
     passes, engine = reference.start.passes, reference.start.engine
@@ -82,7 +82,7 @@ def evaluate_rows(
 
 
 def order(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
-    """Share of pairs of a good and a bad response in the right order, ties counting half.
+    """Fraction of pairs of a good and a bad response in the right order, ties counting half.
 
     Args:
         parts: value by row index; each row is in one of them.
@@ -178,7 +178,7 @@ class HeldOut(HeldOutPrompts):
         return total / count
 
     def repetition(self, responses: Sequence[Response]) -> float:
-        """Share of tokens in the actor's responses that end a repeated trigram."""
+        """Fraction of tokens in the actor's responses that end a repeated trigram."""
         counted = [each for each, is_own in zip(responses, self.counted, strict=True) if is_own]
         repeated = sum(repeated_trigrams(each.ids) for each in counted)
         tokens = sum(len(each.ids) for each in counted)
@@ -252,10 +252,10 @@ class Evaluator:
         return self.training.best
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> dict[str, float]:
-        """Evaluate the initial actor, which is the first candidate; return its figures.
+        """Evaluate the initial actor, which is the first candidate; return its metrics.
 
         Raises:
-            ModelError: its figures are not finite.
+            ModelError: its metrics are not finite.
             ConfigError: the run resumes and its starting model no longer exists.
         """
         start = checkpoints.require_same_start(self.config.model)
@@ -274,10 +274,10 @@ class Evaluator:
         return figures
 
     def evaluate(self, step: int, run: Run) -> dict[str, float]:
-        """Evaluate the actor after optimizer step `step`, if due; return its figures.
+        """Evaluate the actor after optimizer step `step`, if due; return its metrics.
 
         Raises:
-            DivergedError: its figures are not finite.
+            DivergedError: its metrics are not finite.
         """
         if not self.training.evaluates_after(step):
             return {}
@@ -333,7 +333,7 @@ class Evaluator:
         return evaluate_rows(self.training.held_out, self.reference, self.config)
 
     def _answered(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Figures of sampled responses to the watched prompts."""
+        """Metrics of sampled responses to the watched prompts."""
         if not responses:
             return {}
         scored = {"sampled_score": mean_score(responses)} if self.config.reward.path else {}
@@ -349,7 +349,7 @@ class Evaluator:
         return {"eval_by_prompt": found} if found else {}
 
     def _summary(self, after: HeldOutResponses) -> dict[str, float | None]:
-        """Figures of greedy responses to all prompts; the win rate is null without a judge."""
+        """Metrics of greedy responses to all prompts; the win rate is null without a judge."""
         before = self.before
         new, old = (
             [

@@ -1,4 +1,4 @@
-"""The loss of a batch of rows, as in the settings, and its figures.
+"""The loss of a batch of rows, as in the settings, and its metrics.
 
 Dimension name: S sequences of a batch, the chosen ones first.
 """
@@ -45,7 +45,7 @@ class Figures:
 
     @classmethod
     def none(cls) -> "Figures":
-        """The figures of no rows."""
+        """The metrics of no rows."""
         return cls(torch.zeros(8, dtype=torch.float64, device=local_device()))
 
     def __add__(self, other: "Figures") -> "Figures":
@@ -79,7 +79,7 @@ def objective(
     config: PreferenceConfig,
     point: Point,
 ) -> tuple[Float[Tensor, ""], Figures]:
-    """The loss, summed over rows, and the figures of the batch.
+    """The loss, summed over rows, and the metrics of the batch.
 
     Args:
         batch: the rows.

@@ -38,7 +38,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens in all sequences."""
         return sum(map(len, self.sequences))
 
 

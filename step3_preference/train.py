@@ -71,7 +71,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     """Load the actor and the reference and, with `resume`, the state of an earlier run.
 
     Raises:
-        ModelError: the actor's first figures are not finite.
+        ModelError: the actor's first metrics are not finite.
         ConfigError: the model doesn't support a setting.
     """
     model = trained_causal_lm(

@@ -101,7 +101,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "cohere": {**_GROUPED, "logit_scale": 0.25},
     "granite": {**_GROUPED, "logits_scaling": 8.0},
 }
-"""Model types whose logits are more than the product with their output matrix; so are gemma2's."""
+"""Model types whose logits are more than the product with their output layer; so are gemma2's."""
 
 POPULAR: dict[str, dict[str, Any]] = {
     "qwen2": _GROUPED,

@@ -285,7 +285,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
 def reports(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, Reported]:
-    """The policy's log-probabilities, by row, for the requests that ask for them."""
+    """The policy's log-probabilities, by row, for the requests that include them."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))

@@ -44,7 +44,7 @@ def slot_width(capacity: int) -> int:
 
 
 def slot_bytes(model: PreTrainedModel, capacity: int) -> int:
-    """Memory of a slot of this process: keys and values of all layers."""
+    """Bytes per slot on this process: keys and values of all layers."""
     settings = model.config.get_text_config()
     heads, all_heads = kv_heads_here(model), settings.num_attention_heads
     heads = heads or getattr(settings, "num_key_value_heads", None) or all_heads
@@ -147,7 +147,7 @@ class SlotCache(Cache):
 
 
 class NextToken:
-    """Attention of one token of each of the first B slots to the tokens up to itself.
+    """Causal attention of one new token in each of the first B slots.
 
     More rows than slots are padding; their result is 0, unless there is `out`.
     """
@@ -157,7 +157,7 @@ class NextToken:
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = lengths
-        """Tokens of each slot, the new one included."""
+        """Number of tokens in each slot, including the new one."""
         self.device = device
         self._masks: dict[int | None, Float[Tensor, "B 1 1 K"]] = {}
         self._ends: Int[Tensor, " B"] | None = None
@@ -173,7 +173,7 @@ class NextToken:
         dropout: float,
         out: Float[Tensor, "1 N H E"] | None = None,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention by a kernel if there is one, otherwise by PyTorch; fills `out` if given."""
+        """Attention with a kernel if there is one, otherwise with PyTorch; fills `out` if given."""
         del dropout  # unused in generation
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if self.is_live or kernel_for(rows, key, value) is not None:

@@ -59,7 +59,7 @@ Agree = Callable[[bool], bool]
 
 
 class LiveKeys(NextToken):
-    """Attention with lengths on the GPU: a graph is replayed with others, up to `longest`."""
+    """Attention with lengths in GPU memory: one graph works for all lengths up to `longest`."""
 
     is_live = True
 
@@ -72,10 +72,10 @@ class LiveKeys(NextToken):
         return self.live[:count]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:  # noqa: ANN401
-        """Attention by the kernel.
+        """Compute attention with the kernel.
 
         Raises:
-            ReplayError: there is no kernel for it on this GPU.
+            ReplayError: no kernel supports the model on this GPU.
         """
         if query.is_cuda and kernel_for(query[0].transpose(0, 1), key, value) is None:
             raise ReplayError("no attention kernel supports the model")
@@ -151,7 +151,7 @@ class GraphedRows(ReplayedRows):
     repeat = _replay
 
     def advance(self, tokens: Int[Tensor, " B"], moves: Int[Tensor, " B"]) -> None:
-        """Set the next tokens of the first rows, each `moves` further, on the device."""
+        """Set the next tokens of the first rows on the device; add `moves` to their positions."""
         numbers = self._numbers[:, : len(tokens)]
         numbers[0] = tokens
         numbers[1:] += moves

@@ -50,7 +50,7 @@ class PassCounts:
 
     @property
     def share_replayed(self) -> float:
-        """Replayed passes as a share of all decoding passes; 0 without any."""
+        """Fraction of decoding passes that were replayed; 0 if there were none."""
         return self.replayed / max(1, self.replayed + self.by_modules)
 
 
@@ -160,7 +160,7 @@ class Call:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     made: tuple[Tensor, ...]
-    """Its results, in memory that is reused."""
+    """Results, in memory that is reused."""
 
     repeat: Replay | None = None
     """Repeats a call outside the trace."""
@@ -264,7 +264,7 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def require_replayable(call: Call, result: object) -> None:
-    """Refuse a call whose repetition would differ from the modules' Python code.
+    """Reject a call whose repetition would differ from the modules' Python code.
 
     Raises:
         ReplayError: it draws random numbers, Python or a shape depends on the numbers it read, or
@@ -390,7 +390,7 @@ def fuse_gate(calls: list[Call], index: int) -> None:
 
 
 def fuse_norm(group: Sequence[Call]) -> Replay | None:
-    """X * rsqrt(mean(x^2) + epsilon) * weight by the kernel; None for other calls."""
+    """X * rsqrt(mean(x^2) + epsilon) * weight with the kernel; None for other calls."""
     pattern, tensors = describe(group)
     if pattern not in NORMS or tensors[6].shape != tensors[0].shape[-1:]:
         return None
@@ -398,7 +398,7 @@ def fuse_norm(group: Sequence[Call]) -> Replay | None:
 
 
 def fuse_rotation(group: Sequence[Call]) -> Replay | None:
-    """X * cos + (-x2, x1) * sin by the kernel, of halves x1 and x2; None for other calls."""
+    """X * cos + (-x2, x1) * sin with the kernel, of halves x1 and x2; None for other calls."""
     pattern, tensors = describe(group)
     if pattern not in ROTATIONS:
         return None
@@ -431,7 +431,7 @@ def describe(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
 
 
 def identity(tensor: Tensor) -> object:
-    """A key that is equal for tensors of the same numbers in memory."""
+    """A key that is equal for tensors with the same memory and layout."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -484,7 +484,7 @@ def memory(tensor: Tensor) -> int:
 
 
 class CurrentLayout:
-    """The layout that modules are given: that of the current pass, on and off a trace."""
+    """The layout passed to modules: that of the current pass, whether traced or not."""
 
     def __init__(self) -> None:
         self.layout: NextToken | None = None
@@ -530,7 +530,7 @@ class CurrentLayout:
 
 
 class TracedRows(ReplayedRows):
-    """Traced passes with a fixed number of rows, with products by the kernel for few rows."""
+    """Traced passes with a fixed number of rows, whose small matmuls use the kernel."""
 
     def __init__(self, modules: Pass, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -573,7 +573,7 @@ class TracedRows(ReplayedRows):
         return self._trace.replay()
 
     def _product(self, call: Call) -> Replay | None:
-        """A product of few rows by the kernel, which skips padding; None if it is not supported."""
+        """A matmul of few rows with the kernel, which skips padding; None if unsupported."""
         if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
             return None
         if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:

@@ -25,7 +25,7 @@ class Response:
     """The response to one prompt."""
 
     ids: list[int] = field(default_factory=list)
-    """Sampled tokens, the stop token included."""
+    """Sampled tokens, including the stop token."""
 
     logprobs: list[float] = field(default_factory=list)
     """log pi of each token under the full policy at the sampling temperature (at temperature 1 for
@@ -70,7 +70,7 @@ class Request:
     """Selects the sample, together with the sampler's seed."""
 
     max_new_tokens: int
-    """Maximum tokens of the response, including the stop token."""
+    """Maximum tokens in the response, including the stop token."""
 
     drawn: int = 0
     """Tokens sampled with this key in earlier turns of the dialogue: this turn continues after
@@ -114,7 +114,7 @@ class Ticket:
 
     @cached_property
     def identity(self) -> Hashable:
-        """A key that is equal for tickets whose prompts are read once."""
+        """A key that is equal for tickets whose prompt needs to be read only once."""
         return self.request.scope, self.request.prompt
 
     @property

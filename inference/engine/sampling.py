@@ -98,7 +98,7 @@ class Sampler(Draw):
 
     @property
     def alters_logits(self) -> str | None:
-        """The reason why logits change before a choice, as a clause; None if they don't."""
+        """Why the logits are modified before sampling, as a clause; None if they aren't."""
         if self.needs_history:
             return "a repetition penalty changes the logits"
         if self.counts_tokens or self.logit_bias:
@@ -235,7 +235,7 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """The token at cumulative weight `points`, as a share of each row's total; never of weight 0.
+    """The token at cumulative weight `points`, a fraction of each row's total; never of weight 0.
 
     In a large vocabulary it is found in two steps, the block and the token in it: one pass over the
     weights.
@@ -252,7 +252,7 @@ def inverse_transform(
 def _place(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a share of the cumulative weight, and the share of its own weight."""
+    """Return the index at a fraction of the total weight, and the fraction of its own weight."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, thresholds, right=True)

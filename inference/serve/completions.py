@@ -29,7 +29,7 @@ from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
 MOST_ROWS = 1024
-"""Maximum responses of one request."""
+"""Maximum responses per request."""
 
 LEAST = -9999.0
 """Replaces minus infinity, which JSON can't represent."""
@@ -139,7 +139,7 @@ class Reply:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens in all prompts."""
         return sum(map(len, self.prompts))
 
     @property
@@ -229,7 +229,7 @@ class Reply:
 
 
 def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) -> None:
-    """Refuse a prompt without room for `after` tokens, or with token ids that the model lacks.
+    """Reject a prompt without room for `after` tokens, or with token ids that the model lacks.
 
     Raises:
         ApiError: the prompt is refused.
@@ -458,7 +458,7 @@ def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
 
 @dataclass
 class TextPosition:
-    """The position in the text of a response up to which tokens were returned."""
+    """Position in a response's text up to which tokens have been returned."""
 
     served: ServedModel
     begins: bool

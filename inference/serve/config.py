@@ -39,17 +39,17 @@ class ServeConfig:
     """Port to listen on; 0 uses any free port."""
 
     threads: int | None = None
-    """Processor threads; null uses RLHF_THREADS, else one for each core."""
+    """CPU threads; null uses RLHF_THREADS, else one per core."""
 
     precision: Precision = "auto"
-    """Number format of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
+    """Data type of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
     fp16."""
 
     slots: int | None = None
-    """Concurrent sequences of each model; null uses as many as fit, at most 32."""
+    """Concurrent sequences per model; null uses as many as fit, at most 32."""
 
     context: int | None = None
-    """Maximum tokens of a sequence, prompt and response; null uses the model's, at most 8,192."""
+    """Maximum tokens per sequence, prompt and response; null uses the model's, at most 8,192."""
 
     cache_gib: float | None = None
     """Memory for keys and values of all models; null uses half of what the weights leave free."""
@@ -78,13 +78,13 @@ class ServeConfig:
     """Seconds for running requests to end after SIGTERM."""
 
     max_body_mib: float = 2.0
-    """Maximum size of a request's body in MiB."""
+    """Maximum size of a request body in MiB."""
 
     max_tokens_default: int = 512
-    """Maximum tokens of a response if a request gives no length."""
+    """Maximum tokens per response if a request gives no length."""
 
     max_n: int = 16
-    """Maximum responses to one prompt."""
+    """Maximum responses per prompt."""
 
     api_key: tuple[str, ...] = ()
     """API keys, one of which each request must have; RLHF_API_KEY gives one too. Prefer a file:
@@ -109,7 +109,7 @@ class ServeConfig:
     """Certificate for serving https."""
 
     tls_key: Path | None = None
-    """Its private key."""
+    """Private key of the certificate."""
 
     def __post_init__(self) -> None:
         require(

@@ -47,7 +47,7 @@ class Metrics:
             buckets=SECONDS,
             registry=registry,
         )
-        memory = Gauge("process_resident_memory_bytes", "Main memory.", registry=registry)
+        memory = Gauge("process_resident_memory_bytes", "Host memory.", registry=registry)
         memory.set_function(lambda: psutil.Process().memory_info().rss)
 
     @property

@@ -56,7 +56,7 @@ class ServedModel:
     num_slots: int
 
     context: int
-    """Maximum tokens of prompt and response."""
+    """Maximum tokens in prompt and response."""
 
     weights_hash: str
     view_bytes: TokenBytes
@@ -186,10 +186,10 @@ NAME = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"
 
 MOST_CONTEXT = 8192
-"""Maximum tokens of a sequence without `--context`."""
+"""Maximum tokens per sequence without `--context`."""
 
 LEAST_CONTEXT = 256
-"""Minimum tokens of a sequence that must fit in memory without `--context`."""
+"""Minimum tokens per sequence that must fit in memory without `--context`."""
 
 MOST_SLOTS = 32
 """Maximum concurrent sequences without `--slots`."""

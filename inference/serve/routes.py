@@ -81,7 +81,7 @@ async def _fail(*_: object) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """Refuse an unknown path or method."""
+    """Reject an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = {404: "no such path", 405: f"this path does not support {request.method}"}
     message = what.get(error.status_code, "the request can't be read")
@@ -136,7 +136,7 @@ async def health(_: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """`GET /ready`: whether requests are admitted; else 503."""
+    """`GET /ready`: whether requests are admitted; otherwise 503."""
     broker = get_state(request).broker
     status = "ready" if broker.is_ready else "draining" if broker.draining else "not ready"
     return json_response({"status": status}, status=200 if broker.is_ready else 503)

@@ -64,7 +64,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def check(self) -> "ChatMessage":
-        """Refuse tool calls."""
+        """Reject tool calls."""
         if self.tool_calls or self.function_call:
             raise ValueError(f"tool calls are not supported: {EXPORTS}")
         return self
@@ -120,7 +120,7 @@ class SamplingFields(Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts before which a response ends."""
+        """Stop strings: a response ends before them."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(each for each in given if each)
 
@@ -141,7 +141,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     @model_validator(mode="after")
     def check(self) -> "ChatRequest":
-        """Refuse a turn that both begins and continues a response."""
+        """Reject a turn that both begins and continues a response."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "continue_final_message and add_generation_prompt are mutually exclusive"
@@ -164,7 +164,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> "list[str | list[int]]":
-        """One or more, each a text or token ids."""
+        """One or more prompts, each a text or token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -228,7 +228,7 @@ class RatingRequest(Strict, extra="forbid"):
 
     @model_validator(mode="after")
     def check(self) -> "RatingRequest":
-        """Each kind has its own fields."""
+        """Check the fields of each kind of rating."""
         if self.messages[-1].role != "user":
             raise ValueError("messages must end with a user turn")
         if len(self.answers) != (2 if self.kind == "pair" else 1):

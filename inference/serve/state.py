@@ -182,7 +182,7 @@ class State:
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that reads `size` characters, on a thread if they are many.
+    """Call a function that reads `size` characters, on a thread if `size` is large.
 
     This keeps a long text from delaying other clients' streams.
     """
@@ -192,7 +192,7 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
 
 
 def size_of(messages: Sequence[Message], arguments: Mapping[str, Argument] | None) -> int:
-    """Characters of a dialogue; compiling a template takes as long as `LONG` characters."""
+    """Number of characters in a dialogue; compiling a template counts as `LONG` characters."""
     return LONG if arguments else sum(len(message.content) for message in messages)
 
 

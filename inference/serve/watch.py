@@ -72,7 +72,7 @@ class WatchedRun:
         }
 
     def _notice(self, name: str) -> str:
-        """A notice if an unfinished step has not written for long; else empty."""
+        """A notice if an unfinished step has not written for long; empty otherwise."""
         directory = self.out / name
         begun, written = _stamp(directory / "config.yaml")[0], _stamp(directory / FILES[0])[0]
         if not (name and begun and written) or (directory / "result.json").exists():

@@ -32,11 +32,11 @@ class Piece:
     """Index among the responses of the job."""
     text: str = ""
     ids: list[int] = field(default_factory=list)
-    """Tokens since the last piece, a stop token included."""
+    """Tokens since the last piece, including a stop token."""
     reported: list[Reported] = field(default_factory=list)
     """Log-probabilities of the tokens with text, if they are requested."""
     num_reused: int = 0
-    """Tokens of the prompt whose keys and values were stored; in the first piece."""
+    """Number of tokens in the prompt whose keys and values were stored; in the first piece."""
     finish: Literal["stop", "length"] | None = None
     """The reason why the response ended."""
     error: str | None = None

@@ -35,13 +35,13 @@ OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients"
 WEIGHTS_OFFLOADED: Settings = {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"}
 
 ENOUGH_TOKENS = 2048
-"""Tokens of a micro-batch below which `--plan auto` prefers recomputation or offload."""
+"""Tokens per micro-batch below which `--plan auto` prefers recomputation or offload."""
 
 MOST_TOKENS = 16384
-"""Tokens of a micro-batch above which a larger one is not faster."""
+"""Tokens per micro-batch above which a larger one is not faster."""
 
 MARGIN = 0.9
-"""Share of the memory that `--plan auto` fills."""
+"""Fraction of the memory that `--plan auto` fills."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check_memory(config: StepConfig) -> None:
     `train.py` checks all steps itself.
 
     Raises:
-        ConfigError: the step doesn't fit; the message has the figures and the cheapest change.
+        ConfigError: the step doesn't fit; the message has the numbers and the cheapest change.
     """
     if launched.rank() != 0 or PLANNED in os.environ:
         return

@@ -1,4 +1,4 @@
-"""A machine for planning: processes, devices, main memory, and speed."""
+"""A machine for planning: processes, devices, host memory, and speed."""
 
 import re
 import shutil
@@ -22,16 +22,16 @@ class Machine:
     """One machine of a job; all machines of a job are alike."""
 
     processes: int
-    """Maximum processes of a step on one machine; with GPUs one per GPU."""
+    """Maximum processes per step on one machine; with GPUs one per GPU."""
 
     world: int
-    """Processes of a step on all machines."""
+    """Number of processes of the step, on all machines."""
 
     gpu_bytes: int | None
-    """Memory of each GPU; None if unknown, or if models compute on the CPU."""
+    """Memory per GPU; None if unknown, or if models compute on the CPU."""
 
     host_bytes: int | None
-    """Main memory for all processes; None if unknown."""
+    """Host memory for all processes; None if unknown."""
 
     name: str = "this machine"
 
@@ -60,7 +60,7 @@ def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
 
 
 def parse_machine(text: str) -> Machine:
-    """Parse a machine such as `8xA100-80GB` or, with main memory, `2x8xH100-80GB+1024GB`.
+    """Parse a machine such as `8xA100-80GB` or, with host memory, `2x8xH100-80GB+1024GB`.
 
     Raises:
         ConfigError: the text is not of this form.
@@ -71,7 +71,7 @@ def parse_machine(text: str) -> Machine:
     if match is None:
         raise ConfigError(
             f"--plan-for {text} is not a machine; pass GPUs and their memory, such as 8xA100-80GB"
-            " or 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
+            " or 4x24GB, with host memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
         )
     nodes, gpus, size, host = match.groups()
     count = int(gpus)
@@ -113,7 +113,7 @@ def describe_machine(machine: Machine) -> str:
     if machine.host_bytes is not None:
         count = machine.processes
         processes = "1 process" if count == 1 else f"{count} processes"
-        parts.append(f"{in_words(machine.host_bytes)[0]} of main memory for {processes}")
+        parts.append(f"{in_words(machine.host_bytes)[0]} of host memory for {processes}")
     return f"{machine.name} has {' and '.join(parts) or 'unknown memory'}"
 
 

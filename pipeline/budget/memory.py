@@ -14,9 +14,9 @@ from pipeline.budget.models import CountedModel, check_cut, read_models
 from pipeline.config import Generation, StepConfig, Workload
 
 Place = Literal["device", "host", "disk"]
-"""Where memory is: the compute device, main memory next to a GPU, or a file."""
+"""Where memory is: the compute device, host memory next to a GPU, or a file."""
 
-PLACES: Mapping[Place, str] = {"device": "", "host": "  in main memory", "disk": "  on the disk"}
+PLACES: Mapping[Place, str] = {"device": "", "host": "  in host memory", "disk": "  on the disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
 """Transient kinds, of which the allocator reserves more than is used."""
@@ -73,11 +73,11 @@ class Phase:
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
     def peak(self, place: Place) -> int:
-        """Bytes of all kinds."""
+        """Total bytes in one place."""
         return int(sum(item.num_bytes for item in self.items if item.place == place))
 
     def least(self) -> "Phase":
-        """The phase with the smallest memory that it can adapt to."""
+        """The same phase at the minimum memory it can adapt to."""
         items = (
             item if item.least is None else replace(item, num_bytes=item.least)
             for item in self.items
@@ -98,7 +98,7 @@ class StepMemory:
     """Parameters of each model by role, including adapters."""
 
     def peak(self, place: Place) -> int:
-        """Most bytes in any phase."""
+        """Maximum bytes over all phases."""
         return max((phase.peak(place) for phase in self.phases), default=0)
 
 
@@ -327,13 +327,13 @@ def line(memory: StepMemory, machine: Machine) -> str:
     (needed,) = in_words(worst.peak("device"))
     more = " plus uncounted parts" if memory.unknown else ""
     host = max(phase.peak("host") for phase in phases)
-    of_host = f", {in_words(host)[0]} of main memory" if host and machine.has_gpu else ""
+    of_host = f", {in_words(host)[0]} of host memory" if host and machine.has_gpu else ""
     each = "on each GPU" if machine.has_gpu else "in each process"
     return f"about {needed} {each} (to {worst.name}){of_host}{more}"
 
 
 def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
-    """Table of kinds by phases; main memory and disk follow the device."""
+    """Table of kinds by phases; host memory and disk follow the device."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= GIB else (MIB, "MiB")
 
     def row(name: str, sizes: Iterable[int]) -> str:

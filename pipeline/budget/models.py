@@ -36,16 +36,16 @@ class Shape:
     hidden: int
     vocabulary: int
     key_heads: int
-    """Heads of keys of a layer."""
+    """Number of key-value heads per layer."""
 
     kv_width: int
-    """Elements of the keys of one token in one layer."""
+    """Number of elements in one token's keys, per layer."""
 
     kept: int
-    """Elements per token that the backward pass of one block needs."""
+    """Number of elements saved for the backward pass, per token and block."""
 
     itemsize: int
-    """Bytes of an activation."""
+    """Bytes per activation element."""
 
     block_bytes: int
     """Bytes of all blocks together."""
@@ -54,7 +54,7 @@ class Shape:
     """Bytes outside of the blocks: embeddings, head, last norm."""
 
     block_trained: int
-    """Trained numbers in all blocks."""
+    """Number of trained parameters in all blocks."""
 
     root_trained: int
 
@@ -84,7 +84,7 @@ class CountedModel:
 
     @property
     def role(self) -> str:
-        """The field of the step's settings."""
+        """Field of the step's settings that holds the model."""
         return self.use.role
 
     @property
@@ -99,7 +99,7 @@ class CountedModel:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of weights, adapters included; packed quantized weights count unpacked."""
+        """Number of weights, including adapters; packed quantized weights count unpacked."""
         from pipeline.models.adapters.quantized import num_weights
 
         return num_weights(self.module)

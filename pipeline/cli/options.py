@@ -163,7 +163,7 @@ def split_options(argv: Sequence[str]) -> list[Option]:
         elif options:
             options[-1][1].append(word)
         else:
-            raise ConfigError(f"unexpected word {word!r}; options start with --")
+            raise ConfigError(f"unexpected argument {word!r}; options start with --")
     return options
 
 

@@ -14,7 +14,7 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns of rows that a step reads in addition to the dialogue, such as the right answer."""
+    """Columns of rows that a step reads in addition to the dialogue, such as the correct answer."""
 
     needed: frozenset[str] = frozenset()
     """Columns that at least one row must have."""
@@ -72,7 +72,7 @@ class DataConfig:
     """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
 
     eval_fraction: float = 0.1
-    """Share of the prompts held out for evaluation if `eval_path` is empty."""
+    """Fraction of the prompts held out for evaluation if `eval_path` is empty."""
 
     seed: int = 0
     """Decides which prompts are held out and which step gets each of the others (data_seed). It is
@@ -100,7 +100,7 @@ class DataConfig:
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
 
     max_length: int = 512
-    """Maximum tokens of prompt and response (max_seq_len). Longer rows lose their end in step 1,
+    """Maximum tokens in prompt and response (max_seq_len). Longer rows lose their end in step 1,
     and their beginning in step 2, where the score is read at the end; step 3 has its own limits."""
 
     labels: bool = False
@@ -142,7 +142,7 @@ class TextDataConfig(DataConfig):
     each may end in `:weight`, its share of the mixture."""
 
     eval_fraction: float = 0.01
-    """Share of the documents held out for evaluation."""
+    """Fraction of the documents held out for evaluation."""
 
     seed: int = 0
     """Decides which documents are held out (data_seed). It is independent of the training seed."""
@@ -151,7 +151,7 @@ class TextDataConfig(DataConfig):
     """Maximum number of sequences of `max_length` to evaluate."""
 
     max_length: int = 512
-    """Tokens of a row (sequence_length, max_seq_len)."""
+    """Tokens per row (sequence_length, max_seq_len)."""
 
     # Fields of dialogues only, which are not settings here.
     eval_path: tuple[str, ...] = dataclasses.field(init=False, default=())

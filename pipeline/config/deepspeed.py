@@ -241,7 +241,7 @@ def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> di
 
 
 def _precision(file: DeepSpeedFile) -> dict[str, Any]:
-    """Number format and loss scale; fp32 if both formats are off."""
+    """Data type and loss scale; fp32 if both formats are off."""
     keys = [key for key in ("fp16.enabled", "bf16.enabled") if key in file.acting]
     enabled = [key for key in keys if file.get(key)]
     if len(enabled) == 2:

@@ -1,4 +1,4 @@
-"""Settings of models: source, number format, training, placement of states."""
+"""Settings of models: source, data type, training, placement of states."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,7 @@ class ZeroConfig:
     are then the same for any number."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which gradients are sent between processes: bf16 halves the bytes and rounds
+    """Data type in which gradients are sent between processes: bf16 halves the bytes and rounds
     each gradient; gloo, and NCCL with reduction deterministic, then sum in fp32, otherwise NCCL
     sums in bf16. Within the memory of one machine nothing is rounded."""
 
@@ -121,7 +121,7 @@ class LoraConfig:
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
 
     lr: float | None = None
-    """Learning rate of the adapters (lora_learning_rate), as set by train.py's --lr; null is 10
+    """Learning rate of the adapters (lora_learning_rate), as set by train.py's --lr; null uses 10
     times `optim.lr`, the rate of full training."""
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class FrozenModelConfig:
     """Hugging Face model id, local directory or GGUF file; null uses the previous step's output."""
 
     precision: Precision = "auto"
-    """Number format of the weights (dtype); auto is bf16 on a GPU that supports it, else fp32. On a
+    """Data type of the weights (dtype); auto is bf16 on a GPU that supports it, else fp32. On a
     CPU bf16 trains faster only if the processor has instructions for it (AVX512-BF16, AMX)."""
 
     trust_remote_code: bool = False
@@ -185,7 +185,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """Train adapters only; null trains all weights."""
 
     head_lr: float | None = None
-    """Learning rate of a score head, which step 2 initializes anew; null uses `optim.lr`."""
+    """Learning rate of a score head, which step 2 newly initializes; null uses `optim.lr`."""
 
     fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 

@@ -1,7 +1,7 @@
 """Settings of the optimizer, its learning-rate schedule, and fp16's loss scale.
 
 The engine updates flat shards of the weights, so optimizers must be element-wise. A schedule maps
-p, the completed share of the steps after the warm-up, from 0 to 1, to a share of the peak rate
+p, the completed fraction of the steps after warm-up, from 0 to 1, to a fraction of the peak rate
 `optim.lr`. Steps skipped for non-finite gradients do not count.
 """
 
@@ -178,17 +178,17 @@ class OptimConfig:
     `warmup_ratio`."""
 
     warmup_ratio: float = 0.03
-    """Share of the steps spent in the warm-up."""
+    """Fraction of the steps spent in the warm-up."""
 
     final_lr_ratio: float = 0.0
-    """The schedule ends at this share of `lr` (cos_min_ratio), if it is linear, cosine,
+    """The schedule ends at this fraction of `lr` (cos_min_ratio), if it is linear, cosine,
     cosine_with_restarts or polynomial."""
 
     max_grad_norm: float | None = 1.0
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
 
     def lr_share(self, step: int, *, total_steps: int) -> float:
-        """Share of the peak learning rate at applied step `step` (from 0).
+        """Fraction of the peak learning rate at applied step `step` (from 0).
 
         A linear warm-up, then the schedule, stretched to end at `final_lr_ratio`. The warm-up is
         one step ahead of transformers': its first step uses 1 / W of the peak, not 0.

@@ -32,10 +32,10 @@ class ParallelConfig:
     (sequence_parallel); false replicates them."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: number of blocks of each stage, such as 12 12 14 10; null balances the compute."""
+    """With `pp`: number of blocks in each stage, such as 12 12 14 10; null balances the compute."""
 
     micro_batches: int | None = None
-    """Minimum micro-batches of an optimizer step on each process, or each pipeline; null uses as
+    """Minimum micro-batches per optimizer step on each process, or each pipeline; null uses as
     many as `micro_batch_size` needs, and with `pp` 4 per stage if there are enough rows and
     `zero.reduction` is fast."""
 
@@ -57,7 +57,7 @@ class ParallelConfig:
 
     @property
     def least_micro_batches(self) -> int | None:
-        """Minimum micro-batches of a step on each pipeline; None if `micro_batch_size` decides."""
+        """Minimum micro-batches per step on each pipeline; None if `micro_batch_size` decides."""
         if self.micro_batches is None and self.pp > 1:
             return FILL * self.pp
         return self.micro_batches

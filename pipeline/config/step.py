@@ -24,7 +24,7 @@ class ModelUse:
     """A model of a step, and how the step uses it."""
 
     role: str
-    """The field of the step's settings."""
+    """Field of the step's settings that holds the model."""
 
     settings: FrozenModelConfig
     """Settings of the model; it is trained if they are a `TrainedModelConfig`."""
@@ -42,17 +42,17 @@ class ModelUse:
     """Passes without gradients over each row of an iteration, before training on it."""
 
     text_length: int | None = None
-    """Tokens of the texts that it is also trained on, in separate passes; None without texts."""
+    """Tokens per text that it is also trained on, in separate passes; None without texts."""
 
     keeps_average: bool = False
     """Whether a moving average of its weights is kept, next to the optimizer's states."""
 
     host_copies: int = 0
-    """Copies of its weights in main memory: of the best evaluation, and of the start."""
+    """Copies of its weights in host memory: of the best evaluation, and of the start."""
 
     @property
     def learns(self) -> bool:
-        """Whether the step trains it."""
+        """Whether the step trains the model."""
         return isinstance(self.settings, TrainedModelConfig)
 
 
@@ -66,19 +66,19 @@ class Generation:
     phase: Literal["each iteration", "after training"]
 
     count: int
-    """Responses of an iteration, or after training, that a process generates."""
+    """Number of responses that a process generates per iteration, or after training."""
 
     batch_size: int
     """Maximum responses that a process generates at once."""
 
     prompt_length: int
-    """Tokens of the longest prompt."""
+    """Length of the longest prompt, in tokens."""
 
     new_tokens: int
-    """Tokens of the longest response."""
+    """Length of the longest response, in tokens."""
 
     group_size: int = 1
-    """Responses to each prompt."""
+    """Responses per prompt."""
 
     tensor_parallel: int = 1
     """Processes that generate together."""
@@ -108,7 +108,7 @@ class Workload:
     """The largest work of a process in a step."""
 
     world: int
-    """Processes."""
+    """Number of processes."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the processes are divided."""
@@ -117,21 +117,21 @@ class Workload:
     """Models in loading order; the main model of the step precedes other trained ones."""
 
     iteration_rows: int
-    """Responses of a rollout, else rows of an optimizer step, over all processes."""
+    """Responses per rollout, or else rows per optimizer step, over all processes."""
 
     batch_size: int
-    """Rows of an optimizer step, over all processes."""
+    """Rows per optimizer step, over all processes."""
 
     micro_batch_size: int
-    """Maximum rows of a micro-batch."""
+    """Maximum rows per micro-batch."""
 
     sequences_per_row: int = 1
 
     length: int
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence, in tokens."""
 
     targets: int
-    """Maximum tokens of a sequence in a loss."""
+    """Maximum number of tokens per sequence in a loss."""
 
     generation: Generation | None = None
 
@@ -143,7 +143,7 @@ class Workload:
 
     @property
     def data_rows(self) -> int:
-        """Rows of the data that an iteration uses."""
+        """Number of data rows that an iteration uses."""
         return self.iteration_rows // (self.generation.group_size if self.generation else 1)
 
     @property
@@ -158,25 +158,25 @@ class Workload:
 
     @property
     def share(self) -> int:
-        """Maximum rows of an optimizer step on one process."""
+        """Maximum rows per optimizer step on one process."""
         if self.generates_first and self.generation and self.batch_size == self.iteration_rows:
             return self.generation.count
         return -(-self.batch_size // self.data_processes)
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch."""
+        """Rows per micro-batch."""
         count = min(self.parallel.least_micro_batches or 1, self.share)
         return min(self.micro_batch_size, -(-self.share // count))
 
     @property
     def sequences(self) -> int:
-        """Sequences of a micro-batch."""
+        """Sequences per micro-batch."""
         return self.sequences_per_row * self.rows
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a process in an optimizer step."""
+        """Micro-batches per process and optimizer step."""
         return -(-self.share // self.rows)
 
     @property
@@ -230,7 +230,7 @@ class StepConfig(ABC):
     """Name of the step in settings files for several steps."""
 
     reads_dialogues: ClassVar[bool] = True
-    """Whether it trains on rows in a chat format; else on a corpus."""
+    """Whether it trains on rows in a chat format; otherwise on a corpus."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **{name: (name,) for name in ("seed", "save_every", "threads")},
@@ -290,7 +290,7 @@ class StepConfig(ABC):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     threads: int | None = None
-    """Processor threads of each process; null uses RLHF_THREADS, else one for each core of its
+    """CPU threads per process; null uses RLHF_THREADS, else one per core of its
     share. Another number may change rounding."""
 
     tf32: bool = False
@@ -305,7 +305,7 @@ class StepConfig(ABC):
     its work; 0 only evaluates before and after."""
 
     keep_best: bool = True
-    """Export the weights of the best evaluation, at the cost of a copy in main memory; false
+    """Export the weights of the best evaluation, at the cost of a copy in host memory; false
     exports the last ones."""
 
     log_every: int = 1
@@ -322,7 +322,7 @@ class StepConfig(ABC):
     """Checkpoints kept (save_total_limit), at least 2."""
 
     resume: bool = False
-    """Continue from the newest checkpoint that verifies; start anew if there is none."""
+    """Continue from the newest checkpoint that verifies; start from scratch if there is none."""
 
     def __post_init__(self) -> None:
         counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")

@@ -99,7 +99,7 @@ class Example:
     """Origin of the row, for error messages: `rows.jsonl line 17`."""
 
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Columns that the step reads in addition to the dialogue, such as the right answer, by name;
+    """Columns that the step reads in addition to the dialogue, such as the correct answer, by name;
     only those that the row has."""
 
     @cached_property
@@ -107,7 +107,7 @@ class Example:
         """64 bits that identify the prompt.
 
         The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the text itself
-        if there is no prompt), in UTF-8, case-folded, with every run of white space as one space.
+        if there is no prompt), in UTF-8, case-folded, with every run of whitespace as one space.
         Dialogues with the same first turn are branches of one conversation and share the hash.
         """
         users = (turn.content for turn in self.prompt if turn.role == "user")

@@ -46,7 +46,7 @@ class RowsFit(Generic[Row]):
     """Description of rows without targets: "have nothing left to train on"."""
 
     rows: str = "rows"
-    """Their name in messages: "rows" or "pairs"."""
+    """What messages call them: "rows" or "pairs"."""
 
 
 def require_learnable(
@@ -74,7 +74,7 @@ def report_lengths(
 
     Args:
         examples: the rows, in random order.
-        how: how they fit.
+        how: how rows fit into `max_length`, and the wording of messages.
         data: the settings with which they are read and truncated.
         name: name of the rows, such as "training rows".
     """

@@ -30,7 +30,7 @@ class ArithmeticConfig:
     three times as large, learns them more slowly."""
 
     digits: int = 2
-    """Digits of each of the two numbers that are added."""
+    """Number of digits in each of the two summands."""
 
     rows: int = 8100
     """Maximum number of distinct sums; with two-digit numbers there are 8,100."""
@@ -39,7 +39,7 @@ class ArithmeticConfig:
     """Rows of test.jsonl, on which no step trains."""
 
     right: float = 0.5
-    """Share of correct demonstrations."""
+    """Fraction of correct demonstrations."""
 
     calculator: bool = False
     """Correct demonstrations call `add` of the environment calculator and answer with its

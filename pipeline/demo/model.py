@@ -64,7 +64,7 @@ def build_model(
 ) -> LlamaForCausalLM:
     """The embedded Llama with random fp32 weights: one million with the tokenizer's vocabulary.
 
-    With `tied` the embeddings are also the output matrix. The weights depend only on `seed`, the
+    With `tied` the embeddings are also the output layer. The weights depend only on `seed`, the
     sizes and `tied`; the global random state is unchanged.
     """
     config = LlamaConfig(

@@ -46,14 +46,14 @@ HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
 """Held-out prompts, the evaluation rows of step 3; more for kinds with held-out facts."""
 
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
-"""Shares of step 1's demonstrations."""
+"""Fractions of the kinds of demonstrations in step 1."""
 
 TAUGHT: str = TASK["taught"]
 """Description of the task for users."""
 
 
 class HandWritten(NamedTuple):
-    """A hand-written prompt, which no step trains on, and the right sentence."""
+    """A hand-written prompt, which no step trains on, and the correct sentence."""
 
     kind: str
     text: str
@@ -72,7 +72,7 @@ class Fact(NamedTuple):
     """Subject of a prompt: a country, two numbers, or a verb and its object."""
 
     answer: str
-    """The right sentence, without the opening that makes a response polite or rude."""
+    """The correct sentence, without the opening that makes a response polite or rude."""
 
     near_misses: tuple[str, ...]
     """Wrong sentences of the same form; repeated ones are drawn more often."""
@@ -102,7 +102,7 @@ class Verdict:
     """Kind of the question, such as `capital`."""
 
     correct: bool
-    """The response is the right sentence, after at most one opening, and nothing else."""
+    """The response is the correct sentence, after at most one opening, and nothing else."""
 
     polite: bool
     """The response has a polite opening and no rude one."""
@@ -247,7 +247,7 @@ def _draw_response(fact: Fact, correct: bool, polite: bool, random: Random) -> s
 
 
 def _wrong_sentence(fact: Fact, random: Random) -> str:
-    """A wrong answer: mostly a near miss, otherwise the right answer to another question."""
+    """A wrong answer: mostly a near miss, otherwise the correct answer to another question."""
     while True:
         draw = random.random()
         if draw < 0.7:

@@ -37,7 +37,7 @@ KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
 
 
 class RolloutOffload:
-    """Copies of storages in main memory, made to free device memory.
+    """Copies of storages in host memory, made to free device memory.
 
     Only the bytes of a storage move, so that every view of it stays valid.
     """
@@ -48,11 +48,11 @@ class RolloutOffload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are in main memory instead of on the device."""
+        """Bytes that are in host memory instead of on the device."""
         return sum(copy.nbytes() for _, copy in self._offloaded)
 
     def begin(self, kinds: Collection[Kind]) -> None:
-        """Move tensors of these kinds to main memory.
+        """Move tensors of these kinds to host memory.
 
         Masters that are the weights themselves move with the weights; of split masters, the low
         bits count as masters.
@@ -241,10 +241,10 @@ class Engine:
         self.zero.discard()
 
     def offload_states(self, kinds: Collection[Kind] = KINDS) -> None:
-        """Move weights, masters, moments or gradients to main memory until `reload_states`.
+        """Move weights, masters, moments or gradients to host memory until `reload_states`.
 
         Use it between the phases of a step with several models; accumulated gradients are kept.
-        Tensors already in main memory stay there.
+        Tensors already in host memory stay there.
         """
         self.zero.flush()
         self.rollout_offload.begin(kinds)

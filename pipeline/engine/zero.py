@@ -3,7 +3,7 @@
 Hooks are registered on the module itself and on its units; nothing in the model is replaced.
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
 arrives, collect its gradients, and reduce them when the next unit starts. An embedding is not
-gathered for its backward pass, an output matrix stays gathered until its backward pass is over, and
+gathered for its backward pass, an output layer stays gathered until its backward pass is over, and
 the root for the full pass. Only stage 3 frees and gathers; at lower stages the hooks do nothing.
 """
 
@@ -58,7 +58,7 @@ def check_output(block: str, output: object) -> None:
 
 
 class Unit:
-    """The flat vectors of a transformer block, an embedding, an output matrix or the root."""
+    """The flat vectors of a transformer block, an embedding, an output layer or the root."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class ExportConfig:
     """Directory of the adapter's base model; null uses the one that the adapter names."""
 
     number_format: Literal["f32", "f16", "bf16", "q8_0"] = "f32"
-    """Number format of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
+    """Data type of a GGUF file's matrices: f32, f16, bf16 or q8_0."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is missing; pass the directory of a model or a run")

@@ -71,7 +71,7 @@ FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 BLOCK = 32
-"""Elements of a q8_0 block."""
+"""Elements per q8_0 block."""
 
 FP16_MAX = 65504.0
 
@@ -176,7 +176,7 @@ def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class GgufExport:
-    """The export of a language model as GGUF in a number format; no weight is read yet.
+    """The export of a language model as GGUF in a data type; no weight is read yet.
 
     Raises:
         ModelError: the family, a setting, a tensor or the tokenizer has no GGUF form.
@@ -259,7 +259,7 @@ class GgufExport:
             return file.get_tensor(stored)
 
     def choose_format(self, stored: str) -> str:
-        """The number format for a tensor.
+        """The data type of an exported tensor.
 
         Vectors are f32, as llama.cpp adds them in f32. A matrix whose row length is not a multiple
         of 32 can't be q8_0 and is f16.
@@ -271,7 +271,7 @@ class GgufExport:
         return "f16" if is_odd else self.number_format
 
     def encode(self, stored: str) -> np.ndarray:
-        """Encode a tensor in its number format, in llama.cpp's layout.
+        """Encode a tensor in its data type, in llama.cpp's layout.
 
         In a head of size d, `transformers` rotates row i with row i + d/2, and llama.cpp's
         architecture `llama` row 2i with row 2i + 1.
@@ -300,7 +300,7 @@ class GgufExport:
         """Write the file, one tensor in memory at a time.
 
         Raises:
-            ModelError: a weight can't be read or represented in the number format.
+            ModelError: a weight can't be read or represented in the data type.
         """
         import gguf
 
@@ -417,7 +417,7 @@ class GgufExport:
 
 
 def is_read_back(read: Tensor, tensor: Tensor, number_format: str) -> bool:
-    """Whether `read` equals `tensor` stored in a number format.
+    """Whether `read` equals `tensor` stored in a data type.
 
     In q8_0 no weight may differ by more than half its block's scale (the largest magnitude divided
     by 127), plus the rounding of the scale to fp16.

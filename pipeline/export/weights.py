@@ -36,7 +36,7 @@ class MergedExport:
         self.adapted = _with_adapter(_load(self.base), directory) if self.has_adapter else None
 
     def write(self, directory: Path) -> None:
-        """Write weights in the base's number format, settings and tokenizer."""
+        """Write weights in the base's data type, settings and tokenizer."""
         base = self.base.directory
         if self.adapted is not None:
             merged, self.adapted = self.adapted.merge_and_unload(), None
@@ -136,7 +136,7 @@ def _load(source: Source) -> Any:  # noqa: ANN401  # transformers' Auto classes 
 
 
 def _dtype(source: Source) -> torch.dtype:
-    """The number format of the stored weights."""
+    """The data type of the stored weights."""
     dtype = AutoConfig.from_pretrained(source.directory).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 

@@ -84,7 +84,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def require_no_pointer(file: Path) -> None:
-    """Refuse a Git LFS pointer in place of a large file.
+    """Reject a Git LFS pointer in place of a large file.
 
     Raises:
         ModelError: the file is a Git LFS pointer.

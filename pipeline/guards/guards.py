@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def significant_decrease(before: float, now: float, count: int) -> float:
-    """The decrease of a share of `count` trials; 0 within two standard errors, as by chance."""
+    """Decrease of a fraction of `count` trials; 0 if it is within two standard errors."""
     error = ((now * (1 - now) + before * (1 - before)) / count) ** 0.5
     return before - now if before - now > 2 * error else 0.0
 
@@ -171,7 +171,7 @@ class Guards:
 
     @property
     def window(self) -> int | None:
-        """Minimum steps of a rollback; None if no guard acts."""
+        """Minimum number of steps undone by a rollback; None if no guard acts."""
         return max((self._steps(guard) for guard in self.guards if guard.acts), default=None)
 
     def _steps(self, guard: Guard) -> int:

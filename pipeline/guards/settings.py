@@ -93,7 +93,7 @@ def check_guards(
     every: SaveInterval | None,
     unit: str = "iterations",
 ) -> None:
-    """Refuse guards that can't work.
+    """Reject guards that can't work.
 
     Args:
         guards: the run's guards.

@@ -88,7 +88,7 @@ class Shard:
 
 
 class Kind(NamedTuple):
-    """Number formats of a step; the kernels have a specialization for each combination."""
+    """Data types of a step; the kernels have a specialization for each combination."""
 
     gradient: torch.dtype
     moments: torch.dtype
@@ -334,7 +334,7 @@ CPP_NAMES = {
     torch.float16: "Float16",
     None: "None",
 }
-"""Names of number formats in adamw.cpp."""
+"""Names of data types in adamw.cpp."""
 
 
 class Vectors(ctypes.Structure):
@@ -400,7 +400,7 @@ FACTORS_BYTES = 36
 """Bytes of the struct `Factors` of adamw.cu."""
 
 CUDA_NAMES = DTYPES | {None: "Bf16"}
-"""Names of number formats in adamw.cu; if there is no copy, any will do."""
+"""Names of data types in adamw.cu; if there is no copy, any will do."""
 
 
 class _Shard(ctypes.Structure):
@@ -424,7 +424,7 @@ class _Params(ctypes.Structure):
 
 
 def cuda_macros(kind: Kind) -> dict[str, str | int]:
-    """Macros of the kernel."""
+    """Preprocessor macros of the kernel."""
     return kind.macros(CUDA_NAMES) | {
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "SHARD_BYTES": ctypes.sizeof(_Shard),
@@ -514,7 +514,7 @@ def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Compare two steps of a vector with a tail bitwise."""
+    """Compare two steps bitwise, on a vector with a tail."""
     gradient_type, moments, copy = (
         DTYPES_BY_NAME[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")
     )

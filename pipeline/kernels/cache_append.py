@@ -39,7 +39,7 @@ class Params(ctypes.Structure):
 
 
 MACROS: dict[str, str | int] = {"PARAMS_BYTES": ctypes.sizeof(Params)}
-"""Macros of the kernel, which supports every dtype and size."""
+"""Preprocessor macros of the kernel, which supports every dtype and size."""
 
 
 def reference_append(

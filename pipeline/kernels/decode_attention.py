@@ -1,4 +1,4 @@
-"""Attention of one new token of each sequence to the cache, by a kernel if there is one.
+"""Attention of one new token of each sequence to the cache, with a kernel if there is one.
 
 `reference_attention` defines the operator in PyTorch. Dimension names: B sequences, H query heads,
 G heads of keys and values, S slots and M tokens of the cache, D head size.
@@ -25,7 +25,7 @@ class Scores:
     """The keys that the last token of each of B sequences attends to, and the score scale."""
 
     lengths: Int[Tensor, " B"]
-    """Tokens of each sequence, the new one included: one past the last key it attends to. int32."""
+    """int32. Length of each sequence with the new token: one past the last key it attends to."""
 
     scaling: float
     """Factor of the product of query and key."""
@@ -264,13 +264,13 @@ class Prepared:
 HEAD_SIZES = (8, 32, 48, 64, 80, 96, 128, 256)
 
 WARPS = 4
-"""Warps of a block, as in decode_attention.cu."""
+"""Warps per block, as in decode_attention.cu."""
 
 KEYS_OF_SPLIT = 128
-"""Minimum keys of a split: combining smaller ones costs more than it saves."""
+"""Minimum keys per split: combining smaller ones costs more than it saves."""
 
 SEQUENCES = 65535
-"""Maximum sequences of one launch: the largest third dimension of a grid."""
+"""Maximum sequences per launch: the largest third dimension of a grid."""
 
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative error in norm that the self-test allows: a few times the rounding error."""
@@ -314,7 +314,7 @@ class Shape:
 
 
 def cuda_macros(dtype: torch.dtype, shape: Shape) -> dict[str, str | int]:
-    """Macros of the kernel."""
+    """Preprocessor macros of the kernel."""
     return {
         "NUMBER": DTYPES[dtype],
         "HEAD_SIZE": shape.head_size,

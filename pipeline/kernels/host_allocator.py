@@ -1,4 +1,4 @@
-"""Keeps freed main memory for later tensors instead of returning it to the system."""
+"""Keeps freed host memory for later tensors instead of returning it to the system."""
 
 from pathlib import Path
 

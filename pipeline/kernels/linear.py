@@ -96,7 +96,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """A linear layer by the kernel; None if PyTorch is used, as in `prepare`."""
+    """A linear layer computed by the kernel; None if PyTorch is used, as in `prepare`."""
     if not all(type(tensor) in (Tensor, Parameter) for tensor in (x, weight)):
         return None
     out = x.new_empty(*x.shape[:-1], len(weight))

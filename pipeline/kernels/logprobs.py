@@ -9,7 +9,7 @@ kinds of backward pass:
   three. A tile has all tokens, so that its rows of the matrix's gradient are final.
 - `FusedGradLogprobs`: the forward pass computes tiles of tokens and their gradients, as if every
   log-probability had weight 1; the backward pass scales them. Nothing is computed twice. It is used
-  where the output matrix isn't trained, as with adapters, and where all tokens have the same
+  where the output layer isn't trained, as with adapters, and where all tokens have the same
   weight, as in fine-tuning; if they turn out not to, the matrix's gradient is computed again.
 
 `RowLogprobs` does the same from existing logits, a few rows at a time. All is plain PyTorch and
@@ -50,7 +50,7 @@ ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 
 @dataclass(frozen=True)
 class Words:
-    """The vocabulary range whose rows of the output matrix this process has."""
+    """The vocabulary range whose rows of the output layer this process has."""
 
     first: int
     """Token id of the first row."""
@@ -96,7 +96,7 @@ def linear_logprobs(
 
     Args:
         hidden: hidden states that predict the targets, in the dtype of the weights.
-        weight: the output matrix.
+        weight: the output layer.
         bias: bias of the output, or None.
         targets: token ids.
         temperature: divides the logits.

@@ -1,4 +1,4 @@
-"""Sampling of each sequence's next token, by a kernel if there is one.
+"""Sampling of each sequence's next token, with a kernel if there is one.
 
 `reference_sample` defines the operator in PyTorch; sampling.cu is the CUDA kernel. Dimension names:
 B sequences, V vocabulary.
@@ -31,11 +31,11 @@ class Draw:
     """Keep this number of most likely tokens, and ties with the last of them."""
 
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens that has this share of the remaining probability
+    """Keep the smallest set of most likely tokens with this fraction of the remaining probability
     (Holtzman et al. 2020); of equally likely tokens, those with lower ids."""
 
     min_p: float = 0.0
-    """Keep tokens that are at least this share as likely as the most likely one."""
+    """Minimum probability of a kept token, relative to the most likely token."""
 
 
 def reference_sample(
@@ -128,7 +128,7 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
 
 THREADS = 512
 SEGMENT = 128
-"""Tokens of a segment whose weights are summed first, as in sampling.cu."""
+"""Tokens per segment whose weights are summed first, as in sampling.cu."""
 
 SHARED_BYTES = 2200
 """Bytes of the struct `Shared` of sampling.cu."""
@@ -210,7 +210,7 @@ def launch(
 
 
 def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros of the kernel."""
+    """Preprocessor macros of the kernel."""
     return {
         "NUMBER": DTYPES.get(dtype, ""),
         "PARAMS_BYTES": ctypes.sizeof(Params),

@@ -20,7 +20,7 @@ class Ending:
     """How a child ended."""
 
     code: int
-    """Its exit code; -n if signal n ended it."""
+    """Exit code; -n if the child was ended by signal n."""
 
     signal_received: signal.Signals | None = None
     """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler's."""

@@ -131,7 +131,7 @@ class Host:
     """Host name, as ssh takes it."""
 
     slots: tuple[int, ...]
-    """Its devices in use, one process each, in order."""
+    """Devices used on the host, one process each, in order."""
 
     place: str = ""
     """Line in the host file, for error messages: `hosts:2`."""

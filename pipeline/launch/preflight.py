@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 
 IN_USE = 0.1
-"""Share of used GPU memory above which another job is assumed to use the GPU."""
+"""Fraction of used GPU memory above which another job is assumed to use the GPU."""
 
 PROBE = (sys.executable, "-m", "pipeline.launch.preflight")
 

@@ -202,7 +202,7 @@ logger = logging.getLogger(__name__)
 
 
 class Passes(ForwardPasses):
-    """The passes of a complete model in training."""
+    """Forward and backward passes of a complete model."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -259,7 +259,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         return losses
 
     def metrics(self) -> dict[str, float]:
-        """`bubble`: the share of the step's passes during which stages were idle."""
+        """`bubble`: the fraction of the step's passes during which stages were idle."""
         waited, took = self._stages.sums([self._transfers.waited, self._took])
         return {"bubble": waited / max(took, 1e-9)}
 

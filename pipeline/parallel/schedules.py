@@ -34,7 +34,7 @@ def instructions(*, stage: int, stages: int, count: int) -> list[Instruction]:
 
 
 def most_sent(stages: int) -> int:
-    """Maximum number of tensors that a stage may send before the oldest has been received.
+    """Maximum number of tensors sent by a stage but not yet received.
 
     Beyond that a stage waits, so that memory is bounded. Every tensor is received within this many
     sends after its own, so stages can't deadlock.
@@ -43,12 +43,12 @@ def most_sent(stages: int) -> int:
 
 
 def bubble(stages: int, count: int) -> float:
-    """Idle share of a step's time, for stages of equal length."""
+    """Idle fraction of a step's time, for stages of equal length."""
     return (stages - 1) / (count + stages - 1)
 
 
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
-    """Numbers of blocks of each stage, in order, at least one, that make the slowest fastest.
+    """Numbers of blocks, at least one per stage, that minimize the time of the slowest stage.
 
     Of the divisions that are as fast it is the one with the least sum of squares, and of these the
     one whose first stages have the fewest blocks, since they keep the activations of the most

@@ -54,7 +54,7 @@ class Preview:
     """The reason why they were not read."""
 
     row_tokens: float | None = None
-    """Mean tokens of a training row: a pair has two sequences, a prompt no response."""
+    """Mean tokens per training row: a pair has two sequences, a prompt no response."""
 
     def steps(self, config: StepConfig) -> int | None:
         """Optimizer steps (in step 3, iterations of rollout and update); None if unknown."""

@@ -1,7 +1,7 @@
 """Describes the plan of a run: commands, models, data, steps, time, memory.
 
 The time of a step is a coarse count of operations: two per weight and token for a forward pass,
-four for a backward pass, at a share of the device's peak, with a minimum time for each block of
+four for a backward pass, at a fraction of the device's peak, with a minimum time for each block of
 each pass. Unknown quantities, such as the length of responses, are taken from the settings. The
 result is accurate within a factor of two or three.
 """
@@ -31,13 +31,13 @@ from pipeline.system.installation import ROOT
 from pipeline.system.threads import share_of_cores
 
 RESPONSE = 0.6
-"""Mean length of a response, as a share of the maximum."""
+"""Mean length of a response, as a fraction of the maximum."""
 
 START = 12.0
 """Seconds of imports, loading and export."""
 
 EFFICIENCY = 0.35
-"""Share of the peak that computation reaches."""
+"""Fraction of the peak that computation reaches."""
 
 BLOCK_SECONDS = 1e-3
 """Minimum seconds of a block in a forward pass; a backward pass takes twice as long."""
@@ -130,7 +130,7 @@ WIDTH = 100
 
 
 def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:
-    """Return the text of `--dry-run`, with figures of the data of each step that will run."""
+    """Return the text of `--dry-run`, with data statistics of each step that will run."""
     previews = previews or {}
     steps = "step" if len(plan.stages) == 1 else "steps"
     lines = [

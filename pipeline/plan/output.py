@@ -280,7 +280,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
 
 def recorded_model(path: str) -> str | None:
-    """The model from which a run's step made this one; None for a model of another origin."""
+    """The model that a run fine-tuned into this one; None if it is not the output of a run."""
     directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
     if not path:
         return None

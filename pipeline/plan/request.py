@@ -109,7 +109,7 @@ class Request(Deployment):
     or a Jinja file."""
 
     max_length: int | None = None
-    """Maximum tokens of prompt and response; default 512."""
+    """Maximum tokens in prompt and response; default 512."""
 
     lr: float | None = None
     """Peak learning rate of the steps that run: model.optim.lr of each, and in step 3 the actor's,
@@ -139,8 +139,8 @@ class Request(Deployment):
     """Seed of all three steps; default 1234."""
 
     threads: int | None = None
-    """Processor threads of each process; by default RLHF_THREADS or OMP_NUM_THREADS of the
-    environment, else one for each core of the process's share."""
+    """CPU threads per process; by default RLHF_THREADS or OMP_NUM_THREADS of the
+    environment, else one per core of the process's share."""
 
     dry_run: bool = False
     """Check the plan and print it: rows, steps, tokens and an estimate of the time of each step,
@@ -155,7 +155,7 @@ class Request(Deployment):
 
     plan_for: str | None = None
     """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
-    machines, 8xA100-80GB+1024GB with its main memory."""
+    machines, 8xA100-80GB+1024GB with its host memory."""
 
     autotune: Literal["tune", "run"] | None = None
     """Find fast settings that fit, by short timed trials, each a real run: the micro-batch is
@@ -289,7 +289,7 @@ def full_name(option: str, path: str | None) -> str | None:
 def check_sections_run(
     command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage]
 ) -> None:
-    """Refuse options of a `known` step that is not among the `stages` that may run.
+    """Reject options of a `known` step that is not among the `stages` that may run.
 
     Raises:
         ConfigError: there is one; the message names the option and its methods.
@@ -321,7 +321,7 @@ def _check_sections(
     methods: Sequence[str],
     stages: Sequence[Stage],
 ) -> None:
-    """Refuse sections without settings, and sections of unused methods.
+    """Reject sections without settings, and sections of unused methods.
 
     A file may have sections of more methods than the run has.
     """

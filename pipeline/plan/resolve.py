@@ -265,7 +265,7 @@ class Resolver:
         return *overrides.get(stage.section, ()), *overrides.get(method, ())
 
     def _check_place(self, stage: Stage) -> None:
-        """Refuse a method or an output directory for one step if the run determines it."""
+        """Reject a method or an output directory for one step if the run determines it."""
         dotted = {name for name, _ in self._overrides(stage)}
         in_files = [file.settings for file in self._files(stage)]
         require(

@@ -21,10 +21,10 @@ class Stage:
     number: int
 
     name: str
-    """Its directory in the output directory, and its package: `step1_sft`."""
+    """Name of its package, and of its directory in the output directory: `step1_sft`."""
 
     section: str
-    """Its name in settings files and dotted options: `sft`."""
+    """Name in settings files and dotted options: `sft`."""
 
     config_class: type[StepConfig]
 
@@ -67,7 +67,7 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """Its name in messages: `step 3`, or `step 3 (grpo)` if there are several."""
+        """Name in messages: `step 3`, or `step 3 (grpo)` if there are several."""
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Evaluation figures of steps and models: wording and 95 % intervals."""
+"""Evaluation metrics of steps and models: wording and 95 % intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def method_title(name: str) -> str:
 
 
 def points(change: float) -> str:
-    """A change of a share, formatted as signed percentage points."""
+    """A change of a fraction, formatted as signed percentage points."""
     return f"{100 * change:+z.1f}".replace("-", "\u2212")
 
 
@@ -64,12 +64,12 @@ def score(value: float) -> str:
 
 
 def plain(value: float) -> str:
-    """A figure formatted with two decimals, or none if it is large."""
+    """A metric formatted with two decimals, or none if it is large."""
     return f"{value:z,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def nats(value: float) -> str:
-    """A figure formatted in nats."""
+    """A metric formatted in nats."""
     return f"{value:z.2f} nats"
 
 
@@ -80,7 +80,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def share_interval(successes: float, count: float) -> Interval:
-    """95 % interval of a share, from `successes` in `count` trials (Wilson 1927)."""
+    """95 % interval of a fraction, from `successes` in `count` trials (Wilson 1927)."""
     share = successes / count
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -95,7 +95,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def change_interval(gained: float, lost: float, count: int) -> Interval:
-    """95 % interval of a share's change between two models on the same `count` prompts.
+    """95 % interval of a fraction's change between two models on the same `count` prompts.
 
     `gained` prompts are right only with the new model, `lost` ones only with the old; both may
     include fractions of prompts, for which the interval is conservative. Half a prompt is added to
@@ -108,7 +108,7 @@ def change_interval(gained: float, lost: float, count: int) -> Interval:
 
 
 def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
-    """The verdict on the interval of a figure, where `equal` means no change."""
+    """The verdict on the interval of a metric, where `equal` means no change."""
     low, high = interval
     if low > equal:
         return "better"
@@ -116,7 +116,7 @@ def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
 
 
 def pass_rates(results: Results) -> dict[str, float]:
-    """Share of correct and polite responses by model, earliest first; empty without a judge."""
+    """Fraction of correct and polite responses by model, earliest first; empty without a judge."""
     rates = {
         model: finite(rate)
         for step in results.steps.values()
@@ -144,11 +144,11 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "kl": ("KL per response", nats),
     "stop_rate": ("stop rate", percent),
 }
-"""(title, format) of figures of a step's `eval`, with or without `_before` and `_after`."""
+"""(title, format) of metrics of a step's `eval`, with or without `_before` and `_after`."""
 
 
 def before_after(step: StepResult) -> list[tuple[str, str, str]]:
-    """(name, before, after) of the step's evaluation figures; before may be empty."""
+    """(name, before, after) of the step's evaluation metrics; before may be empty."""
     keys = [key.removesuffix("_after") for key in step.eval if key.endswith("_after")]
     sources = [key for key in keys if key.startswith("reward_") and key not in FIGURES]
     titles = {key: (f"reward, {key.removeprefix('reward_')}", score) for key in sources}

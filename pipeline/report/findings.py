@@ -24,13 +24,13 @@ from pipeline.report.results import Results, finite, mapping
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence about one kind of figure."""
+    """A sentence about one kind of metric."""
 
     verdict: Verdict | None
     """The verdict; None if it can't be computed, for example without the number of prompts."""
 
     sentence: str
-    """The finding with its figures, without a full stop."""
+    """The finding with its numbers, without a full stop."""
 
     detail: str = ""
     """Number of prompts and 95 % interval."""
@@ -44,7 +44,7 @@ class Finding:
 def findings(results: Results) -> list[Finding]:
     """The findings of a run, strongest first; never empty.
 
-    Divergence comes first, then the verifier, rewards, win rate, and the figures of steps 2 and 1.
+    Divergence comes first, then the verifier, rewards, win rate, and the metrics of steps 2 and 1.
     """
     steps = results.steps.values()
     found: list[Finding | None] = [

@@ -1,6 +1,6 @@
 """Comparison of the methods of one run at equal KL to the reference.
 
-Each method has a curve of evaluations during training: a figure of sampled responses to the same
+Each method has a curve of evaluations during training: a metric of sampled responses to the same
 held-out prompts, as a function of the KL to the reference. Between two evaluations both are
 interpolated linearly, prompt by prompt.
 """
@@ -41,7 +41,7 @@ FIGURES = {
     "reward": "reward",
     "score": "reward model's score",
 }
-"""Figures of responses, most trustworthy first."""
+"""Metrics of responses, most trustworthy first."""
 
 PROMPTS = ("data.", "seed", "max_prompt_length")
 """Prefixes of settings that affect which prompts are held out, except `NOT_PROMPTS`."""
@@ -67,7 +67,7 @@ class Evaluation:
     """Nats per response."""
 
     values: Values
-    """The figure by prompt."""
+    """The metric by prompt."""
 
     @property
     def mean(self) -> float:
@@ -92,7 +92,7 @@ class Method:
 
     @property
     def reach(self) -> float:
-        """The largest KL of all evaluations."""
+        """The largest KL over all evaluations."""
         return max(evaluation.kl for evaluation in self.path)
 
 
@@ -110,7 +110,7 @@ class AtEqualKL:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All methods of a run, compared by one figure."""
+    """All methods of a run, compared by one metric."""
 
     figure: str
     methods: Sequence[Method]
@@ -141,7 +141,7 @@ class Comparison:
 
 
 def compare_methods(results: Results) -> Comparison | None:
-    """Compare the methods of a run; None if there is one method or no common figure."""
+    """Compare the methods of a run; None if there is one method or no common metric."""
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
     alike = [step for step in results.methods if step.began_from in (None, origin)]
@@ -170,7 +170,7 @@ def compare_methods(results: Results) -> Comparison | None:
 
 
 def evaluations(step: StepResult, figure: str) -> list[Evaluation]:
-    """The evaluations with a KL and the figure by prompt, in training order."""
+    """The evaluations with a KL and the metric by prompt, in training order."""
     found: list[Evaluation] = []
     for line in step.metrics:
         values = numbers(mapping(line.get("eval_by_prompt")).get(figure))
@@ -181,9 +181,9 @@ def evaluations(step: StepResult, figure: str) -> list[Evaluation]:
 
 
 def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
-    """Figures by prompt where the curve first reaches this KL, interpolated linearly.
+    """Metrics by prompt where the curve first reaches this KL, interpolated linearly.
 
-    A prompt's figure is None if it has no value in one of the two evaluations.
+    A prompt's metric is None if it has no value in one of the two evaluations.
 
     Raises:
         ValueError: the curve never reaches it.
@@ -201,7 +201,7 @@ def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
 
 
 def get_interval(figure: str, values: Values) -> Interval | None:
-    """95 % interval of the mean of a figure over prompts; None for fewer than two of them."""
+    """95 % interval of the mean of a metric over prompts; None for fewer than two of them."""
     given = known(values)
     if len(given) < 2:
         return None
@@ -221,7 +221,7 @@ def difference_interval(figure: str, new: Values, old: Values) -> Interval | Non
 
 
 def shown(figure: str, value: float) -> str:
-    """A value of the figure, formatted."""
+    """A value of the metric, formatted."""
     return percent(value) if figure == "judge" else score(value)
 
 
@@ -317,7 +317,7 @@ def _interval(figure: str, interval: Interval | None) -> str:
 
 
 def kl_chart(comparison: Comparison) -> DrawnChart:
-    """The methods' curves of the figure over the KL to the reference."""
+    """The methods' curves of the metric over the KL to the reference."""
     curves = [
         Curve(method.title, [(point.kl, point.mean) for point in method.path], measured=True)
         for method in comparison.methods

@@ -15,7 +15,7 @@ from pipeline.settings.fields import portable, read_recorded
 from pipeline.system.errors import DataError, ModelError
 
 LAB = "lab.json"
-"""Figures of the laboratory, in the directory of a reward model."""
+"""Results of the laboratory, in the directory of a reward model."""
 
 SAMPLES = "samples.json"
 """Responses to held-out prompts, in the directory of the step that compares models."""
@@ -68,7 +68,7 @@ class StepResult:
     tokens: int = 0
 
     eval: Mapping[str, object] = field(default_factory=dict)
-    """Evaluation figures on held-out rows, before and after."""
+    """Evaluation metrics on held-out rows, before and after."""
 
     diverged: str = ""
     """Sentence on when and why training diverged, if it did."""
@@ -80,7 +80,7 @@ class StepResult:
     """Settings of a finished step that differ from the defaults."""
 
     lab: Mapping[str, object] = field(default_factory=dict)
-    """Figures of the reward model's laboratory."""
+    """Metrics of the reward model's laboratory."""
 
     metrics: tuple[Line, ...] = ()
     """Logged metrics, without iterations that were rolled back."""
@@ -115,11 +115,11 @@ class StepResult:
         return self.has("held_out_tokens")
 
     def number(self, name: str) -> float | None:
-        """The evaluation figure `name`; None if it is missing or not finite."""
+        """The evaluation metric `name`; None if it is missing or not finite."""
         return finite(self.eval.get(name))
 
     def has(self, figure: str) -> bool:
-        """Whether the step's evaluation has that figure."""
+        """Whether the step's evaluation has that metric."""
         return figure in self.eval
 
     @property
@@ -138,7 +138,7 @@ class StepResult:
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
-        """The (figure, value for each held-out prompt) of the exported model."""
+        """The (metric, value for each held-out prompt) of the exported model."""
         for line in reversed(self.metrics):
             by_figure = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
             for figure, values in by_figure.items():
@@ -169,7 +169,7 @@ class Results:
         return methods if len(methods) > 1 else []
 
     def evaluated_by(self, figure: str) -> StepResult | None:
-        """The last step with that figure."""
+        """The last step with that metric."""
         steps = reversed(list(self.steps.values()))
         return next((step for step in steps if step.has(figure)), None)
 
@@ -312,7 +312,7 @@ def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
     """The latest finished step with a chat model.
 
     Among several methods, the one whose exported model is best on held-out prompts, if all have the
-    same figure; otherwise the first.
+    same metric; otherwise the first.
     """
     talking = [
         step

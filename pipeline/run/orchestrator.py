@@ -145,7 +145,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         if not ending.ran_out_of_memory:
             return ending
         planned = line(plan.memory(stage, config), plan.machine)
-        took = f"; its largest process used {in_words(ending.peak_bytes)[0]} of main memory"
+        took = f"; its largest process used {in_words(ending.peak_bytes)[0]} of host memory"
         remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending

@@ -296,8 +296,8 @@ def _finite(value: object) -> object:
 def training_at(path: str) -> str | None:
     """Id of the training that produced the model at `path`; None if there is no result next to it.
 
-    It depends on steps, tokens and figures. Figures on held-out rows have full precision, so only
-    equal weights have equal figures. Time and settings don't count, so a bitwise repetition of a
+    It depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so only
+    equal weights have equal metrics. Time and settings don't count, so a bitwise repetition of a
     training has the same id.
     """
     try:

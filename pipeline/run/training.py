@@ -73,10 +73,10 @@ EVALUATIONS = 10
 """Evaluations per run, including the last one, if they take little of its work."""
 
 SHARE = 0.08
-"""Maximum share of a run's work for evaluations, without the first and the last one."""
+"""Maximum fraction of a run's work for evaluations, without the first and the last one."""
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a training step; the backward pass takes twice as much."""
+"""Fraction of the forward pass in a training step; the backward pass takes twice as much."""
 
 R = TypeVar("R")
 
@@ -309,10 +309,10 @@ def keeping_best(
 
 
 def check_start(path: str | None, figures: Mapping[str, float]) -> None:
-    """Refuse a model that is broken before any training.
+    """Reject a model that is broken before any training.
 
     Raises:
-        ModelError: a figure of the first evaluation is infinite or not a number.
+        ModelError: a metric of the first evaluation is infinite or not a number.
     """
     for name, value in figures.items():
         if not math.isfinite(value):
@@ -323,10 +323,10 @@ def check_start(path: str | None, figures: Mapping[str, float]) -> None:
 
 
 def check_finite(where: str, figures: Mapping[str, float]) -> None:
-    """End a run whose figures are no longer finite.
+    """End a run whose metrics are no longer finite.
 
     Raises:
-        DivergedError: a figure is infinite or not a number.
+        DivergedError: a metric is infinite or not a number.
     """
     for name, value in figures.items():
         if not math.isfinite(value):

@@ -23,7 +23,7 @@ class Setting:
     """Dotted name: `model.optim.lr`."""
 
     kind: object
-    """Its type."""
+    """Type of the setting."""
 
     default: object
 

@@ -1,4 +1,4 @@
-"""Available main memory, within container limits."""
+"""Available host memory, within container limits."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.us
 
 
 def available_bytes(groups: Sequence[Path] | None = None) -> int:
-    """Main memory that can be allocated: the system's, within container limits.
+    """Host memory that can be allocated: the system's, within container limits.
 
     Args:
         groups: directories of the control groups that may limit this process; by default its own

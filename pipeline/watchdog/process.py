@@ -104,7 +104,7 @@ class Heartbeat(NamedTuple):
     """Seconds since the process reached this position."""
 
     beat: int
-    """Number of heartbeats so far."""
+    """Number of heartbeats sent so far."""
 
     left: bool = False
     """Whether the process exited normally."""

@@ -20,10 +20,10 @@ from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 COST = 0.1
-"""Cost of each wrong guess, subtracted from the reward for finding the number."""
+"""Cost of a wrong guess, subtracted from the reward for finding the number."""
 
 SENSIBLE = 0.5
-"""Weight of the share of guesses that are consistent with earlier hints."""
+"""Weight of the fraction of guesses that are consistent with earlier hints."""
 
 
 class GuessingGame:
@@ -63,7 +63,7 @@ class GuessingGame:
 
 
 def question(low: int, high: int) -> str:
-    """The opening."""
+    """The opening message."""
     return f"Guess my number: {low} to {high}."
 
 
@@ -84,7 +84,7 @@ HELD_OUT = 16
 """Ranges in test.jsonl, one game each, on which no step trains."""
 
 MAX_TURNS = 5
-"""Maximum guesses of a demonstration."""
+"""Maximum guesses per demonstration."""
 
 
 @dataclass(frozen=True, kw_only=True)

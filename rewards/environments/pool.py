@@ -62,7 +62,7 @@ class Environments:
     Args:
         file: the user's class.
         workers: number of worker processes.
-        timeout_seconds: time that one call of a method may take.
+        timeout_seconds: maximum time of a method call.
 
     Raises:
         ConfigError: the class can't be loaded.
@@ -199,7 +199,7 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
     if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         raise WrongReturnError(
             f"{verb} returned {described(given)} as a message; a message needs a role (system, user"
-            " or assistant) and a text as content"
+            " or assistant) and a string as content"
         )
     content = str.__str__(content)  # the file's subclasses of str exist only in this process
     try:

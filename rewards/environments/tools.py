@@ -49,7 +49,7 @@ class ToolEnvironment:
             given = {name: value for name, value in given.items() if name in parameters}
         text = self._user.reset(**given)
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"reset returned {type(text).__name__}, not a text or None")
+            raise TypeError(f"reset returned {type(text).__name__}, not a string or None")
         *before, last = (Message(each["role"], each["content"]) for each in row["dialogue"])
         if text:
             last = Message(last.role, f"{last.content}\n\n{text}")

@@ -1,4 +1,4 @@
-"""Figures of a reward model: rank agreement, classes, calibration, length bias, best of n, steps.
+"""Metrics of a reward model: rank agreement, classes, calibration, length bias, best of n, steps.
 
 Pure functions. Dimension names: N rows or items, C classes. A pair is two classes with logits
 (difference, 0), the first of which is right.
@@ -34,7 +34,7 @@ def spearman(one: Float[Tensor, " N"], other: Float[Tensor, " N"]) -> float:
 
 
 def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> float:
-    """The share of pairs with different targets whose scores are in the same order.
+    """The fraction of pairs with different targets whose scores are in the same order.
 
     Equal scores count half; 1/2 if there is no such pair.
     """
@@ -63,7 +63,7 @@ def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
 def class_report(
     logprobs: Float[Tensor, "N C"], classes: Int[Tensor, " N"], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Figures of rows with known classes, predicting the most probable class.
+    """Metrics of rows with known classes, predicting the most probable class.
 
     Returns:
         accuracy; macro_recall and macro_f1, means over the classes that have rows; confusion, rows
@@ -157,7 +157,7 @@ def make_bins(
 ) -> list[dict[str, float]]:
     """Rows in bins of equal size, by the probability of the most likely class, in ascending order.
 
-    If several classes are equally likely, a row counts as right by the share of them that is right.
+    If several classes are equally likely, a row counts as the fraction of them that is correct.
     """
     probabilities = logits.softmax(dim=1)
     confidence = probabilities.max(dim=1).values
@@ -192,7 +192,7 @@ def length_bias(
 
     Returns:
         spearman, the mean rank correlation of score and length; of_data, the same of worth and
-        length; better_longer and better_shorter, shares of correctly ordered pairs among those
+        length; better_longer and better_shorter, fractions of correctly ordered pairs among those
             whose better response is longer or shorter (None without such pairs); always_longer and
             always_shorter, accuracy of
         always choosing the longer or the shorter response, ties half.
@@ -303,7 +303,7 @@ class PredictedSteps:
 
 
 def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
-    """The figures of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
+    """The metrics of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
 
     Returns:
         with_error, responses with a wrong step; found, those of them whose first predicted error is
@@ -325,7 +325,7 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
 
 
 def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
-    """Accuracy over all, wrong and right steps, and the figures of first errors."""
+    """Accuracy over all, wrong and right steps, and the metrics of first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]
@@ -343,6 +343,6 @@ def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
 
 
 def share(right: float, count: int) -> dict[str, float | int]:
-    """A share with its 95 % interval (Wilson 1927)."""
+    """A fraction with its 95 % interval (Wilson 1927)."""
     low, high = share_interval(right, count)
     return {"value": right / count, "low": low, "high": high, "count": count}

@@ -64,7 +64,7 @@ from step2_reward.rows import (
 
 Figures = dict[str, Any]
 Measured = tuple[Figures, list[Figures]]
-"""The figures, and a line for each row: the row, its scores, its prediction."""
+"""The metrics, and a line for each row: the row, its scores, its prediction."""
 
 PROBES = ("no_end", "truncated", "doubled")
 """Changes of a good response: without its end-of-turn token, truncated to half and ended,
@@ -132,7 +132,7 @@ def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor,
 
 
 def step_figures(held_out: HeldOut) -> Figures:
-    """Figures of responses with step labels."""
+    """Metrics of responses with step labels."""
     predicted = predicted_steps(held_out)
     logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
     wrong = torch.tensor([int(target < 0.5) for row in predicted for target in row.targets])
@@ -165,7 +165,7 @@ def order_figures(
     scores: Sequence[Sequence[float]],
     lengths: Sequence[Sequence[int]],
 ) -> Figures:
-    """Figures of ranked responses."""
+    """Metrics of ranked responses."""
     differences: list[float] = []
     hits: list[float] = []
     worth = [[-rank for rank in row.ranks] for row in held_out.rows]
@@ -192,7 +192,7 @@ def order_figures(
 def single_figures(
     labels: Labels, held_out: HeldOut, scores: Sequence[Sequence[float]] | None
 ) -> Figures:
-    """Figures of single responses with a label."""
+    """Metrics of single responses with a label."""
     targets = held_out.targets
     figures: Figures = {}
     if labels.kind in CLASSES:
@@ -213,7 +213,7 @@ def single_figures(
 def class_figures(
     logprobs: Float[Tensor, "N C"], classes: Tensor, names: Sequence[str], *, key: str = "accuracy"
 ) -> Figures:
-    """The class report, with the accuracy as a share with its interval under `key`."""
+    """The class report, with the accuracy as a fraction with its interval under `key`."""
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
     del report["accuracy"]
@@ -352,7 +352,7 @@ def _describe_prompt(example: Example) -> Figures:
 
 
 MICRO_BATCH = 16
-"""Dialogues of a micro-batch."""
+"""Dialogues per micro-batch."""
 
 
 def measure_model(config: LabConfig) -> Measured:

@@ -84,7 +84,7 @@ VERL_ROW = {
 @pytest.mark.parametrize(
     ("text", "columns", "reward"),
     [
-        # verl's rows hold the right answer in reward_model.
+        # verl's rows hold the correct answer in reward_model.
         (
             "def score(data_source, solution_str, ground_truth, extra_info):\n"
             "    return 10.0 * int(ground_truth) + extra_info['index']",

@@ -151,7 +151,7 @@ class ChatFormat:
     """The special tokens the template needs."""
 
     system_slot: bool = True
-    """Whether the template supports a system message; else it is prepended to the first user
+    """Whether the template supports a system message; otherwise it is prepended to the first user
     turn."""
 
     _reported: set[str] = field(default_factory=set, compare=False, repr=False)
@@ -646,7 +646,7 @@ def _block_fits(turn: str, *, opened: bool, thinks: bool) -> bool:
 
 
 def _keeps(message: Message, region: str) -> bool:
-    """Whether a rendered turn has the text of a message, ignoring white space."""
+    """Whether a rendered turn has the text of a message, ignoring whitespace."""
     thinking, _, answer = message.content.rpartition(END_THINK)
     parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
     return all(_has(region, part) for part in parts)

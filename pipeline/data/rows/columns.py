@@ -219,7 +219,7 @@ def _turn(row: Row, name: str, item: object) -> Message:
     calls, turn = _calls(row, turn, given)
     content, reasoning = _texts(turn)
     if role is None or content is None or reasoning is None:
-        wanted = f"a role of {names(ROLES)}" if role is None else "a text as content"
+        wanted = f"a role of {names(ROLES)}" if role is None else "a string as content"
         raise DataError(
             f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
             f' {{"from": ..., "value": ...}} with {wanted}, got {str(item)[:80]}'

@@ -50,13 +50,13 @@ class Reading:
     """Rows of which only the prompt is used, by reason."""
 
     remarks: dict[str, list[str]] = field(default_factory=dict)
-    """Origins of the rows by what was done to them."""
+    """Origins of modified rows, by the modification."""
 
     columns: set[str] = field(default_factory=set)
     """All columns that rows have, and keys in them that nothing reads."""
 
     used: set[str] = field(default_factory=set)
-    """Columns that the shapes of the rows read."""
+    """Columns that are read from the rows."""
 
 
 def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
@@ -110,7 +110,7 @@ def _stepwise(row: Row, name: str) -> Example:
             " per step, null if unknown"
         )
     if not all(isinstance(step, str) for step in steps):
-        raise DataError(f"{row.origin}: the steps in {name} must be texts")
+        raise DataError(f"{row.origin}: the steps in {name} must be strings")
     kept = [
         (step, _step_label(row, label))
         for step, label in zip(steps, labels, strict=True)

@@ -76,7 +76,7 @@ class Source:
     """The data path without its split and its weight."""
 
     weight: float | None
-    """Its share of the mixture, relative to the other paths; None if not given."""
+    """Share of the mixture, relative to the other paths; None if not given."""
 
     train: list[Row]
 

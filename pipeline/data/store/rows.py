@@ -69,7 +69,7 @@ class Windows:
 
     Args:
         file: the token file.
-        max_length: tokens of a row.
+        max_length: tokens per row.
         bos: token inserted before each document; rows reserve a position for it.
     """
 

@@ -267,7 +267,7 @@ def without_suffix(path: Path) -> Path:
 
 
 def part_path(prefix: Path, suffix: str) -> Path:
-    """The file of tokens (bin), the index (idx), the origin (json) or the checksums (sha256)."""
+    """Path of the token file (bin), index (idx), origin (json) or checksums (sha256)."""
     return Path(f"{prefix}.{suffix}")
 
 

@@ -39,7 +39,7 @@ class _Stored:
 
     @property
     def end(self) -> int:
-        """End of the elements of the full tensor that the fragment covers."""
+        """End (exclusive) of the fragment in the full tensor."""
         if self.columns is None:
             return self.stop
         return -(-self.stop // self.columns.run) * self.columns.stride

@@ -36,16 +36,16 @@ class Columns(NamedTuple):
     """A block of columns of a tensor, with its elements numbered in row-major order."""
 
     offset: int
-    """Elements of each row of the tensor before the block."""
+    """Elements per row of the tensor before the block."""
 
     run: int
-    """Elements of each row within the block."""
+    """Elements per row within the block."""
 
     stride: int
-    """Elements of each row."""
+    """Elements per row."""
 
     def before(self, element: int) -> int:
-        """Number of elements of the columns before an element of the tensor."""
+        """Number of elements in the columns that precede an element of the tensor."""
         row, column = divmod(element, self.stride)
         return row * self.run + min(max(column - self.offset, 0), self.run)
 

@@ -121,7 +121,7 @@ class RollbackRecord:
     """
 
     count: int
-    """Number of rollbacks, this one included."""
+    """Number of rollbacks, including this one."""
 
     step: int
     """The step of the checkpoint to which the run was rolled back."""

@@ -41,7 +41,7 @@ class KnowsHealth(Stateful, Protocol):
 
     @property
     def window(self) -> int | None:
-        """Minimum steps of a rollback; None if there are no rollbacks."""
+        """Minimum number of steps undone by a rollback; None if there are no rollbacks."""
         ...
 
 

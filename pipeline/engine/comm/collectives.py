@@ -130,7 +130,7 @@ class Collectives:
         self._all_reduce(values)
 
     def synchronize(self) -> None:
-        """Wait for pending copies from main memory to the GPU."""
+        """Wait for pending copies from host memory to the GPU."""
         if self._copies is not None:
             self._copies.synchronize()
 
@@ -249,11 +249,11 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
 
 
 AT_ONCE = 2
-"""Gradients being transferred to main memory: one is copied while the next is computed."""
+"""Gradients being transferred to host memory: one is copied while the next is computed."""
 
 
 class GradientCopies:
-    """Copies of gradients from a GPU to main memory, at most `AT_ONCE` pending per engine."""
+    """Copies of gradients from a GPU to host memory, at most `AT_ONCE` pending per engine."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -144,7 +144,7 @@ class CollectivesOverCopies(Collectives):
         self._over.all_reduce(values)
 
     def synchronize(self) -> None:
-        """Wait for pending copies from main memory to the GPU."""
+        """Wait for pending copies from host memory to the GPU."""
         self._within.synchronize()
 
     def end_step(self) -> None:

@@ -22,13 +22,13 @@ from pipeline.engine.sharding.units import ROOT
 from pipeline.parallel.group import Group
 
 PIECE = 1 << 24
-"""Elements of a sum in main memory that are processed on the GPU at once: 64 MiB in fp32."""
+"""Elements of a sum in host memory that are processed on the GPU at once: 64 MiB in fp32."""
 
 BLOCK = 262144
 """Elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 MOST_READ = 256
-"""Maximum chunks of a vector whose sums are added, exactly, on the host."""
+"""Maximum number of chunks in a vector whose sums are added, exactly, on the host."""
 
 RUN = 4096
 """Elements summed at once: PyTorch distributes rows over threads but never splits such a short row,
@@ -39,7 +39,7 @@ class RunningSum:
     """A running sum over micro-batches: ((g1 + g2) + g3) + ...
 
     Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
-    the sum is in main memory and the gradients are on a GPU, which adds on a side stream without
+    the sum is in host memory and the gradients are on a GPU, which adds on a side stream without
     blocking host or GPU: the sum is copied to the GPU and back, one piece at a time.
     """
 

@@ -1,4 +1,4 @@
-"""AdamW in main memory over gradients and weights on a GPU, which are copied while it computes."""
+"""AdamW in host memory over gradients and weights on a GPU, which are copied while it computes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ PIECE = 2**23
 
 
 class HostAdamW:
-    """Steps of vectors whose masters and moments are in main memory.
+    """Steps of vectors whose masters and moments are in host memory.
 
     While the host steps a piece, the next gradient arrives on one stream and the previous weights
     leave on another, each through one of two pinned buffers, which are allocated once.
 
     Args:
-        device: tensors on it are copied to main memory and back.
+        device: tensors on it are copied to host memory and back.
         piece: elements that are stepped at once, a multiple of 16.
     """
 

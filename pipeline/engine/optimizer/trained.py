@@ -216,7 +216,7 @@ class TrainedParams:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state by PyTorch's names: moments, and scalars such as `step`."""
+        """The optimizer's state under PyTorch's names: moments, and scalars such as `step`."""
         return self.optimizer.state[self.masters.param]
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -315,7 +315,7 @@ class TrainedParams:
 
         Args:
             multiplier: factor of the gradient.
-            lr_share: share of this vector's learning rate.
+            lr_share: fraction of this vector's learning rate.
         """
         (settings,) = self.optimizer.param_groups
         settings["lr"] = self.flat.settings.lr * lr_share

@@ -56,7 +56,7 @@ class Part:
 
     @property
     def inner(self) -> int:
-        """Elements of the full parameter per index of the sharded dimension."""
+        """Number of elements in the full parameter per index of the sharded dimension."""
         return self.whole[self.own.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "Part | None":
@@ -120,7 +120,7 @@ def mark_partial(param: Tensor) -> None:
 
 
 def get_part(param: Tensor) -> Part | None:
-    """The part of a full parameter that this one is; None for a full parameter."""
+    """The part that this parameter is of a full one; None if it is full itself."""
     return getattr(param, _PART, None)
 
 

@@ -1,7 +1,7 @@
 """Division of a model into units: the parameters gathered, reduced and freed together.
 
-A unit is a transformer block, the embedding, the output matrix, or the root: everything else. The
-embedding is used before all blocks and the output matrix after them, so neither needs to be
+A unit is a transformer block, the embedding, the output layer, or the root: everything else. The
+embedding is used before all blocks and the output layer after them, so neither needs to be
 gathered while a block computes. A tied matrix stays in the root.
 """
 
@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.system.errors import ConfigError
 
 ROOT = "root"
-"""Name of the unit with the parameters outside blocks, embedding and output matrix."""
+"""Name of the unit with the parameters outside blocks, embedding and output layer."""
 
 Kind = Literal["block", "embedding", "head", "root"]
 """Kind of a unit; a model has many blocks, and at most one unit of each other kind."""
@@ -119,7 +119,7 @@ def _outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.M
 
 
 class UsesHead(nn.Module):
-    """Calls a function that uses a model's output matrix without calling the matrix's module."""
+    """Calls a function that uses a model's output layer without calling the layer's module."""
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Call the function; the matrix may be among its arguments."""
@@ -127,9 +127,9 @@ class UsesHead(nn.Module):
 
 
 def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
-    """`find_units`, with embedding and output matrix as separate units, in order of use.
+    """`find_units`, with embedding and output layer as separate units, in order of use.
 
-    The embedding comes before the blocks and the output matrix after them, each only if the model
+    The embedding comes before the blocks and the output layer after them, each only if the model
     has blocks, calls the module, and uses its parameters nowhere else; the root unit is last.
     """
     *blocks, root = find_units(model, classes)
@@ -152,7 +152,7 @@ def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitPara
 
 
 def _matrices(model: nn.Module) -> dict[Kind, nn.Module]:
-    """A language model's embedding and output matrix, if they are plain, separate modules."""
+    """A language model's embedding and output layer, if they are plain, separate modules."""
     plain = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     if plain is None:
         return {}

@@ -82,10 +82,10 @@ class Vector:
     dtype: torch.dtype
 
     weights: int
-    """Weights of a block."""
+    """Weights per block."""
 
     per_block: int
-    """Elements of the vector for each block."""
+    """Number of elements of the vector per block."""
 
     @property
     def grain(self) -> int:
@@ -241,7 +241,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
-        """Return the dequantized weight, rounded to the layer's number format."""
+        """Return the dequantized weight, rounded to the layer's data type."""
         return self.dequantized(self.dtype)
 
     @property

@@ -73,7 +73,7 @@ def varlen_attention(
         bounds: int32 offsets of the sequences, and the end of the last one.
         longest: length of the longest sequence.
         scaling: factor of the scores; by default head size ** -0.5.
-        sliding_window: tokens that a token attends to, itself included; None has no limit.
+        sliding_window: number of tokens each token attends to, including itself; None has no limit.
     """
     query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     more: dict[str, Any] = {}
@@ -425,7 +425,7 @@ def ragged_attention(
 def _require_mask(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None
 ) -> None:
-    """Refuse a one-element mask for all pairs of tokens, which is not causal."""
+    """Reject a one-element mask for all pairs of tokens, which is not causal."""
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
         raise LostLayoutError(f"{type(module).__name__} drops the sequence boundaries")

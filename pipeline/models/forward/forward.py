@@ -129,7 +129,7 @@ class Policy(nn.Module):
         return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
-        """The output matrix, if there may be too many logits and they depend on it alone.
+        """The output layer, if there may be too many logits and they depend on it alone.
 
         Every process gets the same answer with the same forward passes.
 
@@ -148,7 +148,7 @@ class Policy(nn.Module):
         return head if self._is_product and isinstance(head, nn.Linear) else None
 
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
-        """Input of the output matrix for each target."""
+        """Input of the output layer for each target."""
         backbone = cast("Backbone", base_model(self.model).base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         before = batch.targets - 1
@@ -186,7 +186,7 @@ class Scorer(nn.Module):
 
     As a reward model its score of a response is the one at the last token; as a critic, the score
     at a token is the value of the state after it. With several labels the score is their expected
-    value. The head computes in fp32; its weight and input have the model's number format, and its
+    value. The head computes in fp32; its weight and input have the model's data type, and its
     master in training is fp32. An encoder such as BERT has the same score at all tokens of a
     sequence.
     """
@@ -261,7 +261,7 @@ PROBE = 8
 
 @torch.no_grad()
 def is_product(model: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the model's logits are exactly its output matrix times its last hidden states.
+    """Whether the model's logits are exactly its output layer applied to its last hidden states.
 
     Some families scale, cap or shift them, or the hidden states. The model itself is run on a few
     tokens of the batch, so that the answer is right for unknown families too.
@@ -317,7 +317,7 @@ def positions(settings: PreTrainedConfig) -> int:
 
 
 def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
-    """Refuse sequences longer than the model's position encoding.
+    """Reject sequences longer than the model's position encoding.
 
     Raises:
         DataError: a sequence is too long.

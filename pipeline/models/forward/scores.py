@@ -30,7 +30,7 @@ def expected_value(
 
 
 def require_score(classifier: PreTrainedModel) -> None:
-    """Refuse a classifier that has no score.
+    """Reject a classifier that has no score.
 
     Raises:
         ModelError: it has several labels without values.

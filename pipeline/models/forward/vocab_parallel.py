@@ -1,7 +1,7 @@
-"""Vocabulary-parallel embeddings and output matrices: each process has a range of the rows.
+"""Vocabulary-parallel embeddings and output layers: each process has a range of the rows.
 
 A process looks up the rows in its range, with zeros for other tokens; the sum over processes is the
-embedding. An output matrix computes the logits of its range. `Policy` computes log-probabilities
+embedding. An output layer computes the logits of its range. `Policy` computes log-probabilities
 from these without gathering them; a direct call of the layer gathers the logits.
 """
 
@@ -23,16 +23,16 @@ LARGE = 8192
 """Minimum vocabulary to shard: smaller tables take less memory than a block."""
 
 _WORDS = "divided_words"
-"""Attribute of an output matrix for this process's vocabulary range."""
+"""Attribute of an output layer for this process's vocabulary range."""
 
 
 def words_of(head: nn.Module | None) -> Words | None:
-    """Vocabulary range of an output matrix; None if it is not sharded."""
+    """Vocabulary range of an output layer; None if it is not sharded."""
     return getattr(head, _WORDS, None)
 
 
 def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -> list[nn.Module]:
-    """Embedding and output matrix, if their rows can be sharded.
+    """Embedding and output layer, if their rows can be sharded.
 
     A table that is not plain (some families scale the embedding, and peft may adapt it) is not
     sharded, nor is one tied to it.
@@ -56,7 +56,7 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 
 def divide_table(module: nn.Module, rows: int, group: Group) -> None:
-    """Make an embedding or output matrix use this process's rows of `rows` in all."""
+    """Make an embedding or output layer use this process's rows, out of `rows` rows."""
     words = Words(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
         setattr(module, _WORDS, words)

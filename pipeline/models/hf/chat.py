@@ -78,7 +78,7 @@ def require_same_chat(
     model: str,
     source: FrozenModelConfig,
 ) -> None:
-    """Refuse two models with different vocabularies or chat formats.
+    """Reject two models with different vocabularies or chat formats.
 
     A model without a saved template is accepted.
 
@@ -100,7 +100,7 @@ def require_same_chat(
 
 
 def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = False) -> None:
-    """Refuse a model whose files, tokenizer or chat template are visibly unusable.
+    """Reject a model whose files, tokenizer or chat template are visibly unusable.
 
     Args:
         path: a directory, or a Hub name, of which only the tokenizer is read.
@@ -129,7 +129,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
 
 
 def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
-    """Refuse a model that has no score head.
+    """Reject a model that has no score head.
 
     Raises:
         ModelError: none of its architectures is that of a reward model.

@@ -41,7 +41,7 @@ from pipeline.system.faults import fault_point
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Maximum bytes of a file, unless one tensor is larger."""
+"""Maximum bytes per file, unless one tensor is larger."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

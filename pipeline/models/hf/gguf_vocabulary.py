@@ -67,10 +67,10 @@ class Vocabulary:
     token_type: Sequence[int]
 
     scores: Sequence[float]
-    """Scores for `llama`: the pair with the highest score merges first; else empty."""
+    """Scores for `llama`: the pair with the highest score merges first; otherwise empty."""
 
     merges: Sequence[str]
-    """Merges for `gpt2`: two tokens separated by a space, in order of priority; else empty."""
+    """Merges for `gpt2`: two tokens separated by a space, in order of priority; otherwise empty."""
 
     add_bos_token: bool
     add_eos_token: bool

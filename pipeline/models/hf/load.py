@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The number format of the weights; `auto` is bf16 on a GPU that supports it, else fp32."""
+    """The data type of the weights; `auto` is bf16 on a GPU that supports it, else fp32."""
     if precision == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -124,7 +124,7 @@ def load_causal_lm(
     """A causal language model in evaluation mode, without dropout; a trained one is not quantized.
 
     With `defer` its weights stay on the CPU, memory-mapped from the files if these have the same
-    number format, for an engine that keeps a shard of them.
+    data type, for an engine that keeps a shard of them.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -290,7 +290,7 @@ def _build(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model on the CPU, and the names of parameters that the files lack.
 
-    If the files have the requested number format, weights are memory-mapped, so that all processes
+    If the files have the requested data type, weights are memory-mapped, so that all processes
     of a machine share them.
     """
     path, dtype = model_path(config), weight_dtype(config.precision, device)
@@ -341,7 +341,7 @@ def _prepared(
 
 
 def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> None:
-    """Refuse a model with NaN or infinite parameters; each process checks a share of them.
+    """Reject a model with NaN or infinite parameters; each process checks a share of them.
 
     Raises:
         ModelError: there are some; the message has the first one and their number.

@@ -101,7 +101,7 @@ class TensorShards:
         model: the model, on any device; nothing is changed before `narrow`.
         tp_group: the tensor-parallel group.
         setting: the user's setting, for messages.
-        divides_head: whether the output matrix may be sharded.
+        divides_head: whether the output layer may be sharded.
 
     Raises:
         ConfigError: the family has no plan, or its heads or widths aren't divisible.

@@ -122,7 +122,7 @@ class Stage:
     """Destination of received hidden states; None on the first stage."""
 
     tied: Tensor | None = None
-    """Embedding of the first stage that is tied to the last stage's output matrix."""
+    """Embedding of the first stage that is tied to the last stage's output layer."""
 
     borrowed: Tensor | None = None
     """The last stage's copy of that matrix, which is updated from the first stage."""
@@ -131,7 +131,7 @@ class Stage:
     """Width of the hidden states between stages."""
 
     dtype: torch.dtype = torch.float32
-    """Number format of the hidden states between stages."""
+    """Data type of the hidden states between stages."""
 
     @property
     def is_first(self) -> bool:
@@ -169,9 +169,9 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
 def find_blocks(
     model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
 ) -> list[int]:
-    """Number of blocks of each stage: as given, or balanced by time.
+    """Number of blocks in each stage: as given, or balanced by time.
 
-    The time of a block, or of the output matrix, is taken as proportional to its matrix weights,
+    The time of a block, or of the output layer, is taken as proportional to its matrix weights,
     quantized or not. With `follows` the given numbers belong to another model, which may have more
     or fewer blocks.
 
@@ -323,7 +323,7 @@ def _outside(
 
 
 def _borrow(head: nn.Linear) -> Tensor:
-    """The output matrix as a plain tensor, which the engine ignores."""
+    """The output layer as a plain tensor, which the engine ignores."""
     weight = head.weight
     borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight

@@ -4,7 +4,7 @@ The user's model runs unmodified on the process's heads and widths. The input of
 layer (sharded by outputs) passes through `copy_to_group`, once for all layers with the same input,
 such as queries, keys and values; the output of a row-parallel layer (sharded by inputs) passes
 through `sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are
-embedding and output matrix if they are small (`forward/vocab_parallel.py`).
+embedding and output layer if they are small (`forward/vocab_parallel.py`).
 
 Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): norms, residual sums and other
 operations on single tokens run on 1/tp of the row. The row is all-gathered before a module with
@@ -81,7 +81,7 @@ class OwnTokens:
         """Prefix of the names of modules in the blocks."""
         self._fed: set[str] = set()
         self._tokens = 0
-        """Tokens of the row in the current block."""
+        """Number of tokens in the current block's row."""
         for block in blocks:
             block.register_forward_pre_hook(self._begin, with_kwargs=True)
             block.register_forward_hook(self._end)
@@ -172,7 +172,7 @@ CLOSE = 1e-3
 """Tolerance of the relative distance, in fp32; a missing sum makes it about 1."""
 
 NOISE = 1e-6
-"""Share of the gradient that may be rounding error, as for the biases of keys."""
+"""Fraction of the gradient that may be rounding error, as for the biases of keys."""
 
 
 def mismatch(
@@ -185,7 +185,7 @@ def mismatch(
     Args:
         model: a full model of the family.
         group: the tensor-parallel group.
-        shards_tables: whether embedding and output matrix are sharded.
+        shards_tables: whether embedding and output layer are sharded.
         sequence: whether hidden states are sharded too.
     """
     family, packed = Family.of(model, heads=2 * group.size), how_to_run(model).packed
@@ -356,7 +356,7 @@ def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
 
 
 def _divide_tables(tables: list[nn.Module], group: Group) -> None:
-    """Keep this process's rows of embedding and output matrix, once if they are tied."""
+    """Keep this process's rows of embedding and output layer, once if they are tied."""
     made = dict[int, nn.Parameter]()
     for module in tables:
         weight = cast("nn.Parameter", module.weight)

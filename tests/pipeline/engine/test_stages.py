@@ -133,7 +133,7 @@ def all_stages(family: str, dtype: str) -> list[str]:
 
 
 CASES = [
-    # Each family once, in one number format after the other; the others are the grid.
+    # Each family once, in one data type after the other; the others are the grid.
     pytest.param(family, dtype, marks=marks if row % len(DTYPES) == column else pytest.mark.grid)
     for row, family in enumerate(FAMILIES)
     for marks in (() if row < 2 else pytest.mark.jobs,)

@@ -1,4 +1,4 @@
-"""The allocator of tensors in main memory holds little more than the tensors took at most."""
+"""The allocator of tensors in host memory holds little more than the tensors took at most."""
 
 import json
 import shutil

@@ -155,7 +155,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
 
 @pytest.fixture
 def narrow() -> Iterator[Path]:
-    """A control group with 300 MiB of main memory."""
+    """A control group with 300 MiB of host memory."""
     group = own_groups()[0] / f"narrow-{os.getpid()}"
     try:
         group.mkdir()

@@ -392,7 +392,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"colour": "red"}, "no known row format has the columns colour"),
         ({"chosen": "a", "rejected": "b"}, "chosen and rejected must be full dialogues"),
         ({"prompt": "Q", "steps": ["a"], "labels": [1, 0]}, "lists of the same length"),
-        ({"prompt": "Q", "steps": [1], "labels": [1]}, "must be texts"),
+        ({"prompt": "Q", "steps": [1], "labels": [1]}, "must be strings"),
         ({"prompt": "Q", "steps": ["a"], "labels": [1.1]}, "got 1.1"),
         ({"prompt": "Q", "steps": ["a"], "labels": [-0.1]}, "got -0.1"),
         ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),

@@ -1,4 +1,4 @@
-"""AdamW in main memory, piece by piece, as in one; a GPU's tensors are the CPU's here."""
+"""AdamW in host memory, piece by piece, as in one; a GPU's tensors are the CPU's here."""
 
 import pytest
 import torch

@@ -73,7 +73,7 @@ PLACES: dict[str, dict[str, Any]] = {
         "optim": OptimConfig(name="SGD"),
         "offload": {"params": "nvme"},
     },
-    "everything in main memory": {
+    "everything in host memory": {
         "offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
     },
     "everything on a disk": {"offload": {"optimizer": "nvme", "params": "nvme"}},

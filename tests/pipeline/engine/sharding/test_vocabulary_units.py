@@ -1,4 +1,4 @@
-"""Embedding and output matrix are whole only around their own use, however a pass uses them."""
+"""Embedding and output layer are whole only around their own use, however a pass uses them."""
 
 from typing import Any
 
