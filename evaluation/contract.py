@@ -59,7 +59,7 @@ class Task:
     """Whether the task needs a path to its rows."""
 
     takes_shots: bool = False
-    """Whether its rows have solutions that can be shown as demonstrations."""
+    """Whether the task's rows have solutions that can be shown as demonstrations."""
 
 
 def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
@@ -69,7 +69,7 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
     the demonstrations. Otherwise the first `shots` rows are demonstrations and the rest questions.
 
     Raises:
-        DataError: there are no rows, or none is left as a question.
+        DataError: there are no rows, or no row is left as a question.
     """
     source = read_source(path)
     if source.eval:

@@ -38,7 +38,7 @@ class Chat:
         """Token ids of the questions, for a model with a context of `context` tokens.
 
         Raises:
-            DataError: one of them leaves no room for a response.
+            DataError: a question leaves no room for a response.
         """
         encoded = [self.format.encode_prompt(each.messages) for each in questions]
         longest = max(map(len, encoded))
@@ -154,7 +154,7 @@ class TaskEvaluations:
             changed: whether the model has changed since the last evaluation.
 
         Returns:
-            `tasks`: of each metric its value `before` and `after`, and the number of `questions`.
+            `tasks`: each metric's value `before` and `after`, and the number of `questions`.
         """
         if not self._questions:
             return {}

@@ -1,4 +1,4 @@
-"""Figures of a task: fractions of correct responses, pass@k, intervals, and the table of them."""
+"""Metrics of a task: fractions of correct responses, pass@k, their intervals and their table."""
 
 import math
 import platform
@@ -19,7 +19,7 @@ from pipeline.settings.fields import plain
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a task."""
+    """A metric of a task, at one k."""
 
     task: str
 
@@ -67,12 +67,12 @@ def pass_at_k(count: int, right: int, k: int) -> float:
 def compute_figures(
     task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int]
 ) -> list[Figure]:
-    """The figure for each k, metric by metric.
+    """Compute each metric at each k.
 
     Args:
-        task: its name.
+        task: name of the task.
         grades: the grades of each question's responses.
-        ks: none larger than the number of responses.
+        ks: values of k, at most the number of responses.
     """
     figures = []
     for metric in grades[0][0]:
@@ -116,7 +116,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 def document(
     figures: Sequence[Figure], config: EvaluationConfig, *, weights_hash: int
 ) -> dict[str, Any]:
-    """The figures, with the weights, settings and versions they were computed with."""
+    """The metrics, with the weights, settings and versions they were computed with."""
     return {
         "path": config.path,
         "weights_hash": weights_hash,

@@ -90,12 +90,12 @@ class HeldOutPrompts(ABC):
     """Prompts that no step trained on.
 
     Args:
-        prompts: all of them, on every process.
+        prompts: all prompts, on every process.
         chat: converts dialogues to tokens, and tokens to text.
         generating: context that provides the current model for generation.
-        seed: of the sampled responses.
-        temperature: of sampled responses.
-        max_new_tokens: of a response.
+        seed: seed of the sampled responses.
+        temperature: temperature of the sampled responses.
+        max_new_tokens: maximum tokens per response.
         batch_size: prompts that a process answers at once.
     """
 
@@ -229,7 +229,7 @@ def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
 def responses_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> HeldOutResponses | None:
     """Responses of the model before step 1, loaded in full on every process.
 
-    The greedy ones are to the prompts of the report. None if it is not named, its vocabulary
+    Greedy responses are only to the report's prompts. None if no base is named, its vocabulary
     differs from the actor's, it can't be loaded, or it doesn't fit in memory: a failed comparison
     must not lose a finished run.
     """

@@ -87,7 +87,7 @@ def mean_score(responses: Sequence[ScoredResponse]) -> float:
 
 
 def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Mean reward of each source with rewards, by the name of its metric."""
+    """Mean reward of each source that gave rewards, by the name of its metric."""
     names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
         name: [value for each in responses if (value := each.rewards.get(name)) is not None]

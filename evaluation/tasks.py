@@ -128,7 +128,7 @@ def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str)
         setting: the setting with the paths, for error messages.
 
     Raises:
-        ConfigError: there is no such task, one is named twice, or one lacks its data path.
+        ConfigError: a task is unknown, named twice, or lacks its data path.
     """
     for name in (*names, *paths):
         if name not in TASKS:
@@ -149,7 +149,7 @@ def paths_in(words: Sequence[str], *, setting: str) -> dict[str, str]:
     """Data paths by task, parsed from words such as `gsm8k=rows.jsonl`.
 
     Raises:
-        ConfigError: a word has another form.
+        ConfigError: a word is not of the form TASK=PATH.
     """
     paths: dict[str, str] = {}
     for word in words:

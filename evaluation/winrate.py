@@ -82,7 +82,7 @@ class WinrateConfig(SamplingConfig):
         """Columns of the rows that the judge reads.
 
         Raises:
-            ConfigError: it can't be used.
+            ConfigError: the judge can't be used.
         """
         if self.source.kind == "model":
             return RowColumns()

@@ -41,10 +41,10 @@ class Reply:
     text: str
 
     num_left_out: int
-    """Oldest messages that did not fit the model's context."""
+    """Number of oldest messages that did not fit the model's context."""
 
     interrupted: bool
-    """Whether Ctrl-C ended it."""
+    """Whether Ctrl-C ended the response."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Conversation:
     def respond(self, text: str, write: Callable[[str], None], *, prefix: str = "") -> Reply:
         """Respond to the user's `text`, passing pieces of the response to `write` as they come.
 
-        `prefix` is written first and is no part of the response. KeyboardInterrupt, from the moment
+        `prefix` is written first and is not part of the response. KeyboardInterrupt, from the time
         that `prefix` is shown, ends the response; the pieces written so far are kept.
 
         Raises:

@@ -215,7 +215,7 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
     """The number of sequences of `num_tokens` tokens whose keys and values fit in `cache_bytes`.
 
     Raises:
-        ConfigError: not even one fits.
+        ConfigError: not even one sequence fits.
     """
     needed = slot_bytes(model, num_tokens)
     if needed > cache_bytes:

@@ -185,7 +185,7 @@ class ReplicaWeight:
     """The shard of the full weight on this process; None for all of it."""
 
     is_copied: bool
-    """Whether it has its own memory rather than the source's."""
+    """Whether the weight has its own memory rather than the source's."""
 
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Modules that use the weight, and the names of their parameters."""
@@ -278,7 +278,7 @@ class Replica:
 
     @property
     def shares(self) -> bool:
-        """Whether it shares any weight with the trained model."""
+        """Whether the replica shares any weight with the trained model."""
         return not all(weight.is_copied for weight in self.weights)
 
     @torch.no_grad()

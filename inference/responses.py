@@ -50,7 +50,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts in a .jsonl file; blank lines are skipped.
 
     Raises:
-        DataError: there is no such file, it has no prompt, or a line is not a prompt.
+        DataError: the file doesn't exist, has no prompt, or has a line that is not a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -102,7 +102,7 @@ def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...
     if not messages or messages[-1].role == "system" or messages[-1].calls:
         raise DataError(f"{origin}: the last message must be the user's, or continue a response")
     if all(each.role != "user" for each in messages):
-        raise DataError(f"{origin}: no message is the user's")
+        raise DataError(f"{origin}: there is no user message")
     return messages
 
 
@@ -154,8 +154,8 @@ class Responder:
         limit = context_length(self.model)
         if not 0 < len(token_ids) < limit:
             raise DataError(
-                f"{prompt.origin}: the prompt has {len(token_ids)} tokens; the model takes 1 to"
-                f" {limit}, and prompt and response at most {limit}"
+                f"{prompt.origin}: the prompt has {len(token_ids)} tokens; it needs at least 1,"
+                f" and the model's context is {limit}, including the response"
             )
         return token_ids
 

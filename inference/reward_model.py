@@ -23,7 +23,7 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
     """A reward model by its path, or by its settings, and the chat format saved with it.
 
     Raises:
-        ModelError: there is none, it has no trained score head, or labels without values.
+        ModelError: there is no reward model, it has no trained score head, or no label values.
     """
     config = FrozenModelConfig(path=reward) if isinstance(reward, str) else reward
     model, tokenizer = load_reward(config)

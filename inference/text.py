@@ -139,8 +139,8 @@ class ResponseText:
 
     Args:
         view_bytes: the tokens of the model.
-        stops: texts before which the response ends; none is empty.
-        begins: whether the text begins anew, so that its first word has no space in front where
+        stops: stop strings, before which the response ends; none is empty.
+        begins: whether the text begins here, so that its first word has no space in front where
             the tokenizer drops it.
     """
 

@@ -103,7 +103,7 @@ class RewardConfig:
     """function: form of its parameters; auto detects it from their names."""
 
     max_tokens: int | None = None
-    """length: maximum tokens of a response without a penalty."""
+    """length: maximum tokens in a response before a penalty applies."""
 
     buffer_tokens: int = 0
     """length: tokens beyond that over which the reward falls from 0 to -1."""
@@ -188,7 +188,7 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
         option: the command's option, for messages.
 
     Raises:
-        ConfigError: it is not a valid source.
+        ConfigError: the value is not a valid source.
     """
     settings = _read_settings(spec, option)
     kind = str(settings.get("kind", ""))

@@ -94,7 +94,7 @@ class FunctionFile(UserFile):
     """Parameters without a default that its code reads and that come from columns of the rows."""
 
     takes_any: bool
-    """Whether it has **parameters."""
+    """Whether the function has **parameters."""
 
     def column(self, parameter: str, config: RewardConfig) -> str:
         """The column that a parameter receives."""
@@ -113,7 +113,7 @@ def read_definition(
         kinds: allowed kinds of definition, as syntax tree nodes.
 
     Raises:
-        ConfigError: the file or definition doesn't exist, or it is not Python.
+        ConfigError: the file or definition doesn't exist, or the file is not Python.
     """
     word = "class" if ast.ClassDef in kinds else "def"
     file, colon, name = path.rpartition(":")

@@ -38,7 +38,7 @@ def columns_in(template: str, name: str) -> frozenset[str]:
     """Columns of the rows that the template of the source `name` has in braces.
 
     Raises:
-        ConfigError: it is not a template, or lacks the response.
+        ConfigError: the text is not a template, or lacks the response.
     """
     where = f"rewards.{name}.template"
     try:
@@ -67,7 +67,7 @@ def score_in(text: str, scale: tuple[float, float]) -> float:
     """The score in the last JSON object of a reply, mapped from the scale to 0 to 1.
 
     Raises:
-        NoScoreError: there is none, or it is outside the scale.
+        NoScoreError: the reply has no score, or one outside the scale.
     """
     low, high = scale
     for match in reversed(_OBJECT.findall(text)):
@@ -118,7 +118,7 @@ def text_of(answer: object) -> str:
     """The message in an endpoint's reply.
 
     Raises:
-        EndpointError: there is none.
+        EndpointError: the reply has no message.
     """
     try:
         text = answer["choices"][0]["message"]["content"]  # type: ignore[index]

@@ -104,7 +104,7 @@ class Rewards:
         """`results` for a command, which ends if a source failed on too many responses.
 
         Raises:
-            RewardError: a source failed on a larger share than `max_failures`.
+            RewardError: a source failed on a larger fraction than `max_failures`.
         """
         results = self.results()
         check_failures(
@@ -177,11 +177,11 @@ def check_failures(
         failed: number of responses on which each source failed, over all processes.
         num_rows: number of responses in the batch.
         first: each source's first failure message.
-        max_failures: the share that may fail.
+        max_failures: the fraction that may fail.
         setting: the setting's name, for the message.
 
     Raises:
-        RewardError: a source failed on a larger share.
+        RewardError: a source failed on a larger fraction.
     """
     for name, count in failed.items():
         if count > max_failures * num_rows:

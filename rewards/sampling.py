@@ -94,7 +94,7 @@ def read_prompts(
         held_out: take the rows that no step trains on, if the path has any.
 
     Raises:
-        DataError: they can't be read, or none has a prompt.
+        DataError: the rows can't be read, or none has a prompt.
     """
     if config.prompts == EMBEDDED:
         kept = replace(columns, all=True)

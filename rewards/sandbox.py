@@ -249,7 +249,7 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
     """Inputs and outputs of the tests; None if the tests are code.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: the tests are neither cases nor code.
     """
     if isinstance(tests, str):
         if not tests.lstrip().startswith(("[", "{")):

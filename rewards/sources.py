@@ -39,7 +39,7 @@ class Source:
 
     @property
     def waits_for_network(self) -> bool:
-        """Whether it requests rewards from an endpoint; it then has its own worker process."""
+        """Whether the source calls an endpoint; it then has its own worker process."""
         return self.config.kind in ("remote", "judge")
 
     @property

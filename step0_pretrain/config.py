@@ -65,7 +65,7 @@ class PretrainConfig(StepConfig):
         """Check that the data paths name a corpus, and that `warm_start` is a run's directory.
 
         Raises:
-            DataError, ConfigError: this is not the case.
+            DataError, ConfigError: there is no corpus, or no such directory.
         """
         from pipeline.data.store.corpus import find_paths
 

@@ -37,7 +37,7 @@ class Reading:
         """The settings for reading a corpus with the tokenizer of a model.
 
         Raises:
-            DataError: it is not a fast tokenizer, or has no end-of-sequence token.
+            DataError: the tokenizer is not fast, or has no end-of-sequence token.
         """
         vocabulary = read_vocabulary(tokenizer, model)
         first, *_ = tokenizer.encode("a")

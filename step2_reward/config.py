@@ -52,7 +52,7 @@ class RewardConfig(LabelSettings, StepConfig):
     """Weight of (score_chosen + score_rejected)^2, which keeps scores near 0."""
 
     normalization_prompts: int = 64
-    """Prompts for step 1's model, whose responses determine the score's mean and deviation."""
+    """Prompts for step 1's model, whose responses determine the score's mean and std."""
 
     max_new_tokens: int = 256
     """Maximum tokens per response for measuring the score's mean and standard deviation; the same
@@ -88,7 +88,7 @@ class RewardConfig(LabelSettings, StepConfig):
 
     @property
     def learns_labels(self) -> bool:
-        """Whether it trains on labels rather than only on plain pairs."""
+        """Whether the step trains on labels rather than only on plain pairs."""
         return self.labels != "pairs"
 
     @property

@@ -94,7 +94,7 @@ class LabelSettings:
 
 
 MOST_CLASSES = 20
-"""Maximum distinct whole numbers that `labels: auto` treats as classes."""
+"""Maximum number of distinct integers that `labels: auto` treats as classes."""
 
 SINGLE = ("classes", "ordinal", "scalar")
 """Kinds that label one response."""
@@ -162,7 +162,7 @@ def select_rows(
     """The training and held-out rows with the kind of label chosen by `labels`.
 
     Raises:
-        DataError: there are none, all have one class, or one has an unlisted class.
+        DataError: there are no such rows, all have one class, or one has an unlisted class.
     """
     kind = detect_kind(config, train)
     chosen = [[row for row in rows if has_kind(kind, row)] for rows in (train, held_out)]

@@ -319,7 +319,7 @@ class StepObjective(Objective):
         """Tokens that end a step.
 
         Raises:
-            DataError: the tokenizer has none.
+            DataError: the tokenizer has no such tokens.
         """
         if self._separators is None:
             self._separators = frozenset(separator_ids(chat.tokenizer, self.config.step_separator))

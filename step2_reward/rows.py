@@ -152,7 +152,7 @@ def encode_steps(
         max_length: tokens that are kept.
 
     Raises:
-        DataError: its tokens have another number of steps.
+        DataError: the tokens have another number of steps.
     """
     texts = split_steps(example, separator)
     full = chat.encode(
@@ -186,7 +186,7 @@ def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
 
 
 def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: float = 1.0) -> Batch:
-    """The rows with these numbers as one batch; with the first row's tokens if there are none."""
+    """The rows with these indices as one batch; with the first row's tokens if there are none."""
     rows = [all_rows[number] for number in numbers]
     present = rows or all_rows[:1]
     longest = max(len(row.sequences) for row in present)

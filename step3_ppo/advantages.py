@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Mean of the counted numbers in each group; 0 if there are none."""
+    """Mean of the counted values in each group; 0 if there are none."""
     return _sum(grouped, counted) / counts(counted).clamp(min=1)
 
 
 def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Sample standard deviation of the counted numbers in each group; 0 for a single one."""
+    """Sample standard deviation of the counted values in each group; 0 for a single one."""
     squares = (grouped - group_mean(grouped, counted)).square()
     return (_sum(squares, counted) / (counts(counted) - 1).clamp(min=1)).sqrt()
 
 
 def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all counted numbers of a group are equal; True for groups of one or none.
+    """Whether all counted values of a group are equal; True for groups of one or none.
 
     The largest is compared with the smallest, because rounding makes differences from the mean and
     the deviation nonzero.
@@ -212,7 +212,7 @@ def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
 
 
 def by_group(of_responses: Tensor, rewarded: Rewarded) -> Tensor:
-    """Reshape (B) to (P, G), with numbers in float64."""
+    """Reshape (B) to (P, G), with values in float64."""
     wide = of_responses.double() if of_responses.is_floating_point() else of_responses
     return wide.view(-1, rewarded.group_size)
 

@@ -230,7 +230,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     normalize_score: bool = True
     """Subtract the mean of the reward model's scores of the first rollout and divide by their
-    deviation."""
+    standard deviation."""
 
     score_clip: float | None = 5.0
     """Normalized scores are clipped to ± this; null disables it."""
@@ -505,7 +505,7 @@ def check_method(config: PPOConfig, needs: Needs) -> None:
     """Reject incompatible estimators, losses, groups and penalties.
 
     Raises:
-        ConfigError: they are; the message names the setting and the fix.
+        ConfigError: settings are incompatible; the message names the setting and the fix.
     """
     _check_groups(config, needs)
     _check_losses(config)

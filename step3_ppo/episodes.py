@@ -126,7 +126,7 @@ def play(
 
     Args:
         model: a causal language model, plain or with adapters.
-        chat: its chat format.
+        chat: the model's chat format.
         environments: the environments' workers.
         prompts: the rows with which environments are reset.
         config: settings of the step.

@@ -244,7 +244,7 @@ class Evaluator:
         """Evaluate the starting model, the first candidate, on all held-out prompts.
 
         Raises:
-            ModelError: its metrics are not finite.
+            ModelError: the model's metrics are not finite.
             RewardError: a reward source fails on too many responses.
             ConfigError: no source applies to any response; or the run resumes and its starting
                 model no longer exists.
@@ -276,7 +276,7 @@ class Evaluator:
         """Print samples and evaluate the actor after iteration `step`, if that is due.
 
         Raises:
-            DivergedError: its metrics are not finite.
+            DivergedError: the actor's metrics are not finite.
         """
         if step % self.config.samples_every == 0:
             self.held_out.print_samples(step)

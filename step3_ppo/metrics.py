@@ -170,7 +170,7 @@ def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict
     """Means over the episodes; empty without an environment. A collective.
 
     `turns` is the number of the actor's responses, `observation_length` the number of tokens in
-    between; `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the shares ended by a
+    between; `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` the fractions ended by a
     limit or a failure. For a reward with several parts, the mean of each over the episodes that
     have it is named after its source.
     """

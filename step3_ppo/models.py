@@ -92,7 +92,7 @@ def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -
     """The chat format of a reward model that reads text; None if it reads the actor's tokens.
 
     Raises:
-        ModelError: it has another tokenizer and no chat template.
+        ModelError: the reward model has another tokenizer and no chat template.
     """
     own = load_tokenizer(reward)
     if speaks_alike(tokenizer, own, str(reward.path)):
@@ -124,7 +124,7 @@ class RewardModel:
         )
         self.settings = base_model(model).config
         self.text = text
-        """Set if it has another tokenizer or chat template."""
+        """Set if the reward model has another tokenizer or chat template."""
         self.mean, self.std = stored_normalization(model)
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
@@ -352,8 +352,8 @@ def load_critic(
 ) -> nn.Module | None:
     """The critic's model; None if the advantage estimator needs none.
 
-    From a reward model with several labels, all weights but the head are used; the head is drawn
-    anew.
+    From a reward model with several labels, all weights but the head are used; the head is
+    initialized randomly.
 
     Raises:
         ModelError: the model is an encoder.
@@ -395,8 +395,8 @@ def load_reward(
     """The reward model, which reads text if it has another chat format; None if there is none.
 
     Raises:
-        ModelError: it has another tokenizer and no chat template, or classes without values.
-        ConfigError: prompt and response may exceed its context.
+        ModelError: the model has another tokenizer and no chat template, or no class values.
+        ConfigError: prompt and response may exceed the model's context.
     """
     if not config.uses_reward_model:
         return None
@@ -467,7 +467,7 @@ def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[in
 
     Args:
         config: settings of the step.
-        lengths: tokens of each row.
+        lengths: number of tokens in each row.
     """
     return local_micro_batches(
         lengths,

@@ -89,7 +89,7 @@ class RewardSettings:
         """Reject sources that contradict each other.
 
         Raises:
-            ConfigError: they do; the message names the setting.
+            ConfigError: sources contradict each other; the message names the setting.
         """
         names = [source.name for source in self.rewards]
         for kind in (ENVIRONMENT, MODEL):
@@ -126,7 +126,7 @@ class RewardSettings:
         """The class of the environment, from its file.
 
         Raises:
-            ConfigError: it can't be used, or nothing gives a reward.
+            ConfigError: the environment can't be used, or nothing gives a reward.
         """
         from rewards.environments.file import read_environment
 

@@ -248,7 +248,7 @@ def check_source_failures(given: Mapping[str, Scored], config: PPOConfig, *, num
     """Stop all processes together if a source used in training failed too often.
 
     Raises:
-        RewardError: a source failed on more of all responses than `max_reward_failures`.
+        RewardError: a source failed on a larger fraction of responses than `max_reward_failures`.
     """
     if not given:
         return

@@ -64,7 +64,7 @@ class Prompts:
     train: list[Prompt]
     held_out: list[Prompt]
     stream: RowStream
-    """Row numbers of `train`, one iteration's at a time."""
+    """Row indices of `train`, one iteration's at a time."""
 
     fingerprint: str
     """Fingerprint of the rows of the training prompts."""

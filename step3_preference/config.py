@@ -238,7 +238,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether it trains on single responses."""
+        """Whether the method trains on single responses."""
         return self.loss == "kto"
 
     @property

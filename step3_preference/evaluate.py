@@ -255,7 +255,7 @@ class Evaluator:
         """Evaluate the initial actor, which is the first candidate; return its metrics.
 
         Raises:
-            ModelError: its metrics are not finite.
+            ModelError: the model's metrics are not finite.
             ConfigError: the run resumes and its starting model no longer exists.
         """
         start = checkpoints.require_same_start(self.config.model)
@@ -277,7 +277,7 @@ class Evaluator:
         """Evaluate the actor after optimizer step `step`, if due; return its metrics.
 
         Raises:
-            DivergedError: its metrics are not finite.
+            DivergedError: the actor's metrics are not finite.
         """
         if not self.training.evaluates_after(step):
             return {}

@@ -83,7 +83,7 @@ class RowStore:
         return sum(bool(example.chosen) for example in self._examples)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
-        """The training rows with these numbers."""
+        """The training rows with these indices."""
         return [fit(self._examples[row], self._chat, self.config)[0] for row in numbers]
 
     def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
@@ -129,7 +129,7 @@ def _require_some(
         limit = f" at data.max_length {config.data.max_length}; raise it, or inspect the rows"
         raise DataError(
             f"none of the {number} {name} rows can be trained on:"
-            f" {_left_out(outcomes)}{limit if outcomes['too long'] else '; inspect them them'} with"
+            f" {_left_out(outcomes)}{limit if outcomes['too long'] else '; inspect them'} with"
             " `python -m pipeline.data.inspect`"
         )
 

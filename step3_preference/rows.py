@@ -147,7 +147,7 @@ def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 
 def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
-    """The rows with these numbers as one batch; if there are none, a spare row for the pass."""
+    """The rows with these indices as one batch; if there are none, a spare row for the pass."""
     chosen = [(number, side) for number in part if (side := rows[number].chosen) is not None]
     rejected = [(number, side) for number in part if (side := rows[number].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]

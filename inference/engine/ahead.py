@@ -61,7 +61,7 @@ class Ahead:
 
     @property
     def has_next(self) -> bool:
-        """Whether another pass pays: few sequences ended, and one of the others needs it."""
+        """Whether another pass is worthwhile: few sequences ended, and another one needs it."""
         is_full = 8 * sum(ticket.ended for ticket in self.tickets) <= len(self.tickets)
         needed = any(not ticket.ended and _left(ticket) > 0 for ticket in self.tickets)
         return self._room > 0 and is_full and needed

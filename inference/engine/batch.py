@@ -54,14 +54,14 @@ class OpenBatch:
     once, in the fewest passes.
 
     With a tensor-parallel model, all processes of the group must close the batch with the same
-    requests, cancel the same ones, and call `step` equally often. `step` raises the errors of such
-    a model, because the other processes wait in a collective.
+    requests, cancel the same ones, and call `step` the same number of times. `step` raises the
+    errors of such a model, because the other processes wait in a collective.
 
     Args:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once; halved when memory runs out, which loses no response.
-        capacity: most tokens of a sequence, prompt and response.
-        chunk: most prompt tokens of a step; `PREFILL` if not given.
+        capacity: maximum tokens per sequence, prompt and response.
+        chunk: maximum prompt tokens per step; `PREFILL` if not given.
         reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
             or ended, of the same `scope`; otherwise only equal prompts share.
         passes: counts the passes.

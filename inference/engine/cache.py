@@ -124,7 +124,7 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def swap(self, slots: tuple[int, int], lengths: tuple[int, int]) -> None:
-        """Swap two slots with these numbers of stored tokens."""
+        """Swap two slots, given their numbers of stored tokens."""
         if 0 in lengths:
             source, target = slots[::-1] if lengths[0] == 0 else slots
             self.copy(source, target, max(lengths))

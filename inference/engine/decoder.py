@@ -216,9 +216,9 @@ class Decoder:
     """Decodes one token of each running sequence at a time.
 
     Args:
-        modules: a pass through the model.
+        modules: runs a pass through the model's modules.
         model: the model.
-        device: its device.
+        device: the model's device.
         counts: counts the passes.
         agree: see `Agree`.
         capture: records passes; by default CUDA graphs on a GPU, traces on a CPU.

@@ -76,7 +76,7 @@ class ReplayedRows(ABC):
         """Return the logits of the rows, in memory that the next pass may use again.
 
         Args:
-            columns: of each row; those beyond the rows of `layout` are padding.
+            columns: input of each row; rows beyond those of `layout` are padding.
             layout: attention of the rows.
 
         Raises:
@@ -251,7 +251,7 @@ class TraceRecorder(TorchDispatchMode):
         """Return what `compute` returns, recorded as one call.
 
         Args:
-            compute: is given the memory for the result when it is repeated, None the first time.
+            compute: called with None the first time, later with the memory for the result.
             read: the tensors that it reads.
         """
         self._outside = True
@@ -267,7 +267,7 @@ def require_replayable(call: Call, result: object) -> None:
     """Reject a call whose repetition would differ from the modules' Python code.
 
     Raises:
-        ReplayError: it draws random numbers, Python or a shape depends on the numbers it read, or
+        ReplayError: the call draws random numbers, Python or a shape depends on its values, or
             it copies between the host and a device.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
@@ -288,7 +288,7 @@ class OperatorTrace:
 
     Args:
         calls: the computation.
-        inputs: tensors whose numbers change; all others that the calls read but neither make nor
+        inputs: tensors whose values change; all others that the calls read but neither make nor
             change are constants.
         result: the result of the computation.
         substitute: returns a faster way to repeat a call, or None.

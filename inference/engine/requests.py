@@ -32,7 +32,7 @@ class Response:
     greedy decoding), before any truncation, penalty or forbidden token; in nats."""
 
     stopped: bool = False
-    """Whether a stop token ended it, rather than the length limit or the caller."""
+    """Whether a stop token, rather than the length limit or the caller, ended the response."""
 
     @property
     def text_ids(self) -> list[int]:
@@ -142,7 +142,7 @@ class Token(NamedTuple):
     id: int
     logprob: float
     reported: Reported | None = None
-    """Set if the request has `num_top`."""
+    """Log-probabilities, if the request has `num_top`."""
 
 
 class Ended(NamedTuple):

@@ -62,7 +62,7 @@ class Slot:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes part in the next decoding pass."""
+        """Whether the slot takes part in the next decoding pass."""
         return self.ticket is not None and self.left <= 0
 
     @property
@@ -83,7 +83,7 @@ class PrefixCache:
     """Finds the slot that stores the longest prefix of a prompt.
 
     Args:
-        slots: of the cache.
+        slots: slots of the cache.
         partial: whether any common prefix is reused; otherwise only equal prompts share.
     """
 
@@ -127,8 +127,8 @@ class PrefixCache:
         """Whether a prompt that is being read will provide a longer prefix than is stored.
 
         Args:
-            ticket: has no slot yet.
-            reading: those whose prompts are being read, by their `identity`.
+            ticket: a request without a slot.
+            reading: requests whose prompts are being read, by their `identity`.
         """
         count = self.find(ticket)[1]
         if count == len(ticket.prompt) - 1:
@@ -400,7 +400,7 @@ class Slots(Scheduler):
 
         Args:
             tickets: sequences of the last pass.
-            logits: their logits.
+            logits: logits of these sequences.
         """
         rows = self._decode.replayed
         if rows is None or not self._is_alone or not can_stay_ahead(tickets):

@@ -119,7 +119,7 @@ class Reply:
 
     prefix: str
     kind: str
-    """OpenAI's name of the object."""
+    """OpenAI's name for the object type."""
     chunk_kind: str
     begins: bool = False
     """Whether a response starts a new text, whose first word may lose its leading space."""

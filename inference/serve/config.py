@@ -151,7 +151,7 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
     """API keys by their name in the log; empty if no key is required.
 
     Raises:
-        ConfigError: the file can't be read or has none, a key is too short, or the server would
+        ConfigError: the file can't be read or has no keys, a key is too short, or the server would
             be open to others without one.
     """
     given = [*config.api_key, *filter(None, [os.environ.get("RLHF_API_KEY")])]

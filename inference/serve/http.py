@@ -95,7 +95,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     """Read the JSON object of a request, within the server's limits of size and time.
 
     Raises:
-        ApiError: it contains something else, or too much.
+        ApiError: the body is not a JSON object, or is too large.
     """
     config: ServeConfig = request.app.state.server.config
     seconds = config.idle_seconds

@@ -1,4 +1,4 @@
-"""The models to serve: their paths, memory plan, and use by routes."""
+"""The models to serve: their paths, the memory plan, and what routes do with them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -79,8 +79,8 @@ class ServedModel:
         Args:
             messages: the dialogue.
             continues: whether its last turn, the assistant's, is unfinished.
-            opens: whether, otherwise, the generation prompt follows a user's turn.
-            arguments: of the chat template.
+            opens: whether the generation prompt follows a user's turn.
+            arguments: arguments of the chat template.
 
         Raises:
             ApiError: the template can't render it or doesn't read an argument, or the last turn has
@@ -156,7 +156,7 @@ class ServedReward:
         """Return the token ids of a dialogue that ends in a response.
 
         Raises:
-            ApiError: it doesn't, or is too long, or the template can't render it.
+            ApiError: the dialogue has no response, is too long, or can't be rendered.
         """
         if messages[-1].role != "assistant" or len(messages) < 2:
             raise ApiError(400, "messages must end with an assistant turn", param="messages")
@@ -216,7 +216,7 @@ def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
     """Return the models of `--path` and `--run`, with distinct names.
 
     Raises:
-        ConfigError: two have the same name.
+        ConfigError: two models have the same name.
         ModelError: the run has no model yet.
     """
     paths = [] if config.run is None else models_of_run(config.run)
@@ -245,7 +245,7 @@ def models_of_run(out: Path) -> list[ModelPath]:
     """Return a run's models that generate: base, step 1, and step 3, the best method last.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no such model.
     """
     paths: list[ModelPath] = []
     steps = _steps(out)
@@ -359,7 +359,7 @@ def plan_memory(
     """Return (number, tokens) of each model's slots.
 
     Raises:
-        ConfigError: the weights don't fit, or not one sequence does.
+        ConfigError: the weights don't fit, or leave no room for a single sequence.
         ModelError: a model has no configuration to read.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

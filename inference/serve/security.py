@@ -96,7 +96,7 @@ class AccessControl:
         """Whether the request comes from another page that `--cors` allows.
 
         Raises:
-            ApiError: it is of another page that may not use the API.
+            ApiError: the request comes from a page that may not use the API.
         """
         origin = headers.get("origin")
         if origin in self._config.cors:

@@ -61,7 +61,7 @@ class Broker:
         """Run a job until the end of the block; unfinished responses are then cancelled.
 
         Raises:
-            ApiError: the server doesn't admit it now.
+            ApiError: the server doesn't admit the job now.
         """
         worker = self._admit(job.num_prompt_tokens)
         self._jobs.add(job)
@@ -76,7 +76,7 @@ class Broker:
         """Yield the pieces of a job until its responses end; an empty list every `QUIET` seconds.
 
         Raises:
-            ApiError: it waits too long for a slot, takes too long, or a response failed.
+            ApiError: the job waits too long for a slot, takes too long, or a response failed.
         """
         left = job.num_rows
         began = time.monotonic()
@@ -111,7 +111,7 @@ class Broker:
         """Run a function on the generation thread.
 
         Raises:
-            ApiError: the server doesn't admit it now, or it takes too long.
+            ApiError: the server doesn't admit the call now, or the call takes too long.
         """
         worker = self._admit(0)
         self._calls += 1

@@ -58,7 +58,7 @@ class Job:
         model: name of the model.
         prompts: for each prompt, the requests for its responses.
         client: name of the client.
-        stops: texts before which responses end.
+        stops: stop strings, before which responses end.
         continues: whether responses continue the texts of their prompts.
         streams: whether pieces are read as they come; otherwise each response is one piece.
     """
@@ -116,7 +116,7 @@ class Row:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended it."""
+        """Whether a stop string ended the response."""
         return self._text.stopped
 
     def token(self, event: Token) -> Piece | None:

@@ -110,7 +110,7 @@ def refusal(
         config: settings of the step.
         machine: the machine it will run on.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
-        memory: the memory of the step there.
+        memory: the memory of the step on that machine.
     """
     short = shortage(memory, machine)
     if short is None:
@@ -147,7 +147,7 @@ def choose_settings(
 
     Args:
         config: settings of the step.
-        machine: its machine.
+        machine: the machine it will run on.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
         given: dotted names of settings that the user gave, which stay.
     """

@@ -94,7 +94,7 @@ class CountedModel:
 
     @property
     def engine(self) -> TrainedModelConfig | None:
-        """The settings by which an engine shards it; None keeps it as loaded."""
+        """The settings by which an engine shards the model; None keeps it as loaded."""
         return self.trained or self.use.sharded_like
 
     @functools.cached_property
@@ -206,7 +206,7 @@ def read_models(
     Args:
         workload: the work of the step.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
-        has_gpu: `auto` precision is bf16 then.
+        has_gpu: whether there is a GPU, on which `auto` precision is bf16.
     """
     models: list[CountedModel] = []
     unknown: list[str] = []

@@ -173,7 +173,7 @@ def read_layers(words: Sequence[str]) -> list[Layer]:
     A preset is found by its name, such as `opt-1.3b.yaml`, in any directory.
 
     Raises:
-        ConfigError: no file named, no such file, not YAML, or not a mapping of names to values.
+        ConfigError: no file is given, or the file doesn't exist or is not a YAML mapping.
     """
     if not words:
         raise ConfigError("--config needs a file")
@@ -292,7 +292,7 @@ def read_command(
         aliases: alternative names of settings.
 
     Raises:
-        ConfigError: an unknown setting, a wrong type or value; it names the option.
+        ConfigError: a setting is unknown or has a wrong value; the message names the option.
     """
     given = split_options(argv)
     if any(name == "help" for name, _ in given):
@@ -325,7 +325,7 @@ def read_command(
 def choose_command(
     commands: Mapping[str, C], argv: Sequence[str], help_text: Callable[[], str]
 ) -> tuple[C, Sequence[str]]:
-    """The command named by the first word, and the words after it.
+    """The command named by the first argument, and the remaining arguments.
 
     Without a word, or with `--help`, it prints the help and exits with code 0.
 

@@ -125,7 +125,7 @@ class DeepSpeedFile:
     ignored: list[str] = field(default_factory=list[str])
 
     def get(self, key: str) -> Any:  # noqa: ANN401
-        """The value of an acting key; None if it is missing or "auto"."""
+        """The value of a key with an effect; None if it is missing or "auto"."""
         value = self.acting.get(key)
         return None if value == AUTO else _integral(value)
 
@@ -353,7 +353,7 @@ def read_file(path: Path) -> DeepSpeedFile:
     """The keys of a DeepSpeed file.
 
     Raises:
-        ConfigError: no such file, not JSON, a key twice, or a key that is not available.
+        ConfigError: the file doesn't exist or is not JSON, or a key is duplicate or unavailable.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8-sig")
@@ -424,6 +424,6 @@ def _hint(name: str) -> str:
 
 
 def _integral(value: Any) -> Any:  # noqa: ANN401
-    """Convert a whole number such as 5e8 to an int."""
+    """Convert an integral number such as 5e8 to an int."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value

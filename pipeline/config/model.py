@@ -54,7 +54,7 @@ class ZeroConfig:
     """How gradients are summed: fast leaves the order to the collective; deterministic sums
     micro-batches in a fixed tree, so that results are bitwise independent of the number of
     processes, a power of two. In steps 1 and 2 the micro-batches, of at most `micro_batch_size`,
-    are then the same for any number."""
+    are then the same for any such number."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent between processes: bf16 halves the bytes and rounds

@@ -269,7 +269,7 @@ class LossScaleConfig:
     """Consecutive good steps, after the first one, that double the dynamic scale."""
 
     hysteresis: int = 2
-    """The overflow that halves the dynamic scale: the second by default, then every further one
+    """Overflow at which the dynamic scale is halved: by default the second, then every further one
     until the scale is doubled again."""
 
     consecutive_hysteresis: bool = False

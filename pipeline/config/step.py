@@ -30,13 +30,13 @@ class ModelUse:
     """Settings of the model; it is trained if they are a `TrainedModelConfig`."""
 
     scores: bool = False
-    """Whether it is a classifier rather than a language model."""
+    """Whether the model is a classifier rather than a language model."""
 
     sharded_like: TrainedModelConfig | None = None
     """Trained model whose sharding a frozen model shares at stage 3."""
 
     phase_only: bool = False
-    """Whether it is loaded for one phase only: generation after training, or a comparison."""
+    """Whether the model is loaded only for generation after training, or for a comparison."""
 
     scored: int = 0
     """Passes without gradients over each row of an iteration, before training on it."""
@@ -230,7 +230,7 @@ class StepConfig(ABC):
     """Name of the step in settings files for several steps."""
 
     reads_dialogues: ClassVar[bool] = True
-    """Whether it trains on rows in a chat format; otherwise on a corpus."""
+    """Whether the step trains on rows in a chat format; otherwise on a corpus."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **{name: (name,) for name in ("seed", "save_every", "threads")},
@@ -298,7 +298,7 @@ class StepConfig(ABC):
 
     timeout_seconds: float = 1800.0
     """If a process keeps the others waiting for this long, it is named and the step ends; must
-    exceed the time that one process ever works alone."""
+    exceed the longest time that one process works alone."""
 
     eval_every: int | None = None
     """Steps between evaluations; null chooses, with up to 10 evaluations per run in at most 8 % of
@@ -377,7 +377,7 @@ class StepConfig(ABC):
         """The step's training and evaluation examples of the kind it learns from.
 
         Raises:
-            DataError: there are none, or none can be trained on.
+            DataError: there are no such examples, or none can be trained on.
         """
         return train, held_out
 
@@ -390,7 +390,7 @@ class StepConfig(ABC):
         """Check that the corpus exists if the step trains on one.
 
         Raises:
-            DataError, ConfigError: it does not exist.
+            DataError, ConfigError: the corpus does not exist.
         """
 
     @abstractmethod

@@ -81,7 +81,7 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:
 
 
 class RowStream:
-    """An endless stream of shuffled row numbers in global batches, the same on every process.
+    """An endless stream of shuffled row indices in global batches, the same on every process.
 
     Each pass over the rows has its own permutation, drawn from (seed, pass). A batch may begin in
     one pass and end in the next, so that no row is dropped.

@@ -1,6 +1,6 @@
 """Sums as verifiable data: `python -m pipeline.demo.arithmetic --out DIR`.
 
-A row has a prompt `57+26=`, a demonstration, correct in a share of the rows and with one wrong
+A row has a prompt `57+26=`, a demonstration, correct in a fraction of the rows and with one wrong
 digit in the others, and the column `answer`, which the reward `math` reads. The directory is a data
 path: `--data-path DIR --reward math`.
 """

@@ -47,7 +47,7 @@ def check_output(block: str, output: object) -> None:
     """Raise if a block returns an object without recognizable tensors.
 
     Raises:
-        ConfigError: its weights would be freed before its backward pass.
+        ConfigError: the block's weights would be freed before its backward pass.
     """
     for leaf in tree_leaves(output):
         if not isinstance(leaf, (*PLAIN, Tensor)):

@@ -95,7 +95,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     """Read the vocabulary of a tokenizer; embedding rows without a token are marked unused.
 
     Raises:
-        ModelError: it is not BPE, has more tokens than the embedding has rows, or llama.cpp would
+        ModelError: the tokenizer is not BPE, has more tokens than `rows`, or llama.cpp would
             tokenize one of `TEXTS` texts differently.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -180,7 +180,7 @@ class GgufExport:
 
     Raises:
         ModelError: the family, a setting, a tensor or the tokenizer has no GGUF form.
-        ConfigError: it is not a language model.
+        ConfigError: the model is not a language model.
     """
 
     def __init__(self, source: Source, number_format: str) -> None:
@@ -371,7 +371,7 @@ class GgufExport:
         """Compare tokenizer, tensors and outputs; the last two as read by `transformers`.
 
         Raises:
-            UnverifiedError: one differs.
+            UnverifiedError: one of them differs.
         """
         return [self._compare_tokenizer(directory), *self._compare_model(directory)]
 

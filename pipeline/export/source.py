@@ -31,7 +31,7 @@ class Source:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it is a reward model or another classifier."""
+        """Whether the model is a reward model or another classifier."""
         return are_of_classifier(self.settings.get("architectures"))
 
     @property
@@ -45,7 +45,7 @@ def find_directory(path: str, method: str | None) -> Path:
     """The directory `path`, or the last actor's if `path` is a run.
 
     Raises:
-        ModelError: it is not a directory, or is a run without a model.
+        ModelError: `path` is not a directory, or is a run without a model.
     """
     directory = Path(find_model(path, method)).expanduser()
     if not directory.is_dir():
@@ -57,7 +57,7 @@ def read_source(directory: Path) -> Source:
     """Read the model in `directory`.
 
     Raises:
-        ModelError: there is none, or only an adapter.
+        ModelError: there is no model, or only an adapter.
     """
     if (directory / ADAPTER).is_file() and not (directory / "config.json").is_file():
         raise ModelError(

@@ -24,7 +24,7 @@ class RunLock:
     the holder and is removed at exit. Forked children do not inherit the lock.
 
     Raises:
-        ConfigError: another process has it, or the file can't be created.
+        ConfigError: another process holds the lock, or the file can't be created.
     """
 
     def __init__(self, path: Path) -> None:

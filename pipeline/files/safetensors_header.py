@@ -32,7 +32,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `model.safetensors`, or of the shards listed in its index.
 
     Raises:
-        ModelError: there are none, or a file is damaged, missing, or differs from the index.
+        ModelError: there are no files, or one is damaged, missing, or differs from the index.
     """
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)

@@ -121,7 +121,7 @@ def check(weights: Weights, gradient: Tensor) -> None:
     """Raise unless the vectors can be stepped.
 
     Raises:
-        ValueError: they can't; the message names the vector.
+        ValueError: a vector is unsuitable; the message names it.
     """
     tensors = {"gradient": gradient} | weights.tensors()
     split = weights.low_bits is not None
@@ -234,7 +234,7 @@ def adamw_(
     the step.
 
     Raises:
-        ValueError: they are not; the message names the vector.
+        ValueError: a vector is unsuitable; the message names it.
         KernelError: `kernels` is required, and no kernel supports them.
     """
     check(weights, gradient)
@@ -313,7 +313,7 @@ def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | 
     """The kernel for vectors on a device, built if necessary; None if PyTorch is used.
 
     Raises:
-        KernelError: it is required and can't be built.
+        KernelError: the kernel is required and can't be built.
     """
     if kernels == "off":
         return None

@@ -127,7 +127,7 @@ def compiler() -> list[str]:
     """The C++ compiler's command: CXX, or the first one installed.
 
     Raises:
-        KernelError: there is none.
+        KernelError: no compiler is installed.
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
     for words in [chosen] if chosen else [[name] for name in COMPILERS]:
@@ -142,7 +142,7 @@ def run_compiler(command: Sequence[str]) -> str:
     """Run the compiler and return its output.
 
     Raises:
-        KernelError: it fails.
+        KernelError: the compiler fails.
     """
     try:
         done = subprocess.run(

@@ -48,7 +48,7 @@ def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T 
     """Return a kernel; if it is the reason why there is none, log it once and return None.
 
     Args:
-        operator: its name in messages.
+        operator: name of the operator in messages.
         kernel: the kernel, or the reason, as a clause.
         kernels: the setting, by default generation's.
 

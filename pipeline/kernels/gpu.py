@@ -81,7 +81,7 @@ class Kernel:
         raise LaunchError(f"{what}; CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed")
 
     def blocks_at_once(self, threads: int, shared_bytes: int) -> int:
-        """Blocks that a multiprocessor runs at once: their registers and memory limit them."""
+        """Number of blocks that a multiprocessor runs at once, limited by registers and memory."""
         occupancy = _bindings("driver").cuOccupancyMaxActiveBlocksPerMultiprocessor
         return max(1, _checked(occupancy(self._function, threads, shared_bytes)))
 
@@ -101,7 +101,7 @@ class Gpu:
         """The kernel `entry` of an operator's source with these macros, loaded onto the GPU.
 
         Raises:
-            KernelError: it can't be compiled or loaded.
+            KernelError: the kernel can't be compiled or loaded.
         """
         key = (name, entry, frozenset(defines.items()))
         if key not in self._kernels:
@@ -154,7 +154,7 @@ def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, s
     """Compile to a cubin, or PTX for a virtual architecture; return it with the compiler's log.
 
     Raises:
-        KernelError: NVRTC can't be loaded, or refuses the source or an option.
+        KernelError: NVRTC can't be loaded, or rejects the source or an option.
     """
     nvrtc = _nvrtc()
     header = ([PRELUDE.encode()], [b"prelude.cuh"])

@@ -193,7 +193,7 @@ class RecomputeLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Gradients of hidden states, matrix and bias."""
+        """Gradients of hidden states, weight and bias."""
         of_logprobs, of_entropy = (None if grad is None else grad[:, None] for grad in grads)
         hidden, weight, bias, targets, largest, total, entropies = ctx.saved_tensors
         of_hidden, of_weight, of_bias = _tile_gradients(
@@ -315,7 +315,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        """Gradients of hidden states, matrix and bias."""
+        """Gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets, largest, total = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         matrix_learns = wanted[1] or wanted[2]

@@ -23,14 +23,14 @@ class Ending:
     """Exit code; -n if the child was ended by signal n."""
 
     signal_received: signal.Signals | None = None
-    """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler's."""
+    """The signal that this process received meanwhile: Ctrl-C, a closed terminal, a scheduler's."""
 
     peak_bytes: int = field(default=0, compare=False)
     """Peak resident memory of the child and its children; on Linux at least this process's memory
     when it started the child."""
 
     ran_out_of_memory: bool = field(default=False, compare=False)
-    """Whether it ended because memory ran out, by its own error or the kernel's signal."""
+    """Whether memory ran out, shown by the child's own error or the kernel's signal."""
 
 
 def run_child(

@@ -342,8 +342,8 @@ def learning_model(
     """A trained language model, or this process's stage of it, with its engine.
 
     Raises:
-        ConfigError: it can't be split as in the settings.
-        ModelError: it can't be used, or its family can't be split.
+        ConfigError: the model can't be split as in the settings.
+        ModelError: the model can't be used, or its family can't be split.
     """
     model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
     passes = make_passes(

@@ -37,7 +37,7 @@ class Group:
     counted and compared."""
 
     in_step: bool = True
-    """Whether its processes run the same collectives, which every sum checks; different stages of
+    """Whether all members run the same collectives, which every sum checks; different stages of
     a pipeline don't."""
 
     @property

@@ -86,7 +86,7 @@ ABORT_SECONDS = 5.0
 def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS) -> NoReturn:
     """End this process immediately with `code`.
 
-    A collective of NCCL spins on the GPU until all processes have entered it, or until it is
+    An NCCL collective spins on the GPU until all processes have entered it, or until it is
     aborted. A normal exit would wait for it when freeing GPU memory; here the operating system
     frees it.
 

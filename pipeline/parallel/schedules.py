@@ -55,7 +55,7 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[in
     micro-batches.
 
     Args:
-        costs: of each block, in any unit of time; sums of whole numbers are exact.
+        costs: cost of each block, in any unit of time; sums of integers are exact.
         stages: no more than there are blocks.
         last: further work of the last stage, such as logits.
     """

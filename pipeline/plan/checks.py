@@ -299,7 +299,7 @@ class Chats:
         """The tokenizer of a model; None if unknown.
 
         Raises:
-            UserError: there is none.
+            UserError: the model has no tokenizer.
         """
         from pipeline.models.hf.load import load_tokenizer
 

@@ -71,7 +71,7 @@ def finished_steps(
     Args:
         request: the options of `train.py`.
         stages: the steps that may run.
-        configs: their settings by name.
+        configs: settings of the steps, by name.
         known: all steps of all methods; by default `stages`.
 
     Raises:

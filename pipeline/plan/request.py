@@ -274,7 +274,7 @@ def full_name(option: str, path: str | None) -> str | None:
     A local directory with that name takes precedence.
 
     Raises:
-        ConfigError: it looks like a size that OPT does not have.
+        ConfigError: the name looks like a size that OPT does not have.
     """
     if path is None or not re.fullmatch(r"\d+(\.\d+)?[bBmM]", path) or Path(path).is_dir():
         return None if path is None else as_directory(path)
@@ -292,7 +292,7 @@ def check_sections_run(
     """Reject options of a `known` step that is not among the `stages` that may run.
 
     Raises:
-        ConfigError: there is one; the message names the option and its methods.
+        ConfigError: such an option is given; the message names it and its methods.
     """
     present = {stage.section for stage in stages}
     for stage in known:

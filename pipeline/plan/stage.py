@@ -49,13 +49,13 @@ class Stage:
     """Roles that the step can run without if no step provides the model."""
 
     takes_shares: bool = False
-    """Whether it also uses the rows of earlier steps that don't run."""
+    """Whether the step also uses the rows of earlier steps that don't run."""
 
     own_directories: bool = False
     """Whether each method has its own directory even if it runs alone."""
 
     by_choice: bool = False
-    """Whether it runs only if `--step` names it; later steps then take their models from it."""
+    """Whether the step runs only if `--step` names it; later steps then use its models."""
 
     method: str | None = None
     """The method it runs, if several run; each of them has such a stage."""

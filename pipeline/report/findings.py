@@ -30,7 +30,7 @@ class Finding:
     """The verdict; None if it can't be computed, for example without the number of prompts."""
 
     sentence: str
-    """The finding with its numbers, without a full stop."""
+    """The finding with its numbers, without a trailing period."""
 
     detail: str = ""
     """Number of prompts and 95 % interval."""

@@ -87,7 +87,7 @@ class Method:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it was evaluated between its start and end."""
+        """Whether the method was evaluated between its start and end."""
         return len(self.path) > 2
 
     @property
@@ -122,7 +122,7 @@ class Comparison:
     """Methods at that KL, best first."""
 
     notes: Sequence[str]
-    """Sentences on limitations of the comparison, without full stops."""
+    """Sentences on limitations of the comparison, without trailing periods."""
 
     @property
     def sentence(self) -> str:

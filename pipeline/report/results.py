@@ -111,7 +111,7 @@ class StepResult:
 
     @property
     def reads_texts(self) -> bool:
-        """Whether it trained on plain texts (step 0)."""
+        """Whether the step trained on plain text (step 0)."""
         return self.has("held_out_tokens")
 
     def number(self, name: str) -> float | None:

@@ -176,7 +176,7 @@ class Checkpoints:
         """The newest checkpoint up to that step that is healthy and verifies.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no such checkpoint.
         """
         self._writer.wait()
         found = newest_on_all(self.root, self._world, among=lambda root: healthy_up_to(root, up_to))

@@ -107,7 +107,7 @@ class Rows:
     chat: ChatFormat
     data: StageData
     stream: RowStream
-    """Row numbers of `data.train`, one global batch at a time."""
+    """Row indices of `data.train`, one global batch at a time."""
 
     total_steps: int
     """Optimizer steps of the run."""
@@ -253,10 +253,10 @@ def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> No
 def local_parts(
     lengths: Sequence[int], config: StepConfig, model: TrainedModelConfig, *, sequences: int = 1
 ) -> list[list[int]]:
-    """Return the row numbers of this process's micro-batches in a global batch.
+    """Return the row indices of this process's micro-batches in a global batch.
 
     Args:
-        lengths: tokens of each row.
+        lengths: number of tokens in each row.
         config: settings of the step.
         model: settings of the trained model; with its deterministic reduction the micro-batches are
             the same for any number of processes.

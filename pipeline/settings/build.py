@@ -81,7 +81,7 @@ def typed_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any
     """The value of a setting in the merged layers, else its default; only its type is checked.
 
     Raises:
-        ConfigError: it has the wrong type.
+        ConfigError: the value has the wrong type.
     """
     kind, value = get_type(config_class, name), _value_in(config_class, merged, name)
     try:
@@ -208,7 +208,7 @@ def _checked_items(item_class: type, value: object, name: str, place: str) -> ob
 
 
 def _value_of_words(kind: object, words: list[str], option: str) -> object:
-    """The words after an option, converted to the setting's type if possible."""
+    """The arguments of an option, converted to the setting's type if possible."""
     kind = without_none(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     is_text = origin is tuple and arguments[0] is str
@@ -230,7 +230,7 @@ def _value_of_words(kind: object, words: list[str], option: str) -> object:
 
 
 def _one_value(kind: object, words: list[str], option: str) -> object:
-    """The value of the single word after an option."""
+    """The value of an option's single argument."""
     if len(words) != 1:
         got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
         raise ConfigError(f"{option} takes one value, {got}")

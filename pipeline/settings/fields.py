@@ -148,7 +148,7 @@ def _descriptions(config_class: type) -> dict[str, str]:
 
 
 Option = tuple[str, list[str]]
-"""A name without dashes, and the words that follow it: ("data.path", ["a", "b"])."""
+"""A name without dashes, and its arguments: ("data.path", ["a", "b"])."""
 
 
 def plain(value: object) -> Any:  # noqa: ANN401
@@ -214,7 +214,7 @@ def _given(item: Mapping[str, Any], item_class: type) -> dict[str, Any]:
 
 
 def _are_words(value: object) -> bool:
-    """Whether a list of text can be given as words on the command line, not read as JSON."""
+    """Whether a list of strings can be given as separate arguments rather than as JSON."""
     if not isinstance(value, list) or not value:
         return False
     return not str(value[0]).startswith(("[", "{", "-"))

@@ -36,7 +36,7 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
 def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     """Context that applies the settings' GPU rounding; CPUs are not affected.
 
-    With `tf32`, products of fp32 matrices have 10 mantissa bits (Ampere and later). With
+    With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With
     `deterministic`, operators use kernels with a fixed order of additions, and cuBLAS the workspace
     that this needs. Other operators warn; `pipeline.models.forward.attention` handles attention,
     whose backward pass uses such a kernel only if others are disallowed.

@@ -136,7 +136,7 @@ class Notices:
         return None if text is None else Failure(**json.loads(text))
 
     def appear(self, sighting: Heartbeat) -> None:
-        """Report the position of this process."""
+        """Publish the position of this process."""
         self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(sighting)))
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:

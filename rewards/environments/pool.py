@@ -181,7 +181,7 @@ def parse_messages(verb: str, returned: object) -> tuple[Message, ...]:
     """Parse the return value of reset or step as messages.
 
     Raises:
-        WrongReturnError: it is not a list of messages, or can't precede a response.
+        WrongReturnError: the value is not a list of messages, or can't precede a response.
     """
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
         raise WrongReturnError(f"{verb} returned {described(returned)}, not a list of messages")

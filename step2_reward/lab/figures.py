@@ -247,7 +247,7 @@ def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[floa
 
     Args:
         proxy: proxy scores of N samples for one prompt.
-        gold: their gold scores.
+        gold: gold scores of these samples.
         n: subset size, at most N.
     """
     total = math.comb(len(proxy), n)
@@ -308,7 +308,7 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
     Returns:
         with_error, responses with a wrong step; found, those of them whose first predicted error is
         the first error; without_error, the other responses; kept, those of them without a predicted
-        error; accuracy; and f1, the harmonic mean of both shares (None without responses of both
+        error; accuracy; and f1, the harmonic mean of both fractions (None without responses of both
         kinds). Responses without a labelled step do not count.
     """
     labelled = [row for row in rows if row.targets]

@@ -242,8 +242,8 @@ def probe_figures(
     """Scores of good responses after a change, by kind of change.
 
     Returns:
-        change, the mean difference of the score in standard deviations `std`; lower, the share of
-            responses that score lower; responses, the number of responses.
+        change, the mean difference of the score in standard deviations `std`; lower, the fraction
+            of responses that score lower; responses, the number of responses.
     """
     probed = [change_response(x, chat, max_length=config.data.max_length) for x in examples]
     rows = [Row((sequence,)) for changed in probed for sequence in changed]
@@ -359,7 +359,7 @@ def measure_model(config: LabConfig) -> Measured:
     """Measure the model at `config.path`.
 
     Raises:
-        ModelError: there is none, or it is not a classifier.
+        ModelError: there is no model, or it is not a classifier.
         DataError: there are no rows, or none with the labels that the model was trained on.
     """
     check_ready(config.path, scores=True)

@@ -16,7 +16,7 @@ reported."""
 
 
 def sentences(figures: Mapping[str, Any]) -> list[str]:
-    """Findings, most important first, without full stops."""
+    """Findings, most important first, without trailing periods."""
     first = [*_accuracy(figures), *_steps(figures)]
     found = [*first, *_classes(figures), *_calibration(figures)]
     return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]

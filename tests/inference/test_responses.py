@@ -176,7 +176,7 @@ def test_a_response_ends_where_that_of_plain_generate_does(
         ('{"prompt": 3}', 'line 2: "prompt" must be text'),
         ('{"messages": []}', "line 2: the last message must be the user's"),
         ('{"messages": [{"role": "cook", "content": "x"}]}', "line 2: a turn in messages must be"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: no message is the user"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "there is no user message"),
         (
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls":'
             ' [{"name": "a"}]}]}',

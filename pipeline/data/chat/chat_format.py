@@ -200,7 +200,7 @@ class ChatFormat:
         """Render the text of a dialogue, as `apply_chat_template` does.
 
         Raises:
-            DataError: the template can't render it, or ignores its tools.
+            DataError: the template can't render the dialogue, or ignores its tools.
         """
         tools = messages[0].tools
         if tools and not self._takes_tools:
@@ -430,7 +430,7 @@ class ChatFormat:
             origin: the row's origin, for messages.
 
         Raises:
-            DataError: the template can't render it.
+            DataError: the template can't render the dialogue.
         """
         if not messages:
             raise DataError("a prompt must have a turn")

@@ -100,7 +100,7 @@ def join_turns(messages: Sequence[Message]) -> Turns:
 
 
 def is_empty(turn: Message) -> bool:
-    """Whether it is an assistant turn without text and tool calls."""
+    """Whether a turn is an assistant turn without text or tool calls."""
     return turn.role == "assistant" and not turn.content.strip() and not turn.calls
 
 
@@ -376,7 +376,7 @@ def read_label(row: Row) -> Label | None:
     Texts that are numbers, or true and false, are converted, as CSV files have only texts.
 
     Raises:
-        DataError: it is a list, an object, or a number that is not finite.
+        DataError: the label is a list, an object, or a number that is not finite.
     """
     name = label_column(row.columns)
     value = row.columns.get(name)

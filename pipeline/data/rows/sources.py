@@ -94,7 +94,7 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     data/eval.json), or a Hub data set `owner/name` or `owner/name/config`.
 
     Raises:
-        DataError: it doesn't exist or can't be read, or the split is ambiguous.
+        DataError: the data doesn't exist or can't be read, or the split is ambiguous.
     """
     bare, weight = split_weight(spec)
     name, wanted = split_name(bare)
@@ -334,7 +334,7 @@ def choose_splits(
     single training split, every test split is read.
 
     Raises:
-        DataError: there is none, or there are several and none is named for the step.
+        DataError: there is no training split, or there are several and none is for the step.
     """
     all_train = [split for split in splits if split.startswith(TRAIN)]
     train = [wanted] if wanted else all_train or (list(splits) if len(splits) == 1 else [])

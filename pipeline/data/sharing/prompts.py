@@ -48,7 +48,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
 
 
 def as_hashes(numbers: Iterable[int]) -> Hashes:
-    """Sort the numbers and remove duplicates."""
+    """Sort the hashes and remove duplicates."""
     return np.unique(np.fromiter(numbers, np.uint64))
 
 

@@ -128,7 +128,7 @@ def of_one_kind(data: StageData, config: StepConfig) -> StageData:
     """Keep the rows that the step's settings select.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no such rows.
     """
     train, held_out = config.choose_rows(data.train, data.eval)
     return replace(data, train=train, eval=held_out)

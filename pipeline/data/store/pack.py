@@ -96,7 +96,7 @@ def pack(
     Raises:
         ConfigError: the file exists, or is half-written and `resume` is false or its settings
             differ.
-        DataError: a bad row without `skip_bad_rows`, an unreadable or changed file, no text at all.
+        DataError: a row is bad (without `skip_bad_rows`), a file changed, or there is no text.
     """
     began = time.perf_counter()
     if part_path(out, "idx").exists():

@@ -119,9 +119,9 @@ class MixedStream:
     range of rows has the mixture. Each file's rows are shuffled, and reshuffled once all are used.
 
     Args:
-        sizes: rows of each file.
-        weights: share of each file in the mixture, relative to the others.
-        batch_size: rows of a global batch.
+        sizes: number of rows in each file.
+        weights: weight of each file in the mixture, relative to the others.
+        batch_size: rows per global batch.
         seed: seed of the shuffles.
     """
 
@@ -136,7 +136,7 @@ class MixedStream:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows until the file that is shortest for its weight has been used once."""
+        """Number of rows until the first file has been used completely, given the weights."""
         files = zip(self._files, self.weights, strict=True)
         rows = min(file.num_rows / weight for file, weight in files)
         return max(1, round(rows * sum(self.weights)))

@@ -60,7 +60,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabula
     """Read the definition of a tokenizer.
 
     Raises:
-        DataError: it is not a fast tokenizer, or has no end-of-sequence token.
+        DataError: the tokenizer is not fast, or has no end-of-sequence token.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
@@ -215,7 +215,7 @@ class TokenWriter:
 
         Args:
             ids: concatenated tokens.
-            lengths: tokens of each document.
+            lengths: number of tokens in each document.
         """
         content = np.ascontiguousarray(ids, self.dtype).data
         self._file.write(content)

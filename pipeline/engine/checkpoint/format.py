@@ -186,7 +186,7 @@ class Manifest:
         """Read the manifest in `directory`.
 
         Raises:
-            CheckpointError: it is missing, damaged or of another format.
+            CheckpointError: the manifest is missing, damaged or of another format.
         """
         path = directory / MANIFEST
         try:

@@ -134,7 +134,7 @@ class RollbackRecord:
         """The record in `root`; None if there is none.
 
         Raises:
-            CheckpointError: it can't be read.
+            CheckpointError: the record can't be read.
         """
         path = root / ROLLBACK
         try:

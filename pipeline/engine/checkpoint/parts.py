@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """An object with vectors laid out as an engine's masters, or an empty list."""
+    """An object that keeps vectors laid out like an engine's masters, if any."""
 
     engine: Engine
     weights: list[Tensor]

@@ -189,7 +189,7 @@ class FlatParams:
 
     @property
     def gaps(self) -> list[slice]:
-        """Ranges between and behind the parameters."""
+        """Ranges between and after the parameters."""
         ends = [self.offsets[name] + param.numel() for name, param in self.params.items()]
         starts = [*self.offsets.values(), self.numel][1:]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

@@ -160,9 +160,9 @@ class TensorStore:
 class StreamedState:
     """Masters and moments of many groups in a store; at most two groups are in memory.
 
-    `sizes` are the groups' numbers of elements, and `moments` is the dtype of Adam's moments. While
-    one group is stepped, the previous one is written from the other set of buffers and the next one
-    read into it.
+    `sizes` are the groups' numbers of elements; `moments` is the dtype of Adam's moments. While one
+    group is stepped, the previous one is written from the other set of buffers, and the next one
+    is read into it.
     """
 
     def __init__(

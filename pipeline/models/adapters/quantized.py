@@ -1,6 +1,6 @@
 """Frozen linear layers whose weights are stored in 4 or 8 bits (Dettmers et al. 2023, QLoRA).
 
-Weights are stored in blocks of 64 numbers, each block with a scale. NF4 follows section 3 and
+Weights are stored in blocks of 64 values, each block with a scale. NF4 follows section 3 and
 appendix E: the 16 codes are quantiles of a normal distribution, and a weight is its code times the
 largest magnitude of its block. int8 has 255 equal steps instead. A flattened weight is split into
 blocks in order; the last one is padded with zeros. With `double` the scales themselves are stored
@@ -185,7 +185,7 @@ def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"
 
 @functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
-    """The two fp32 numbers of each byte as one value, for a faster lookup."""
+    """The two fp32 values of each byte as one element, for a faster lookup."""
     levels = torch.tensor(NF4, device=device)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(torch.int64).view(-1)
@@ -347,7 +347,7 @@ def quantized(
     `device` is passed to `QuantizedLinear`.
 
     Raises:
-        ConfigError: its blocks have no linear layers.
+        ConfigError: the model's blocks have no linear layers.
     """
     if config.quantize == "none":
         return model
@@ -405,7 +405,7 @@ def dequantized_weights(
 def rounded_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Round the results of `dequantized_weights`, adapters merged, to the layers' formats."""
+    """Round the results of `dequantized_weights`, after merging, to the layers' formats."""
     formats = {
         f"{name.removesuffix('.base_layer')}.weight": layer.dtype
         for name, layer in quantized_layers(model).items()

@@ -134,7 +134,7 @@ class Policy(nn.Module):
         Every process gets the same answer with the same forward passes.
 
         Raises:
-            KernelError: it doesn't, and the kernel is required.
+            KernelError: the model doesn't support tiles, and kernels are required.
         """
         head = base_model(self.model).get_output_embeddings()
         # Exactly nn.Linear: peft's layers compute more than the product.

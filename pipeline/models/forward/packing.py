@@ -6,8 +6,8 @@ express their window only in the mask. So the code itself is run, with a small c
 its output for each packed sequence must equal that for the sequence alone.
 
 The answer depends on class and settings, not on weights: without communication it is the same on
-every process, at every ZeRO stage, with weights not yet loaded, with adapters and in every number
-format.
+every process, at every ZeRO stage, with weights not yet loaded, with adapters and in every data
+type.
 """
 
 import copy

@@ -33,7 +33,7 @@ def require_score(classifier: PreTrainedModel) -> None:
     """Reject a classifier that has no score.
 
     Raises:
-        ModelError: it has several labels without values.
+        ModelError: the classifier has several labels without values.
     """
     count = classifier.config.num_labels or 1
     if count > 1:
@@ -44,7 +44,7 @@ def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
     """Return the value of each of several labels.
 
     Raises:
-        ModelError: config.json doesn't have it.
+        ModelError: config.json doesn't have the values.
     """
     values = getattr(classifier.config, "class_values", None)
     if not isinstance(values, list) or len(values) != count:

@@ -59,7 +59,7 @@ def speaks_alike(
     """Whether a reward model takes the actor's tokens; otherwise it is passed text.
 
     Raises:
-        ModelError: it has another tokenizer, and no chat template for text.
+        ModelError: the reward model has another tokenizer, and no chat template for text.
     """
     same_tokens = tokenizer.get_vocab() == other.get_vocab()
     if other.chat_template is None:
@@ -123,8 +123,8 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
         count = len(chat.encode_prompt(example.prompt, origin=example.origin))
         if limit is not None and count >= limit:
             raise DataError(
-                f"{example.origin}: the prompt has {count} tokens; the model {path} takes 1 to"
-                f" {limit}, and prompt and response at most {limit}"
+                f"{example.origin}: the prompt has {count} tokens, but the context of the model"
+                f" {path} is {limit}, including the response"
             )
 
 
@@ -132,7 +132,7 @@ def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
     """Reject a model that has no score head.
 
     Raises:
-        ModelError: none of its architectures is that of a reward model.
+        ModelError: none of the architectures is that of a reward model.
     """
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ModelError(

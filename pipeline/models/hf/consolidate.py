@@ -54,7 +54,7 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     It equals the export of the run at that step; the full model must fit in memory.
 
     Raises:
-        CheckpointError: it has no such model, or `transformers` lacks its class.
+        CheckpointError: the checkpoint has no such model, or `transformers` lacks its class.
     """
     described = checkpoint.state.get("models", {}).get(name)
     if described is None:

@@ -150,7 +150,7 @@ def check_tokenizer(directory: Path) -> None:
     """Check the tokenizer's files.
 
     Raises:
-        ModelError: there is none, or one of its files is a Git LFS pointer or not JSON.
+        ModelError: there is no tokenizer, or one of its files is a Git LFS pointer or not JSON.
     """
     found = [file for pattern in TOKENIZER_FILES for file in sorted(directory.glob(pattern))]
     if not any(file.is_file() for file in found):

@@ -61,7 +61,7 @@ class Vocabulary:
     """`llama` (SentencePiece's BPE, by scores) or `gpt2` (BPE of bytes, by merges)."""
 
     pre: str
-    """llama.cpp's name of the pre-tokenizer."""
+    """llama.cpp's name for the pre-tokenizer."""
 
     tokens: Sequence[str]
     token_type: Sequence[int]

@@ -323,7 +323,7 @@ def _prepared(
     """Move the model to its device, in evaluation mode, packed if that is exact.
 
     Raises:
-        ModelError: its weights are not finite.
+        ModelError: the model's weights are not finite.
     """
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
@@ -344,7 +344,7 @@ def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> Non
     """Reject a model with NaN or infinite parameters; each process checks a share of them.
 
     Raises:
-        ModelError: there are some; the message has the first one and their number.
+        ModelError: there are such parameters; the message has the first one and their number.
     """
     named = list(model.named_parameters())[processes.rank :: processes.size]
     broken = [name for name, param in named if not _is_finite(param)]

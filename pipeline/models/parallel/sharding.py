@@ -281,7 +281,7 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
     """The plan for a model's family, by the full names of its modules.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no plan for the family.
     """
     theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
     plan = _PLANS.get(model.config.model_type) or theirs

@@ -203,7 +203,7 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The model's blocks, and the name of their list.
 
     Raises:
-        ModelError: they aren't all in one list.
+        ModelError: the blocks aren't all in one list.
     """
     found = {
         name: module
@@ -337,7 +337,7 @@ def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
     """Check that a small copy has bitwise equal hidden states with and without stages.
 
     Raises:
-        ModelError: they differ.
+        ModelError: the hidden states differ.
     """
     expected = small_hidden_states(family.copy(packed=True))
     hidden: Tensor | None = None

@@ -443,7 +443,7 @@ class _Branch:
         self._copied: Tensor | None = None
 
     def feeds(self, layer: nn.Module) -> None:
-        """Make a layer read the copy."""
+        """Make a layer read the copied input."""
         layer.register_forward_pre_hook(self._copy)
         self._layers += 1
 
