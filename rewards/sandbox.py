@@ -197,7 +197,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
     The program is the last fenced block of the response, else the whole response. The tests of a
     row are Python code (or a list of lines) with assertions that must all hold, or cases:
     `[{"input": "1 2", "output": "3"}, ...]`, or `{"inputs": [...], "outputs": [...]}`, also as JSON
-    text; lines are compared without the space at their ends. A row without tests has no reward.
+    text; lines are compared without trailing whitespace. A row without tests has no reward.
     """
     column = config.reads_column or ""
 

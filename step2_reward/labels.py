@@ -242,7 +242,7 @@ def resolve_labels(
 def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Example]) -> Labels:
     for row in (*train, *held_out):
         if not isinstance(row.label, int | float):
-            raise DataError(f"{row.origin}: label must be a number for scalar, got {row.label!r}")
+            raise DataError(f"{row.origin}: label must be a number, got {row.label!r}")
         if loss == "bce" and not 0 <= row.label <= 1:
             raise DataError(
                 f"{row.origin}: label is {row.label:g}, but reward.loss bce needs numbers from 0 to"

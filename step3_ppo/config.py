@@ -444,7 +444,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             )
 
     def _complete_guards(self) -> None:
-        """Add the default guards to the given ones, and refuse guards that could never trip."""
+        """Add the default guards to the given ones, and reject guards that could never trip."""
         object.__setattr__(self, "guards", completed(self.guards, WARNING))
         lacking = unmeasured(
             gold=self.gold is not None,

@@ -463,7 +463,7 @@ def load_reference(
 
 
 def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of this process's micro-batches, equally many on all processes, some empty.
+    """The rows of this process's micro-batches, the same number on all processes; some are empty.
 
     Args:
         config: settings of the step.

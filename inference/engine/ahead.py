@@ -98,7 +98,7 @@ class Ahead:
 
 
 def _left(ticket: Ticket) -> int:
-    """Most tokens of the response after the next one."""
+    """Maximum number of response tokens after the next one."""
     return ticket.request.max_new_tokens - len(ticket.response.ids) - 1
 
 

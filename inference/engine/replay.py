@@ -152,7 +152,7 @@ UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_outp
 
 @dataclass(frozen=True)
 class Call:
-    """One operator, with the tensors that it read and made."""
+    """One operator call, with the tensors that it read and created."""
 
     operator: Any
     """PyTorch's operator; None for attention, which is computed outside the trace."""

@@ -82,7 +82,7 @@ class AccessControl:
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
-        """On loopback addresses, refuse other host names, which a web page may have rebound."""
+        """On loopback addresses, reject other host names, which a web page may have rebound."""
         if not self._config.is_local:
             return
         try:

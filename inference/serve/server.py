@@ -32,7 +32,7 @@ def listen(config: ServeConfig) -> socket.socket:
     """Return the socket that accepts requests.
 
     Raises:
-        ConfigError: the port is taken, or there is no such address here.
+        ConfigError: the port is taken, or this machine has no such address.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -140,7 +140,7 @@ def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
     polite. Step 2 has pairs in which the chosen response is better: correct before incorrect, then
-    polite before rude. Step 3 has unique prompts. Steps 1 and 2 draw all kinds equally often.
+    polite before rude. Step 3 has unique prompts. Steps 1 and 2 sample all kinds equally often.
     Evaluation rows come from `held_out_questions` and are the same for every seed.
     """
     if step == 2:
@@ -196,7 +196,7 @@ def held_out_questions() -> tuple[Question, ...]:
 
 
 def corpus() -> list[str]:
-    """Texts to train the tokenizer on, equally many of each kind."""
+    """Texts to train the tokenizer on, the same number of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
     for of_kind in _train_by_kind().values():

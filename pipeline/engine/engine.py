@@ -182,7 +182,7 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Number of changes of the weights."""
+        """Number of times the weights were changed."""
         return self.zero.updates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -377,7 +377,7 @@ class FrozenEngine:
 
     @property
     def updates(self) -> int:
-        """Number of changes of the weights: 0."""
+        """Number of times the weights were changed: 0."""
         return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -112,7 +112,7 @@ class ZeroModel:
         self.broken = False
         """True after a failed backward pass, until `discard`."""
         self.updates = 0
-        """Number of changes of the weights; graphs of older weights are invalid."""
+        """Number of times the weights were changed; graphs of older weights are invalid."""
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []

@@ -407,7 +407,7 @@ def launch(
 
 
 def choose_splits(num_blocks: int, num_keys: int, at_once: int) -> int:
-    """The number of splits of a sequence's keys with which the blocks fill the GPU.
+    """The number of splits of each sequence's keys that fills the GPU with blocks.
 
     `at_once` is the number of blocks that the GPU runs at once.
     """

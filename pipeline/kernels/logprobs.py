@@ -6,11 +6,11 @@ kinds of backward pass:
 
 - `RecomputeLogprobs`: the forward pass computes tiles of the vocabulary and saves each token's
   log-sum-exp; the backward pass recomputes the tiles: four matrix products instead of
-  three. A tile has all tokens, so that its rows of the matrix's gradient are final.
+  three. A tile has all tokens, so that its rows of the weight's gradient are final.
 - `FusedGradLogprobs`: the forward pass computes tiles of tokens and their gradients, as if every
   log-probability had weight 1; the backward pass scales them. Nothing is computed twice. It is used
   where the output layer isn't trained, as with adapters, and where all tokens have the same
-  weight, as in fine-tuning; if they turn out not to, the matrix's gradient is computed again.
+  weight, as in fine-tuning; if they don't, the weight's gradient is computed again.
 
 `RowLogprobs` does the same from existing logits, a few rows at a time. All is plain PyTorch and
 needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or W words of

@@ -93,7 +93,7 @@ def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECO
     Args:
         code: the exit code.
         abort: aborts the collectives, in a separate thread.
-        seconds: seconds until the process ends in any case.
+        seconds: seconds after which the process ends even if `abort` has not returned.
     """
 
     def try_to_abort() -> None:

@@ -115,7 +115,7 @@ class StepResult:
         return self.has("held_out_tokens")
 
     def number(self, name: str) -> float | None:
-        """The evaluation metric `name`; None if it is missing or not finite."""
+        """The evaluation metric `name`; None if missing or not finite."""
         return finite(self.eval.get(name))
 
     def has(self, figure: str) -> bool:

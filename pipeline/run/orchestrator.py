@@ -133,7 +133,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
 
 def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
-    """Run the step's processes; while memory runs out, retry with half as much at once.
+    """Run the step's processes; if memory runs out, retry with smaller batches.
 
     Retries start from the newest checkpoint: the mathematics is the same, and nothing remains of
     the state that ran out of memory.

@@ -76,7 +76,7 @@ SHARE = 0.08
 """Maximum fraction of a run's work for evaluations, without the first and the last one."""
 
 FORWARD_SHARE = 1 / 3
-"""Fraction of the forward pass in a training step; the backward pass takes twice as much."""
+"""Fraction of a training step taken by the forward pass; the backward pass takes twice as long."""
 
 R = TypeVar("R")
 

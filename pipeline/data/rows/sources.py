@@ -334,7 +334,7 @@ def choose_splits(
     single training split, every test split is read.
 
     Raises:
-        DataError: there is no training split, or there are several and none is for the step.
+        DataError: there is no training split, or several and none named for the step.
     """
     all_train = [split for split in splits if split.startswith(TRAIN)]
     train = [wanted] if wanted else all_train or (list(splits) if len(splits) == 1 else [])

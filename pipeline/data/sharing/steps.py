@@ -457,7 +457,7 @@ def step_of_prompt(
     """Return which of `steps` gets the prompt, in proportion to `split`; None if all are 0.
 
     Weighted rendezvous hashing (Schindelhauer & Schomaker 2005): each step draws an exponential
-    number at the rate of its share, and the smallest wins. If a step is removed from `steps` or its
+    variate whose rate is its share, and the smallest wins. If a step is removed from `steps` or its
     share changes, no prompt moves between the others.
     """
     numbers = [

@@ -69,7 +69,7 @@ def varlen_attention(
     Args:
         query: query heads of the packed sequences.
         key: key heads, each shared by H / G query heads.
-        value: value heads, shared likewise.
+        value: value heads, shared in the same way.
         bounds: int32 offsets of the sequences, and the end of the last one.
         longest: length of the longest sequence.
         scaling: factor of the scores; by default head size ** -0.5.

@@ -131,7 +131,7 @@ class Policy(nn.Module):
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
         """The output layer, if there may be too many logits and they depend on it alone.
 
-        Every process gets the same answer with the same forward passes.
+        Every process gets the same result with the same forward passes.
 
         Raises:
             KernelError: the model doesn't support tiles, and kernels are required.

@@ -5,7 +5,7 @@ some layers drop the keyword with the sequence boundaries, some add a learned bi
 express their window only in the mask. So the code itself is run, with a small copy of the model:
 its output for each packed sequence must equal that for the sequence alone.
 
-The answer depends on class and settings, not on weights: without communication it is the same on
+The result depends on class and settings, not on weights: without communication it is the same on
 every process, at every ZeRO stage, with weights not yet loaded, with adapters and in every data
 type.
 """
@@ -104,10 +104,10 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"
 
 
 def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrainedConfig:
-    """The settings at reduced sizes: as many layers of each kind, little of everything else.
+    """The settings at reduced sizes: the same number of layers of each kind, but small ones.
 
     Heads that share keys still do, some experts of several are still chosen, and windows are
-    `WINDOW` tokens. With more `heads` than usual, an even number, layers are as much wider.
+    `WINDOW` tokens. With more `heads` than usual (an even number), layers get wider in proportion.
     """
     small = copy.deepcopy(settings)
     _shrink(small, heads)
