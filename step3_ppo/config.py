@@ -233,7 +233,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     standard deviation."""
 
     score_clip: float | None = 5.0
-    """Normalized scores are clipped to ± this; null disables it."""
+    """Clip normalized scores to ± this; null disables it."""
 
     missing_eos_score: float | None = -1.0
     """Maximum score of an unfinished response, after normalization; null disables it."""
