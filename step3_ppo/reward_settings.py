@@ -51,8 +51,8 @@ class RewardSettings:
     """Maximum turns of the actor in an episode."""
 
     max_reward_failures: float = 0.1
-    """The run stops if rewards of more than this fraction of an iteration's responses fail; those are
-    not trained on."""
+    """The run stops if rewards of more than this fraction of an iteration's responses fail; those
+    are not trained on."""
 
     @property
     def uses_reward_model(self) -> bool:
