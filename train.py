@@ -77,7 +77,7 @@ STAGES = (
 
 COMMON = (
     *("step", "method", "actor_model", "reward_model", "data_path", "output_dir"),
-    *("reward_function", "reward", "resume", "overwrite", "dry_run", "plan"),
+    *("reward_function", "reward", "teacher", "resume", "overwrite", "dry_run", "plan"),
     *("deployment_type", "num_processes"),
     *("lr", "batch_size", "epochs", "lora", "quantize", "max_length", "seed", "save_every"),
 )

@@ -57,6 +57,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         "tensor_parallel": ("parallel.tp", "inference_tp_size"),
         "guards": ("guards",),
         "environment": ("environment",),
+        "teacher": ("teacher.path",),
         "reward_function": (),
         "reward": (),
     }
@@ -75,7 +76,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     output_dir: Path = Path("output/step3_ppo")
 
-    method: Literal["ppo", Grouped, "reinforce_pp", "raft"] = "ppo"
+    method: Literal["ppo", Grouped, "reinforce_pp", "raft", "distill"] = "ppo"
     """Other defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
@@ -92,6 +93,9 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reference of the KL penalty, by default the initial actor. Without a penalty none is
     loaded and no KL is measured, unless a path is given or several methods are compared."""
+
+    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The model that the method distill learns from (--teacher), with the actor's tokenizer."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
@@ -206,9 +210,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Normalize the advantages of gae and reinforce_pp to mean 0 and variance 1 over the rollout of
     all processes."""
 
-    whiten_rewards: bool = False
-    """Scale token rewards to variance 1, keeping their mean."""
-
     clip: float = 0.2
     """Lower bound of the trust region: the ratio is clipped at 1 - clip."""
 
@@ -289,10 +290,22 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return 0.0 if self.kl_in == "none" else self.kl_coef
 
     @property
-    def has_reference(self) -> bool:
-        """Whether a reference is loaded: for a penalty, or to measure the KL."""
+    def distills(self) -> bool:
+        """Whether the log-probabilities of a teacher are the only reward."""
+        return self.method == "distill"
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a reward model scores the responses."""
+        return not self.distills and super().uses_reward_model
+
+    @property
+    def reference_role(self) -> Literal["reference", "teacher"] | None:
+        """The frozen policy: a teacher, or a reference for a penalty or to measure the KL."""
+        if self.distills:
+            return "teacher"
         measured = self.reference.path is not None or self.step_name != "step3_ppo"
-        return measured or self.kl_weight > 0
+        return "reference" if measured or self.kl_weight > 0 else None
 
     @property
     def overlong_tokens(self) -> float:
@@ -318,7 +331,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def unused_roles(self) -> frozenset[str]:
         """The models that the method and its rewards don't use."""
         used = {"critic": self.has_critic, "reward": self.uses_reward_model}
-        used["reference"] = self.has_reference
+        used |= {role: self.reference_role == role for role in ("reference", "teacher")}
         return frozenset(role for role, is_used in used.items() if not is_used)
 
     @property
@@ -328,15 +341,17 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Reward sources set by options; in an environment each process plays separately."""
+        """Reward sources and method; in an environment each process plays separately."""
         words = {name: given[name] for name in ("reward_function", "reward") if name in given}
         sources = {"rewards": read_reward_options(words.items())} if words else {}
+        sources |= {"method": "distill"} if "teacher" in given else {}
         return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
 
     @classmethod
     def without_short_forms(cls, options: list[Option]) -> list[Option]:
         """Convert `--reward-function FILE.py:NAME` and `--reward KIND` to a list of `rewards`."""
-        return without_reward_options(options)
+        names = {"teacher": "teacher.path"}
+        return without_reward_options([(names.get(name, name), words) for name, words in options])
 
     @property
     def max_length(self) -> int:
@@ -449,7 +464,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         lacking = unmeasured(
             gold=self.gold is not None,
             critic=self.has_critic,
-            reference=self.has_reference,
+            reference=self.reference_role == "reference",
             groups=self.group_size > 1,
             sources=bool(self.rewards),
         )
@@ -461,17 +476,15 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
         ModelUse(
             role="actor",
             settings=config.actor,
-            scored=2 if config.has_reference and not _has_reference_of_its_own(config) else 1,
+            scored=1 if _has_reference_of_its_own(config) else 2,
             text_length=config.data.max_length if config.ptx_coef > 0 else None,
             host_copies=config.keep_best,
             keeps_average=config.ema_decay is not None,
         ),
         ModelUse(role="critic", settings=config.critic, scores=True, scored=1),
-        ModelUse(
-            role="reference",
-            settings=_reference(config),
-            sharded_like=_if_sharded(config.actor),
-            scored=1,
+        *(
+            ModelUse(role=role, settings=settings, sharded_like=_if_sharded(config.actor), scored=1)
+            for role, settings in (("reference", _reference(config)), ("teacher", config.teacher))
         ),
         ModelUse(
             role="reward",
@@ -486,7 +499,8 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
 
 
 def _has_reference_of_its_own(config: PPOConfig) -> bool:
-    return config.reference.path is not None or config.actor.lora is None
+    is_actor = config.reference.path is None and config.actor.lora is not None
+    return config.reference_role != "reference" or not is_actor
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
@@ -510,6 +524,7 @@ def check_method(config: PPOConfig, needs: Needs) -> None:
     _check_groups(config, needs)
     _check_losses(config)
     _check_kl(config)
+    _check_teacher(config)
     _check_overlong(config)
 
 
@@ -534,11 +549,6 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
         config.baseline == "none" or grouped,
         "ppo.baseline group is the mean of the responses to a prompt: set ppo.group_size to 2 or"
         " more",
-    )
-    require(
-        config.baseline == "none" or not config.whiten_rewards,
-        "ppo.whiten_rewards rescales rewards, but ppo.baseline group subtracts raw scores; omit"
-        " one",
     )
     require(
         config.dynamic_sampling == 0 or grouped,
@@ -586,6 +596,27 @@ def _check_kl(config: PPOConfig) -> None:
     require(
         config.kl_target is None or config.kl_in != "none",
         "ppo.kl_target adapts the KL penalty, but ppo.kl_in none omits it: set reward or loss",
+    )
+
+
+def _check_teacher(config: PPOConfig) -> None:
+    if not config.distills:
+        is_one_of_several = config.step_name != "step3_ppo" or config.method == "ppo"
+        require(
+            config.teacher.path is None or is_one_of_several,
+            f"--teacher is for --method distill, not {config.method}; choose one of them",
+        )
+        return
+    require(
+        config.teacher.path is not None,
+        "--method distill has no teacher: set --teacher to a model with the actor's tokenizer",
+    )
+    rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
+    penalizes = config.kl_in == "reward" and config.kl_coef > 0 and config.kl_target is None
+    require(
+        not rewards and penalizes,
+        "--method distill learns from its teacher alone: omit --reward, --reward-function,"
+        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in and ppo.kl_target",
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ class HeldOut(HeldOutPrompts):
 
     def kl(self, responses: Sequence[Response]) -> float:
         """KL to the reference in nats per response; NaN without a reference."""
-        if self.models.reference is None:
+        if self.config.reference_role != "reference":
             return math.nan
         experience = score_responses(self.models, self._inputs(), responses, self.config)
         # The last processes' shares are padded with the first prompts, which count once.
@@ -194,15 +194,21 @@ class HeldOut(HeldOutPrompts):
         has_model = models.reward is not None
         score = raw_scores(models, self._inputs(), responses, self.config) if has_model else None
         stopped = torch.tensor([each.stopped for each in responses], device=local_device())
-        return compute_rewards(models, score, stopped, self.config, strict=strict)
+        rewards = compute_rewards(models, score, stopped, self.config, strict=strict)
+        if not self.config.distills:
+            return rewards
+        experience = score_responses(models, self._inputs(), responses, self.config)
+        assert experience.ref_logprobs is not None
+        distance = (experience.logprobs - experience.ref_logprobs) * experience.mask
+        return replace(rewards, score=-distance.sum(dim=1))
 
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """The objective on these prompts: mean reward minus the KL penalty in nats.
 
         Higher is better; its weight is the setting kl_coef, even if that is adaptive.
         """
-        penalty = self.config.kl_weight * kl if self.config.has_reference else 0.0
-        if self.config.rewards:  # their scores are the objective
+        penalty = self.config.kl_weight * kl if self.config.reference_role == "reference" else 0.0
+        if self.config.rewards or self.config.distills:  # their scores are the objective
             known = [response.score for response in responses if response.score is not None]
             return mean(known) - penalty
         score = torch.tensor([response.score for response in responses])
@@ -321,7 +327,7 @@ class Evaluator:
         return {
             "objective": self.watched.objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
-            **({"kl": kl} if self.config.has_reference else {}),
+            **({"kl": kl} if self.config.reference_role == "reference" else {}),
             "sampled_length": mean_length(responses),
             "sampled_stop_rate": stop_rate(responses),
             "sampled_win_rate": win_rate(responses, self.before.sampled[: len(responses)]),
@@ -341,7 +347,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     epoch.
     """
     trained = 2 if config.has_critic else 1
-    frozen = config.has_reference + config.uses_reward_model
+    frozen = (config.reference_role is not None) + config.uses_reward_model
     scored = 4 + frozen + trained
     learned = 3 * trained * config.ppo_epochs
     return num_prompts / config.rollout_size * scored / (scored + learned)

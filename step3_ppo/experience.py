@@ -124,7 +124,7 @@ class Rollout:
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
-    """The reward of each response, before the KL penalty."""
+    """The reward of each response, before the KL penalty; of a teacher, the sum over its tokens."""
 
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
@@ -308,15 +308,14 @@ def compute_advantages(
         mask,
         kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
     )
+    if config.distills:
+        reward_score = rewards.sum(dim=1)
     counted_mask = mask & counted[:, None]
-    if config.whiten_rewards:
-        mean, variance = global_moments(rewards, counted_mask)
-        rewards = whiten(rewards, mask, mean=mean, variance=variance, shift_mean=False)
     estimate = _estimate(experience, reward_score, rewards, counted, config)
     advantages = estimate.advantages
     if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
         mean, variance = global_moments(advantages, counted_mask)
-        advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
+        advantages = whiten(advantages, mask, mean=mean, variance=variance)
     silent = ~counted if estimate.silent is None else estimate.silent | ~counted
     return Rollout(
         experience,

@@ -39,21 +39,13 @@ def token_rewards(
 
 
 def whiten(
-    values: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    mean: float,
-    variance: float,
-    shift_mean: bool,
+    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, mean: float, variance: float
 ) -> Float[Tensor, "B T"]:
     """(x - mean) / sqrt(variance + 1e-8) on real tokens, 0 on padding.
 
-    Without `shift_mean` the mean is added back. Mean and (biased) variance are over all processes.
+    Mean and (biased) variance are over all processes.
     """
-    whitened = (values - mean) * (variance + 1e-8) ** -0.5
-    if not shift_mean:
-        whitened = whitened + mean
-    return whitened * mask
+    return (values - mean) * (variance + 1e-8) ** -0.5 * mask
 
 
 def policy_ratio(

@@ -128,6 +128,14 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             kl_in="reward",
             kl_coef=0.01,
         ),
+        # Lu et al. 2025: each token's reward is minus its reverse KL, without any later reward.
+        "distill": _row(
+            advantage="reinforce_pp",
+            ppo_epochs=1,
+            kl_coef=1.0,
+            gamma=0.0,
+            whiten_advantages=False,
+        ),
         # Dong et al. 2023: one update per rollout.
         "raft": _row(
             advantage="best",

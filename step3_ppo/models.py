@@ -215,7 +215,7 @@ class Models:
     critic: Engine | None
     """The critic's engine; None if the advantage estimator needs none."""
     reference: Reference | None
-    """None without a KL penalty, unless the KL is to be measured."""
+    """The reference, or a teacher; None if neither is used."""
     reward: RewardModel | None
     """The reward model; None if only programs reward the responses."""
     sources: RewardSources
@@ -277,7 +277,7 @@ def load_models(
     mesh = current_mesh()
     tp_group = mesh.tp_group(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
     models = config.used_models()
-    for model in (models[role] for role in ("critic", "reference") if role in models):
+    for model in (models[role] for role in ("critic", "reference", "teacher") if role in models):
         require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
 
     actor = load_actor(config, tokenizer, chat, device=device)
@@ -434,22 +434,24 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 def load_reference(
     config: PPOConfig, actor: Passes, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> Reference | None:
-    """The configured reference, by default the initial actor, sharded like the actor.
+    """The teacher, or the reference, by default the initial actor; sharded like the actor.
 
     None without a penalty, unless the KL is to be measured. With LoRA the default is the base with
     the adapter disabled, which needs no second copy.
     """
-    if not config.has_reference:
+    role = config.reference_role
+    if role is None:
         logger.info(
             "no KL penalty, so no reference is loaded and the KL to the start is not measured"
             " (ppo.reference.path measures it)"
         )
         return None
-    if config.reference.path is None and config.actor.lora is not None:
+    source: FrozenModelConfig = config.teacher if role == "teacher" else config.reference
+    if source.path is None and config.actor.lora is not None:
         return Reference(actor.engine, actor)
-    same = config.reference.path is None
-    source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
+    source = config.actor if source.path is None else source
     model = load_causal_lm(source, device=device, seed=config.seed, defer=True)
+    require_context(base_model(model), role, config)
     add_tokens(model, tokenizer, seed=config.seed)
     engine, passes = frozen_passes(
         model,
@@ -457,7 +459,7 @@ def load_reference(
         config.parallel,
         current_mesh(),
         lambda whole: Policy(whole, kernels=config.actor.kernels),
-        name="reference",
+        name=role,
     )
     return Reference(engine, passes)
 

@@ -213,6 +213,9 @@ def compute_rewards(
     given = models.sources.results() if given is None else given
     if strict:
         check_source_failures(given, config, num_rows=len(stopped))
+    if config.distills:  # all rewards are of tokens
+        zeros = torch.zeros(len(stopped), device=stopped.device)
+        return ResponseRewards(zeros, zeros, given, models.sources.seconds)
     if not config.rewards:
         assert of_model is not None
         counted = counted_scores(score, stopped, models, config)

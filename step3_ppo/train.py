@@ -189,7 +189,10 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
     )
-    metrics = rollout_statistics(rollout, rewards.score) | sampled.metrics
+    score = rollout.reward_score if config.distills else rewards.score
+    metrics = rollout_statistics(rollout, score) | sampled.metrics
+    if config.distills:  # `kl` is the distance from the start
+        metrics["reverse_kl"] = metrics.pop("kl") / metrics["response_length"]
     metrics |= rewards.metrics(group_size=config.group_size)
     check_finite(f"of the rollout of iteration {step}", metrics)
     check_rollout_gap(metrics["rollout_gap"], models, largest=metrics["rollout_gap_max"])

@@ -67,6 +67,7 @@ ELSEWHERE = {
     "ratings.jsonl": "tests/inference/test_ratings.py, as a run has none yet",
     "inference.serve": "tests/inference/serve/test_command.py, as a server does not end",
     "--config arithmetic-grpo.yaml": "minutes; as a dry run in tests/test_train_cli.py",
+    "--teacher": "tests/step3_ppo/test_distill.py",
     "--environment": "tests/test_environments_end_to_end.py, in a short form",
 }
 """Parts of commands that are not run here, and the test, or the reason."""

@@ -110,7 +110,6 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PPOConfig, {"rewards": (replace(LENGTH, name="score"),)}, "rewards.score"),
     (PPOConfig, {"gold": MODELS[0]}, "ppo.gold"),
     (PPOConfig, {"rewards": (LENGTH,), "missing_eos_score": -2.0}, "missing_eos_score"),
-    (PPOConfig, {**ADVANTAGE, "whiten_rewards": True}, "whiten_rewards"),
     (PPOConfig, {**ADVANTAGE, "group_size": 1}, "ppo.baseline group is the mean"),
     (PPOConfig, {**GROUP, "baseline": "group"}, "baseline group requires ppo.advantage reinf"),
     (PPOConfig, {**GROUP, "kl_in": "loss", "kl_estimator": "k1"}, "k1 in the loss has an expected"),

@@ -31,10 +31,10 @@ class Request(Deployment):
 
     method: tuple[str, ...] = ()
     """How step 3 trains: ppo, or without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo,
-    rloo, reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Or from
-    preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo, orpo, kto, of
-    --preference settings (docs/preference.md). Several run in separate directories step3_NAME and
-    are compared; --methods.NAME.SETTING applies to one."""
+    rloo, reinforce_pp, raft, or distill from a --teacher: other defaults of --ppo settings
+    (docs/methods.md). Or from preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo,
+    cpo, orpo, kto, of --preference settings (docs/preference.md). Several run in separate
+    directories step3_NAME and are compared; --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, GGUF file, or one of
@@ -52,6 +52,9 @@ class Request(Deployment):
     reward: tuple[str, ...] = ()
     """Built-in programs that give the rewards: math, regex:PATTERN, ... (docs/rewards.md), or
     verifier, the embedded task's; or settings in braces. Also model, the reward model."""
+
+    teacher: str | None = None
+    """Model from which step 3 learns by --method distill, with the tokenizer of the actor."""
 
     environment: str | None = None
     """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""
@@ -305,7 +308,7 @@ def check_sections_run(
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit it"
             )
-    names = ("reward_function", "reward", "environment")
+    names = ("reward_function", "reward", "environment", "teacher")
     rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(

@@ -177,7 +177,7 @@ def whitened(values: Tensor) -> Tensor:
     """As verl does it, by the sample's variance; ours is that of the whole batch."""
     real = values[MASK]
     mean, variance = real.mean().item(), real.var(unbiased=True).item()
-    return whiten(values, MASK, mean=mean, variance=variance, shift_mean=True)
+    return whiten(values, MASK, mean=mean, variance=variance)
 
 
 @pytest.mark.parametrize(

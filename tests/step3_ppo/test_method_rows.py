@@ -19,13 +19,14 @@ from tests.sources import ROOT
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method: str) -> None:
-    row = METHODS[method]
+    row, given = METHODS[method], ["--teacher", "it"] if method == "distill" else []
 
-    config = parse_step(PPOConfig, ["--method", method])
-    moved = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method])
+    config = parse_step(PPOConfig, ["--method", method, *given])
+    moved = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method, *given])
 
     assert {name: getattr(config, name) for name in row} == dict(row)
-    assert plain(config) == {**plain(PPOConfig()), **row, "method": method}
+    start = PPOConfig(teacher=config.teacher, output_dir=config.output_dir)
+    assert plain(config) == {**plain(start), **row, "method": method}
     assert moved.clip_high == 0.5
     assert config.method_name == method
 
