@@ -154,7 +154,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "precision": "bf16",
         "lora": LoraConfig(rank=2),
         "quantize": "nf4",
-        "double_quant": True,
     },
 }
 

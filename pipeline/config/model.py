@@ -155,16 +155,6 @@ class FrozenModelConfig:
     load_in_4bit), int8 in 8.5, none as loaded. A trained model needs lora for it. Embeddings, norms
     and heads are not quantized."""
 
-    double_quant: bool = False
-    """Store the scales of nf4 in 8 bits too, which reduces it to 4.13 bits per weight
-    (bnb_4bit_use_double_quant)."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.quantize == "nf4" or not self.double_quant,
-            f"double_quant requires quantize nf4, not {self.quantize}; omit it",
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(FrozenModelConfig):
@@ -204,7 +194,6 @@ class TrainedModelConfig(FrozenModelConfig):
         return "lora.lr", self.lora.lr or LORA_RATE * self.optim.lr
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         offload = self.zero.offload
         require(
             offload.params == "none" or self.zero_stage == 3,

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "4 bits, generating together": {
         "actor": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
-        "critic": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4, "double_quant": True},
+        "critic": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
         "reward": {"quantize": "int8"},
         "inference_tp_size": 2,
     },

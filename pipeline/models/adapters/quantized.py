@@ -3,9 +3,7 @@
 Weights are stored in blocks of 64 values, each block with a scale. NF4 follows section 3 and
 appendix E: the 16 codes are quantiles of a normal distribution, and a weight is its code times the
 largest magnitude of its block. int8 has 255 equal steps instead. A flattened weight is split into
-blocks in order; the last one is padded with zeros. With `double` the scales themselves are stored
-in 8 bits, in groups of 256: 255 equal steps between the smallest and the largest of a group. QLoRA
-subtracts the mean of the full matrix instead, which a process with a shard does not have.
+blocks in order; the last one is padded with zeros. Scales are stored in fp32.
 
 The vectors of codes and scales are the layer's parameters: they are frozen, and the engine lays
 them out, shards, offloads and saves them like any frozen weight. The forward pass dequantizes the
@@ -15,7 +13,7 @@ weight temporarily; the backward pass does so again.
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -32,9 +30,6 @@ from pipeline.system.errors import ConfigError
 
 BLOCK = 64
 """Weights that share a scale."""
-
-GROUP = 256
-"""Scales that share a range, if they are quantized as well."""
 
 NF4 = (
     -1.0,
@@ -63,103 +58,53 @@ AT_ONCE = 2**20
 """Weights that are packed or unpacked at once, a multiple of the block."""
 
 Packed = Mapping[str, Tensor]
-"""The flat vectors of a quantized weight, by name."""
+"""Codes and scales of a quantized weight, by name."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """Format in which weights are stored."""
+Form = Literal["nf4", "int8"]
+"""Format of the codes."""
 
-    codes: Literal["nf4", "int8"]
-    double: bool = False
-    """Whether scales are quantized too."""
+SCALES = "scales"
+CODES = "codes"
 
 
-@dataclass(frozen=True)
-class Vector:
-    """One of the vectors of a quantized weight."""
-
-    dtype: torch.dtype
-
-    weights: int
-    """Weights per block."""
-
-    per_block: int
-    """Number of elements of the vector per block."""
-
-    @property
-    def grain(self) -> int:
-        """Weights per element of the vector."""
-        return self.weights // self.per_block
-
-    def numel(self, weights: int) -> int:
-        """Number of elements for a number of weights."""
-        return -(-weights // self.weights) * self.per_block
-
-
-def parts_of(form: Form) -> dict[str, Vector]:
-    """The vectors of a weight, by name."""
-    of_codes = {
-        "nf4": Vector(torch.uint8, BLOCK, BLOCK // 2),
-        "int8": Vector(torch.int8, BLOCK, BLOCK),
-    }
-    parts = {"codes": of_codes[form.codes]}
-    if not form.double:
-        return parts | {"scales": Vector(torch.float32, BLOCK, 1)}
-    return parts | {
-        "scale_codes": Vector(torch.uint8, BLOCK, 1),
-        "scale_ranges": Vector(torch.float32, BLOCK * GROUP, 2),
-    }
+def weights_per_code(form: Form) -> int:
+    """Weights in one element of the codes."""
+    return 2 if form == "nf4" else 1
 
 
 def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
-    """The vectors of a quantized `weight`, on its device; equal on all devices.
+    """The codes and scales of a quantized `weight`, on its device; equal on all devices.
 
     Codes are rounded to nearest; ties go to the lower code in NF4 and to the even one in int8.
     """
     flat = weight.detach().reshape(-1)
-    packed = {
-        name: torch.empty(part.numel(len(flat)), dtype=part.dtype, device=flat.device)
-        for name, part in parts_of(form).items()
-    }
-    if flat.is_meta:
-        return packed
-    scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
-    per_weight = parts_of(form)["codes"].grain
-    for start in range(0, len(flat), AT_ONCE):
+    blocks, per_code = -(-len(flat) // BLOCK), weights_per_code(form)
+    dtype = torch.uint8 if form == "nf4" else torch.int8
+    codes = torch.empty(blocks * BLOCK // per_code, dtype=dtype, device=flat.device)
+    scales = torch.empty(blocks, device=flat.device)
+    for start in () if flat.is_meta else range(0, len(flat), AT_ONCE):
         piece = flat[start : start + AT_ONCE].float()
-        blocks = F.pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK)
-        largest = blocks.abs().amax(1)
+        by_block = F.pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK)
+        largest = by_block.abs().amax(1)
         scales[start // BLOCK :][: len(largest)] = largest
-        normalized = blocks / torch.where(largest > 0, largest, 1.0)[:, None]
-        codes = _nf4_codes(normalized) if form.codes == "nf4" else _int8_codes(normalized)
-        packed["codes"][start // per_weight :][: len(codes)] = codes
-    if not form.double:
-        return packed | {"scales": scales}
-    codes, ranges = _pack_scales(scales)
-    return packed | {"scale_codes": codes, "scale_ranges": ranges}
+        normalized = by_block / torch.where(largest > 0, largest, 1.0)[:, None]
+        packed = _nf4_codes(normalized) if form == "nf4" else _int8_codes(normalized)
+        codes[start // per_code :][: len(packed)] = packed
+    return {CODES: codes, SCALES: scales}
 
 
-def unpack(
-    packed: Packed,
-    shape: torch.Size,
-    form: Form,
-    dtype: torch.dtype,
-    blocks: Int64[Tensor, " n"] | None = None,
-) -> Tensor:
-    """The dequantized weight of `shape`, computed in fp32 and rounded once.
-
-    For a shard, `blocks` are the indices of its blocks in the full weight.
-    """
-    codes, scales = packed["codes"], _unpack_scales(packed, form, blocks)
-    if form.codes == "int8":
+def unpack(packed: Packed, shape: torch.Size, form: Form, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight of `shape`, computed in fp32 and rounded once."""
+    codes, scales = packed[CODES], packed[SCALES]
+    if form == "int8":
         scales = scales / INT8_STEPS
-    per_weight = parts_of(form)["codes"].grain
-    flat = torch.empty(len(codes) * per_weight, dtype=dtype, device=codes.device)
+    per_code = weights_per_code(form)
+    flat = torch.empty(len(codes) * per_code, dtype=dtype, device=codes.device)
     for start in range(0, len(flat), AT_ONCE):
         stop = min(start + AT_ONCE, len(flat))
-        piece = codes[start // per_weight : stop // per_weight]
-        if form.codes == "nf4":
+        piece = codes[start // per_code : stop // per_code]
+        if form == "nf4":
             pairs = torch.index_select(_pairs(codes.device), 0, piece.int())
             numbers = pairs.view(torch.float32)
         else:
@@ -189,30 +134,6 @@ def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
     levels = torch.tensor(NF4, device=device)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(torch.int64).view(-1)
-
-
-def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Codes of the scales, and the minimum and step of each group."""
-    missing = -len(scales) % GROUP
-    groups = torch.cat([scales, scales[-1:].expand(missing)]).view(-1, GROUP)
-    low, high = groups.aminmax(dim=1)
-    step = (high - low) / 255
-    codes = (groups - low[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
-    ranges = torch.stack([low, step], dim=1).view(-1)
-    return codes.round_().to(torch.uint8).view(-1)[: len(scales)], ranges
-
-
-def _unpack_scales(
-    packed: Packed, form: Form, blocks: Int64[Tensor, " n"] | None
-) -> Float[Tensor, " n"]:
-    """The scale of each block, in fp32."""
-    if not form.double:
-        return packed["scales"]
-    codes, ranges = packed["scale_codes"], packed["scale_ranges"].view(-1, 2)
-    if blocks is None:
-        blocks = torch.arange(len(codes), device=codes.device)
-    low, step = ranges[blocks // GROUP].unbind(1)
-    return low + codes * step
 
 
 class QuantizedLinear(nn.Module):
@@ -268,25 +189,22 @@ class QuantizedLinear(nn.Module):
         if part.whole.numel() % BLOCK or part.in_blocks(BLOCK) is None:
             shape = " x ".join(map(str, part.whole))
             raise ConfigError(
-                f"quantize {self.form.codes} stores blocks of {BLOCK} weights, and parallel.tp"
+                f"quantize {self.form} stores blocks of {BLOCK} weights, and parallel.tp"
                 f" {len(part.specs)} would split blocks of {name} ({shape}); use another"
                 " parallel.tp, or quantize none"
             )
-        for vector, stored in parts_of(self.form).items():
-            own = part.in_blocks(stored.grain) if stored.grain <= BLOCK else None
-            if own is not None:  # coarser vectors stay full
-                numel = stored.numel(part.whole.numel())
-                replace_by_part(self, vector, replace(own, stored=torch.Size((numel,))))
+        for leaf, grain in ((CODES, weights_per_code(self.form)), (SCALES, BLOCK)):
+            own = part.in_blocks(grain)
+            assert own is not None  # because blocks are not split
+            stored = torch.Size((part.whole.numel() // grain,))
+            replace_by_part(self, leaf, replace(own, stored=stored))
         self.part, self.shape = part, part.own.shape(part.whole)
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
         """The weight, computed in fp32 and rounded once to `dtype`."""
-        packed = {name: self.get_parameter(name) for name in parts_of(self.form)}
-        blocks = None
-        if self.part is not None and self.form.double:
-            blocks = _block_numbers(self.part, packed["codes"].device)
-        return unpack(packed, self.shape, self.form, dtype, blocks)
+        packed = {name: self.get_parameter(name) for name in (CODES, SCALES)}
+        return unpack(packed, self.shape, self.form, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The output of the dequantized layer, bit for bit."""
@@ -295,15 +213,6 @@ class QuantizedLinear(nn.Module):
     def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The output without the bias."""
         return _Product.apply(x, self, None)
-
-
-def _block_numbers(part: Part, device: torch.device) -> Int64[Tensor, " n"]:
-    """The index in the full weight of each block of a shard."""
-    blocks = part.in_blocks(BLOCK)
-    assert blocks is not None
-    rows, stride = blocks.whole
-    own = [torch.arange(each.start, each.stop, device=device) for each in blocks.own.shards]
-    return (torch.arange(rows, device=device)[:, None] * stride + torch.cat(own)).view(-1)
 
 
 class _Product(torch.autograd.Function):
@@ -351,8 +260,7 @@ def quantized(
     """
     if config.quantize == "none":
         return model
-    form = Form(config.quantize, double=config.double_quant)
-    if not quantize_layers(model, form, device=device):
+    if not quantize_layers(model, config.quantize, device=device):
         raise ConfigError(
             f"quantize {config.quantize}: the blocks of {config.path} have no linear layers to"
             " quantize; set quantize none"
@@ -381,7 +289,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 def num_weights(model: nn.Module) -> int:
     """Number of weights of the model, quantized or not; tied weights count once."""
     layers = quantized_layers(model).values()
-    packed = {id(layer.get_parameter(name)) for layer in layers for name in parts_of(layer.form)}
+    packed = {id(layer.get_parameter(name)) for layer in layers for name in (CODES, SCALES)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
     return plain + sum(layer.shape.numel() for layer in layers)
 
@@ -398,7 +306,7 @@ def dequantized_weights(
         owner, _, leaf = name.rpartition(".")
         if owner not in layers or leaf == "bias":
             yield name, tensor
-        elif leaf == "codes":
+        elif leaf == CODES:
             yield f"{owner}.weight", layers[owner].dequantized()
 
 

@@ -1,7 +1,6 @@
 """Converts checkpoints to Hugging Face directories, in a single process."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from pipeline.config import LoraConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.kernels.adamw import round_weights
 from pipeline.models.adapters.lora import Task, add_lora
-from pipeline.models.adapters.quantized import Form, quantize_layers, quantized_layers
+from pipeline.models.adapters.quantized import quantize_layers, quantized_layers
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.export import export
 from pipeline.models.hf.meta import meta_model, places
@@ -40,7 +39,7 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
                 "config": plain.config.to_dict(),
                 "generation": None if generation is None else generation.to_dict(),
                 "lora": _adapter(model) if isinstance(model, PeftModel) else None,
-                "quantize": next((asdict(layer.form) for layer in coded.values()), None),
+                "quantize": next((layer.form for layer in coded.values()), None),
                 "dtypes": {
                     name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()
                 },
@@ -108,7 +107,7 @@ def _build(
         settings["targets"] = tuple(settings["targets"])
         model = add_lora(plain, LoraConfig(**settings), task=task, seed=0)
     if described["quantize"] is not None:
-        quantize_layers(model, Form(**described["quantize"]))
+        quantize_layers(model, described["quantize"])
         for name, layer in quantized_layers(model).items():
             layer.dtype = getattr(torch, described["dtypes"][f"{name}.weight"])
     names = {param: name for name, param in model.named_parameters()}

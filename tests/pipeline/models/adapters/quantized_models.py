@@ -21,7 +21,7 @@ BATCH = collate(random_rows((9, 4, 7)))
 MICRO_BATCHES = (BATCH, collate(random_rows((3, 8))))
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 NF4: dict[str, Any] = {"quantize": "nf4"}
-WAYS: list[dict[str, Any]] = [NF4, {**NF4, "double_quant": True}, {"quantize": "int8"}]
+WAYS: list[dict[str, Any]] = [NF4, {"quantize": "int8"}]
 
 
 def settings(path: str, **changes: Any) -> TrainedModelConfig:

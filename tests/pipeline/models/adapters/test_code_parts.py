@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.sharding.tensor_parallel import Part
-from pipeline.models.adapters.quantized import BLOCK, GROUP, Form, QuantizedLinear, parts_of
+from pipeline.models.adapters.quantized import BLOCK, Form, QuantizedLinear, weights_per_code
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
 
-FORMS = [Form("nf4"), Form("nf4", double=True), Form("int8")]
+FORMS: list[Form] = ["nf4", "int8"]
 
 Borders = tuple[tuple[tuple[int, int], ...], ...]
 """Of each process's shards, where they begin and end."""
@@ -28,7 +28,7 @@ CUTS: dict[str, tuple[tuple[int, int], int, Borders]] = {
 
 
 def vectors(layer: QuantizedLinear) -> dict[str, Tensor]:
-    return {name: layer.get_parameter(name).detach() for name in parts_of(layer.form)}
+    return {name: layer.get_parameter(name).detach() for name in ("codes", "scales")}
 
 
 def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,30 +61,24 @@ def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form)
         assert own.weight.is_contiguous()
         assert (own.out_features, own.in_features) == expected.shape
         here = vectors(own)
-        assert here["codes"].numel() * parts_of(form)["codes"].grain == expected.numel()
-        scales = here["scale_codes" if form.double else "scales"]
-        assert scales.numel() == expected.numel() // BLOCK
+        assert here["codes"].numel() * weights_per_code(form) == expected.numel()
+        assert here["scales"].numel() == expected.numel() // BLOCK
 
 
 def test_a_cut_within_a_block_is_refused() -> None:
     _, part = parts((32, 192), 1, (((0, 96),), ((96, 192),)))
     with pytest.raises(ConfigError, match=r"parallel.tp 2 would split blocks of it \(32 x 192\)"):
-        linear((32, 192), Form("nf4")).cut(part, name="it")
+        linear((32, 192), "nf4").cut(part, name="it")
 
 
 def test_scales_of_a_part_by_hand() -> None:
     # Blocks of the weight have the scales 0, 1, 2, ..., four to a row; the second process has the
-    # last two of each row. 300 rows have 1,200 blocks, in groups of 256.
+    # last two of each row.
     plain = nn.Linear(256, 300, bias=False).requires_grad_(requires_grad=False)
     plain.weight.data = torch.arange(1200.0).repeat_interleave(64).view(300, 256)
     _, part = parts((300, 256), 1, (((0, 128),), ((128, 256),)))
-    layer, double = (QuantizedLinear(plain, Form("nf4", double=way)) for way in (False, True))
-    for each in (layer, double):
-        each.cut(part, name="it")
+    layer = QuantizedLinear(plain, "nf4")
+    layer.cut(part, name="it")
 
     assert vectors(layer)["scales"][:5].tolist() == [2, 3, 6, 7, 10]
     assert [len(each) for each in vectors(layer).values()] == [300 * 64, 600]
-    # A group's range is 0 to 255 more than its first, and 1200 - 4 * 256 blocks are the last one.
-    ranges = [(first, 1.0) for first in range(0, 1024, GROUP)] + [(1024.0, 175 / 255)]
-    assert torch.equal(vectors(double)["scale_ranges"], torch.tensor(ranges).flatten())
-    assert torch.equal(double.dequantized()[:256], part.own.of(plain.weight)[:256])
