@@ -106,7 +106,6 @@ nonsense | 'nonsense' | options start with --
 --ppo.rollout_size 8 | ppo.rollout_size 8 | ppo.batch_size
 --ppo.gamma 2 | ppo.gamma | [0, 1]
 --ppo.max_new_tokens 4000 | ppo.max_new_tokens 4000 | lower one of them
---sft.model.optim.name Adm | sft.model.optim.name Adm | did you mean Adam
 --sft.model.optim.schedule cosin | cosin | did you mean cosine
 --sft.model.quantize nf4 | sft.model.quantize nf4 | add adapters with lora.rank
 --sft.model.zero.offload.optimizer nvme | offload.optimizer nvme | offload.nvme_path

@@ -30,9 +30,6 @@ RUNTIME_CPU, RUNTIME_GPU = 400 * MIB, 768 * MIB
 """Bytes of a process before it loads a model: Python, PyTorch and transformers; on a GPU, CUDA."""
 
 SLACK = {"cpu": 0.05, "cuda": 0.10}
-STATES: Mapping[str, int] = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}
-"""Vectors that an optimizer keeps; 2 for all others."""
-
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
 """Logits computed at once, and per tile if there are more."""
 
@@ -156,8 +153,7 @@ class _ModelMemory:
     def _moment_bytes(self) -> int:
         """Bytes that the optimizer keeps for each trained weight."""
         assert self.model.trained is not None
-        optim = self.model.trained.optim
-        return 4 if optim.moments == "bf16" else 4 * STATES.get(optim.name, 2)
+        return 4 if self.model.trained.optim.moments == "bf16" else 8
 
     def _two_blocks(self, root: float, blocks: float) -> float:
         """The root and two blocks."""
@@ -178,7 +174,7 @@ class _ModelMemory:
         if trained is None:
             return
         place = self._place("optimizer")
-        fused = trained.optim.name == "AdamW" and trained.kernels != "off"
+        fused = trained.kernels != "off"
         wide = 4 if self._place("params") != place or not fused else 2
         wide = 0 if shape.itemsize == 4 and place == "device" else wide
         yield Item("masters", wide * self.states_shard, place)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.model import TrainedModelConfig
-from pipeline.config.optim import ELEMENT_WISE, SCHEDULES, WITHOUT_FINAL_RATIO
+from pipeline.config.optim import SCHEDULES, WITHOUT_FINAL_RATIO
 from pipeline.config.step import Tracker
 from pipeline.settings.build import Layer, merge, typed_value
 from pipeline.settings.fields import Option, nested, section_class
@@ -108,7 +108,7 @@ IMPLEMENTATION = {
     "bias_correction": True,
     "eps_inside_sqrt": False,
 }
-"""Parameters of optimizers that choose an implementation, or that can have only one value."""
+"""Parameters of AdamW that choose an implementation, or that can have only one value."""
 
 # Defaults of DeepSpeed's constructors.
 WARMUP_STEPS = 1000
@@ -289,7 +289,7 @@ def _common(file: DeepSpeedFile, key: str) -> Any:  # noqa: ANN401
 
 
 def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
-    """The optimizer with its parameters, which replace another optimizer's, and clipping."""
+    """The parameters of AdamW, and clipping."""
     given = file.params("optimizer.params")
     settings: dict[str, Any] = {}
     own = given.pop("max_grad_norm", None)
@@ -301,16 +301,15 @@ def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
         if param in given:
             settings[f"optim.{param}"] = given.pop(param)
     name = file.get("optimizer.type")
-    if name is not None:
-        decoupled = given.get("adam_w_mode") is not False
-        torch_names = {each.lower(): each for each in ELEMENT_WISE}
-        name = torch_names.get(str(name).lower(), name)
-        settings["optim.name"] = "AdamW" if name == "Adam" and decoupled else name
-        settings["optim.params"] = {
-            param: value
-            for param, value in given.items()
-            if IMPLEMENTATION.get(param, AUTO) not in (None, value)
-        }
+    if name is None:
+        return settings
+    is_adamw = str(name).lower() in ("adam", "adamw") and given.get("adam_w_mode") is not False
+    if not is_adamw:
+        raise file.error("optimizer.type", f"{name} is not available; use AdamW")
+    for param, value in given.items():
+        fixed = IMPLEMENTATION.get(param, AUTO)
+        if fixed not in (None, value) and (param in IMPLEMENTATION or not _is_off(value)):
+            raise file.error(f"optimizer.params.{param}", "is not available here; remove it")
     return settings
 
 

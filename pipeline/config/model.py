@@ -208,9 +208,3 @@ class TrainedModelConfig(FrozenModelConfig):
             f"quantize {self.quantize} freezes the base, which leaves nothing to train: add"
             " adapters with lora.rank 16, or set quantize none to train all weights",
         )
-        plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
-        require(
-            offload.optimizer != "nvme" or plain_adam,
-            "zero.offload.optimizer nvme stores the two moments of Adam and AdamW, but optim.name"
-            f" {self.optim.name} has different state; use one of these, or cpu",
-        )

@@ -1,8 +1,7 @@
 """Settings of the optimizer, its learning-rate schedule, and fp16's loss scale.
 
-The engine updates flat shards of the weights, so optimizers must be element-wise. A schedule maps
-p, the completed fraction of the steps after warm-up, from 0 to 1, to a fraction of the peak rate
-`optim.lr`. Steps skipped for non-finite gradients do not count.
+A schedule maps p, the completed fraction of the steps after warm-up, from 0 to 1, to a fraction of
+the peak rate `optim.lr`. Steps skipped for non-finite gradients do not count.
 """
 
 import inspect
@@ -92,75 +91,21 @@ def schedule_params(schedule: str) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
-ELEMENT_WISE = (
-    *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"),
-    *("ASGD", "Rprop"),
-)
-"""Classes of torch.optim that update every weight only from its own gradient and state."""
-
-NOT_ELEMENT_WISE = (
-    *("lbfgs", "muon", "adafactor", "sparseadam", "lamb", "fusedlamb", "onebitlamb", "onebitadam"),
-    "zerooneadam",
-)
-"""Other optimizers' names, in lower case."""
-
-NOT_PARAMS = ("lr", "betas", "eps", "weight_decay", "params", "capturable", "differentiable")
-"""Arguments of optimizers that are separate settings, or the engine's."""
-
-
-def check_optimizer(name: str, params: Mapping[str, Any]) -> None:
-    """Raise unless `name` is an element-wise class of torch.optim that takes `params`.
-
-    Raises:
-        ConfigError: the optimizer or its parameters can't be used.
-    """
-    require(
-        name.lower() not in NOT_ELEMENT_WISE,
-        f"optim.name can't be {name}: the engine updates flat shards of the weights, but {name}"
-        " needs full matrices or layers; use AdamW or another element-wise class of torch.optim",
-    )
-    if name not in ELEMENT_WISE:
-        hint = suggestion(name, ELEMENT_WISE)
-        raise ConfigError(f"optim.name {name} is not an element-wise class of torch.optim; {hint}")
-    if not params:
-        return
-    import torch
-
-    optimizer_class = getattr(torch.optim, name)
-    known = set(inspect.signature(optimizer_class).parameters) - {*NOT_PARAMS}
-    for param in params:
-        if param not in known:
-            hint = suggestion(param, known)
-            raise ConfigError(f"optim.params.{param} is not an argument of {name}; {hint}")
-    try:
-        optimizer_class([torch.zeros(1, requires_grad=True)], **params)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"optim.params: torch's {name} rejects them: {error}") from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and its learning-rate schedule."""
-
-    name: str = "AdamW"
-    """Element-wise class of torch.optim: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax,
-    Adadelta, ASGD or Rprop."""
-
-    params: dict[str, bool | int | float | str | list[float]] = field(default_factory=dict)
-    """Further arguments of that class: `{"momentum": 0.9, "nesterov": true}` with SGD."""
+    """The optimizer, AdamW (Loshchilov and Hutter 2019), and its learning-rate schedule."""
 
     lr: float = 1e-5
     """Peak learning rate (learning_rate), reached after the warm-up."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment, for classes that have them."""
+    """Decay rates of Adam's first and second moment."""
 
     eps: float = 1e-8
-    """Added to Adam's denominator, or that of another class that has one."""
+    """Added to Adam's denominator."""
 
     weight_decay: float = 0.0
-    """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
-    one-dimensional weights are exempt."""
+    """Decoupled weight decay; biases, norms and other one-dimensional weights are exempt."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
     """How AdamW keeps its two moments between steps: fp32, 8 bytes for each trained weight; or
@@ -203,16 +148,6 @@ class OptimConfig:
         return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * share
 
     def __post_init__(self) -> None:
-        check_optimizer(self.name, self.params)
-        require(
-            self.weight_decay == 0 or self.name != "Rprop",
-            f"optim.weight_decay must be 0 for Rprop, got {self.weight_decay}",
-        )
-        require(
-            self.moments == "fp32" or (self.name == "AdamW" and not self.params),
-            f"optim.moments {self.moments} requires AdamW without optim.params;"
-            f" {self.name}{' with optim.params' if self.params else ''} keeps its state in fp32",
-        )
         require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
         require(
             all(0 <= beta < 1 for beta in self.betas),

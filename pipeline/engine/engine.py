@@ -312,7 +312,7 @@ class Engine:
         self.comm.synchronize()  # finish pending copies to the GPU before weights change
         begun: dict[TrainedParams, list[Shard]] = {}
         for group in self.visit():
-            begun[group] = group.begin_step(multiplier=multiplier, lr_share=lr_share)
+            begun[group] = group.begin_step()
             if not group.steps_in_place:
                 self._finish_update(begun, multiplier, lr_share)
                 begun.clear()
@@ -325,11 +325,10 @@ class Engine:
         shards = [shard for own in begun.values() for shard in own]
         if shards:
             group = next(iter(begun))
-            (settings,) = group.optimizer.param_groups
             step = AdamW(
                 lr=lr_share,
-                betas=settings["betas"],
-                eps=settings["eps"],
+                betas=self.optim.betas,
+                eps=self.optim.eps,
                 weight_decay=0.0,  # set per shard
                 step=int(group.state["step"].item()),
                 multiplier=multiplier,

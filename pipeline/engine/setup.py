@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeline.config import TrainedModelConfig
 from pipeline.engine.comm.collectives import BufferPool, Collectives
-from pipeline.engine.optimizer.trained import MOMENTS, TrainedParams, uses_adamw_kernel
+from pipeline.engine.optimizer.trained import MOMENTS, TrainedParams
 from pipeline.engine.sharding.flat import FlatParams, ParamSettings, Placement
 from pipeline.engine.sharding.offload import StreamedState, TensorStore, WeightDisk
 from pipeline.engine.sharding.tensor_parallel import get_role
@@ -106,8 +106,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
     """The settings by which a parameter is assigned to a vector of its unit.
 
     One-dimensional parameters (biases and norms) have no weight decay. They are stored at the end
-    of the others' vector, so that each unit is gathered and reduced at once, unless the optimizer
-    has one weight decay per tensor.
+    of the others' vector, so that each unit is gathered and reduced at once.
     """
     if not param.requires_grad:
         return ParamSettings(
@@ -118,11 +117,10 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         _, lr = config.rate
     elif {"score", "classifier"} & {*name.split(".")}:
         lr = config.head_lr
-    together = uses_adamw_kernel(config.optim)
     return ParamSettings(
         param.dtype,
         trained=True,
         lr=config.optim.lr if lr is None else lr,
-        weight_decay=config.optim.weight_decay if together or param.ndim > 1 else 0.0,
+        weight_decay=config.optim.weight_decay,
         role=get_role(param),
     )

@@ -136,7 +136,6 @@ def describe(engine: Engine) -> dict[str, Any]:
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
         "scaler": engine.scaler.state_dict(),
-        "optimizer": engine.optim.name,
         "moments_kept": engine.optim.moments,
         "moments": sorted({kind for group in engine.groups for kind in group.named_moments()}),
         "counters": {
@@ -166,7 +165,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     """Load the state of an engine, and its result of `describe`. A collective.
 
     Raises:
-        CheckpointError: the state is from another model or optimizer.
+        CheckpointError: the state is from another model.
     """
     _check(engine, described, checkpoint)
     if described["moments_kept"] != engine.optim.moments:
@@ -254,19 +253,12 @@ def _load_group(
         for name, place, elements in group.spans():
             read(name, elements.start, vector[place])
     counters = described["counters"][next(iter(group.flat.params))]
-    if counters or moments:
-        scalars = {name: torch.tensor(value) for name, value in counters.items()}
-        group.load_state({**moments, **scalars})
-    else:
-        group.state.clear()  # saved before the first update
+    scalars = {name: torch.tensor(value) for name, value in counters.items()}
+    group.state = {**moments, **scalars}  # empty if saved before the first update
 
 
 def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     place = f"the checkpoint {checkpoint.path}"
-    if described["optimizer"] != engine.optim.name:
-        raise CheckpointError(
-            f"{place} is for the optimizer {described['optimizer']}, not {engine.optim.name}"
-        )
     own = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
     whole = merged(engine.parts.gather_objects(own))
     for kind in own:

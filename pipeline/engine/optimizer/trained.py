@@ -1,13 +1,12 @@
 """A flat vector of trained weights: fp32 masters, summed gradients and the optimizer."""
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int16
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.comm.collectives import BufferPool, Work
@@ -26,44 +25,9 @@ from pipeline.kernels.adamw import (
     split_master,
 )
 from pipeline.parallel.group import ALONE, Group
-from pipeline.system.errors import KernelError
-
-FUSED_DEVICES = ("cpu", "cuda")
-"""Devices on which every fused class of torch.optim has a kernel."""
-
 
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of AdamW's moments, by the setting `optim.moments`."""
-
-
-def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimizer that `optim` names, in its fused implementation if it has one.
-
-    Args:
-        groups: one or more of {"params": [flat fp32 parameter], "lr": ..., "weight_decay": ...}.
-        optim: the class, its betas, eps and further arguments; an implementation requested there
-            (fused, foreach) takes precedence.
-    """
-    optimizer_class = getattr(torch.optim, optim.name)
-    accepted = inspect.signature(optimizer_class).parameters
-    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
-    devices = {param.device.type for group in groups for param in group["params"]}
-    if devices <= set(FUSED_DEVICES) and "foreach" not in optim.params:
-        arguments["fused"] = True
-    arguments = {name: value for name, value in arguments.items() if name in accepted}
-    own = [
-        {name: value for name, value in group.items() if name == "params" or name in accepted}
-        for group in groups
-    ]
-    return optimizer_class(own, **(arguments | optim.params))
-
-
-def uses_adamw_kernel(optim: OptimConfig) -> bool:
-    """True for AdamW without further arguments, which `pipeline.kernels.adamw` implements.
-
-    Other optimizers come from torch.optim, with one weight decay per vector.
-    """
-    return optim.name == "AdamW" and not optim.params
 
 
 MasterKind = Literal["weights", "split", "whole"]
@@ -72,12 +36,12 @@ PIECE = 2**20
 """Elements that PyTorch rounds at once, which bounds temporary memory."""
 
 
-def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig) -> MasterKind:
+def kind_of_masters(dtype: torch.dtype, placement: Placement) -> MasterKind:
     """The kind of masters for weights in `dtype`.
 
     Returns:
         weights: they are the weights, in fp32 on the optimizer's device; split: a master is the
-        bf16 weight and 16 more bits, for AdamW; whole: a separate fp32 vector.
+        bf16 weight and 16 more bits; whole: a separate fp32 vector.
     """
     where = placement.param_device if placement.shard_params else placement.device
     on_disk = placement.params_on_disk or placement.optimizer_on_disk
@@ -85,7 +49,7 @@ def kind_of_masters(dtype: torch.dtype, placement: Placement, optim: OptimConfig
         return "whole"
     if dtype == torch.float32:
         return "weights"
-    return "split" if uses_adamw_kernel(optim) and dtype == torch.bfloat16 else "whole"
+    return "split" if dtype == torch.bfloat16 else "whole"
 
 
 class Masters:
@@ -102,9 +66,8 @@ class Masters:
             self.low_bits = torch.zeros_like(self.weights, dtype=torch.int16)
         elif not placement.optimizer_on_disk:
             vector = self.from_weights()
-        self.param = nn.Parameter(vector)
-        """The parameter of PyTorch's optimizer: the masters, or empty if they are not one
-        vector."""
+        self.vector = vector
+        """The masters; empty if they are split, or on a disk."""
 
     @property
     def weights(self) -> Tensor:
@@ -121,7 +84,7 @@ class Masters:
         """The masters as one vector, which is a copy if they are split."""
         if self.low_bits is not None:
             return join_master(self.weights, self.low_bits)
-        return self.param.detach()
+        return self.vector
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
@@ -138,7 +101,7 @@ class Masters:
         if self.low_bits is not None:
             yield self.low_bits
         elif self.kind == "whole":
-            yield self.param.detach()
+            yield self.vector
 
     def from_weights(self) -> Float[Tensor, " n"]:
         """The weights in fp32 on the optimizer's device, read from disk if they are there."""
@@ -194,50 +157,25 @@ class TrainedParams:
         self.tensor = tensor
         """The tensor-parallel group of the vector's layers."""
         self.moment_dtype = MOMENTS[optim.moments]
-        kind = kind_of_masters(flat.settings.dtype, flat.placement, optim)
-        self._by_kernel = uses_adamw_kernel(optim)
         device, dtype = flat.placement.optimizer_device, flat.settings.dtype
-        if self._by_kernel:
-            copy = dtype if kind == "whole" and dtype in COPIES else None
-            formats = Kind(torch.float32, self.moment_dtype, copy, kind == "split")
-            find(device, formats, kernels)  # compile before the first step
-        elif kernels == "required":
-            raise KernelError(
-                f"kernels required: no kernel implements {optim.name} on {device.type} with these"
-                " settings; set kernels auto, or use AdamW without optim.params"
-            )
+        kind = kind_of_masters(dtype, flat.placement)
+        copy = dtype if kind == "whole" and dtype in COPIES else None
+        formats = Kind(torch.float32, self.moment_dtype, copy, kind == "split")
+        find(device, formats, kernels)  # compile before the first step
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)
-        *_, decay = next(flat.decays(0, 1))  # PyTorch's optimizers apply one decay to the vector
-        settings = {"lr": flat.settings.lr, "weight_decay": decay}
-        self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
+        self.state: dict[str, Tensor] = {}
+        """Moments and the number of updates, `step`, by the names of PyTorch's AdamW."""
         self._rounded: Tensor | None = None
         self._gathered_gradient: Tensor | None = None
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's state under PyTorch's names: moments, and scalars such as `step`."""
-        return self.optimizer.state[self.masters.param]
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the optimizer's state."""
-        if self.moment_dtype != torch.float32:  # PyTorch's optimizer would convert it to fp32
-            self.state.clear()
-            self.state.update(state)
-            return
-        settings = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
-
     def named_moments(self) -> dict[str, Tensor]:
-        """The per-weight part of the state, by the optimizer's names."""
-        return {name: value for name, value in self._tensors() if value.ndim > 0}
+        """The moments by name."""
+        return {name: value for name, value in self.state.items() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:
-        """The scalars of the state, such as the number of updates."""
-        return {name: value.item() for name, value in self._tensors() if value.ndim == 0}
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, value) for name, value in self.state.items() if isinstance(value, Tensor)]
+        """The number of updates by name."""
+        return {name: value.item() for name, value in self.state.items() if value.ndim == 0}
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
@@ -250,14 +188,14 @@ class TrainedParams:
 
     def attach(self, master: Tensor, *moments: Tensor) -> None:
         """Use masters and moments that were read from disk, until `detach`."""
-        self.masters.param.data = master
+        self.masters.vector = master
         self.state.setdefault("step", torch.zeros(()))
         names = new_moments(torch.empty(0), self.moment_dtype)
         self.state.update(zip(names, moments, strict=True))
 
     def detach(self) -> None:
         """Release the masters and moments passed to `attach`."""
-        self.masters.param.data = torch.empty(0)
+        self.masters.vector = torch.empty(0)
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
@@ -308,28 +246,14 @@ class TrainedParams:
             and not (placement.shard_params and placement.param_device != placement.device)
         )
 
-    def begin_step(self, *, multiplier: float, lr_share: float) -> list[Shard]:
-        """Prepare one step; the caller runs the AdamW kernel before `end_step`.
-
-        Other optimizers step here and return None.
-
-        Args:
-            multiplier: factor of the gradient.
-            lr_share: fraction of this vector's learning rate.
-        """
-        (settings,) = self.optimizer.param_groups
-        settings["lr"] = self.flat.settings.lr * lr_share
+    def begin_step(self) -> list[Shard]:
+        """Prepare one step; the caller runs AdamW on the result before `end_step`."""
         gradient = self._gradient()
         if not self.flat.placement.shard_optimizer and self.comm.size > 1:
             gradient = self._gathered_gradient = self._gathered(gradient)
         device = self.flat.placement.optimizer_device
-        if not self._by_kernel or device.type != "cpu":  # otherwise HostAdamW copies it in chunks
+        if device.type != "cpu":  # otherwise HostAdamW copies it in chunks
             gradient = gradient.to(device)
-        if not self._by_kernel:
-            self.masters.param.grad = gradient.mul_(multiplier)
-            self.optimizer.step()
-            self.masters.param.grad = None
-            return []
         state, masters = self.state, self.masters
         stepped = masters.fp32() if masters.low_bits is None else masters.weights
         if "exp_avg" not in state:

@@ -9,17 +9,16 @@ import torch
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from pipeline.system.errors import KernelError
 from tests.pipeline.engine.test_stages import DTYPES, build, compute_loss
 
 STEPS = 3
 
 
-def settings(stage: int, kernels: str, *, optim: str = "AdamW", **zero: Any) -> TrainedModelConfig:
+def settings(stage: int, kernels: str, **zero: Any) -> TrainedModelConfig:
     return TrainedModelConfig(
         zero_stage=stage,
         zero=ZeroConfig(**zero),
-        optim=OptimConfig(name=optim, lr=1e-2, schedule="constant", warmup_ratio=0.0,
+        optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0,
                           weight_decay=0.1, max_grad_norm=0.5),
         kernels=kernels,
     )  # fmt: skip
@@ -65,8 +64,3 @@ def test_the_kernels_change_no_bit(place: str, dtype: str, tmp_path: Path) -> No
         expected = trained(stage, "off", dtype, **zero)
         got = trained(stage, "required", dtype, **zero)
         assert all(map(torch.equal, got, expected))
-
-
-def test_required_kernels_of_an_optimizer_that_has_none_are_refused() -> None:
-    with pytest.raises(KernelError, match="kernels required: no kernel implements SGD on cpu"):
-        Engine(build("llama", "fp32"), settings(0, "required", optim="SGD"), total_steps=1)

@@ -29,7 +29,7 @@ def dry_run(cwd: Path, *argv: str) -> str:
     [
         (),
         ("--lora", "8", "--data-path", "a b.jsonl", "c.jsonl:2", "--fields", "prompt=q"),
-        ("--sft.model.optim.params", '{"amsgrad": true}', "--sft.patience", "3", "--epochs", "2"),
+        ("--sft.model.optim.moments", "bf16", "--sft.patience", "3", "--epochs", "2"),
         ("--sft.save_every", "null", "--sft.eval_every", "5", "--reward.margin"),
         ("--sft.model.optim.betas", "0.8,0.9", "--ppo.trackers", "tensorboard", "wandb"),
         ("--method", "gspo", "--ppo.clip", "0.2", "--ppo.baseline", "none"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.config import TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.pipeline.engine.test_kernels import settings, trained
@@ -31,7 +31,7 @@ def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> No
         (low_bits,) = group.masters.beside()
         assert low_bits.dtype == torch.int16
         assert low_bits.nbytes == 2 * group.masters.numel
-        assert group.masters.param.numel() == 0
+        assert group.masters.vector.numel() == 0
 
 
 @pytest.mark.parametrize("offload", [{"optimizer": "nvme"}, {"params": "nvme"}])
@@ -68,12 +68,7 @@ class Row(nn.Module):
 PLACES: dict[str, dict[str, Any]] = {
     "split, by a kernel": {},
     "split, by PyTorch": {"kernels": "off"},
-    "another optimizer": {"optim": OptimConfig(name="SGD")},
-    "another optimizer, weights on a disk": {
-        "optim": OptimConfig(name="SGD"),
-        "offload": {"params": "nvme"},
-    },
-    "everything in host memory": {
+    "everything in main memory": {
         "offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
     },
     "everything on a disk": {"offload": {"optimizer": "nvme", "params": "nvme"}},
