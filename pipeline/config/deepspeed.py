@@ -314,7 +314,7 @@ def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
-    """The schedule with its parameters, which replace another schedule's."""
+    """The schedule with its warm-up and end, which replace another schedule's."""
     name = file.get("scheduler.type")
     if name is None:
         return {}
@@ -340,7 +340,10 @@ def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
             settings["optim.lr"] = given.pop("warmup_max_lr")
     elif name in WITHOUT_FINAL_RATIO:
         settings["optim.final_lr_ratio"] = 0.0
-    return {**settings, "optim.schedule_params": given}
+    if given:
+        name = next(iter(given))
+        raise file.error(f"scheduler.params.{name}", "is not available here; remove it")
+    return settings
 
 
 # Match strings first, so that comments and commas inside them are preserved.

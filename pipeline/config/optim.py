@@ -4,19 +4,12 @@ A schedule maps p, the completed fraction of the steps after warm-up, from 0 to 
 the peak rate `optim.lr`. Steps skipped for non-finite gradients do not count.
 """
 
-import inspect
 import math
-import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
-from pipeline.system.errors import ConfigError, require, suggestion
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(gt=0)]
+from pipeline.system.errors import require, suggestion
 
 
 def constant(_progress: float) -> float:
@@ -29,66 +22,24 @@ def linear(progress: float) -> float:
     return 1.0 - progress
 
 
-def cosine(progress: float, *, num_cycles: Positive = 0.5) -> float:
-    """(1 + cos(2 pi num_cycles p)) / 2: by default half a wave, from 1 to 0 (transformers)."""
-    return 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+def cosine(progress: float) -> float:
+    """(1 + cos(pi p)) / 2: half a wave, from 1 to 0 (transformers)."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def cosine_with_restarts(progress: float, *, num_cycles: Count = 1) -> float:
-    """(1 + cos(pi (num_cycles p mod 1))) / 2, and 0 at the end (transformers).
-
-    The rate falls `num_cycles` times from 1 to 0 and jumps back in between (SGDR, Loshchilov and
-    Hutter 2017).
-    """
-    if progress >= 1.0:
-        return 0.0
-    return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0)))
-
-
-def polynomial(progress: float, *, power: Positive = 1.0) -> float:
-    """(1 - p)^power; transformers' lr_end is `final_lr_ratio` times the peak rate."""
-    return (1.0 - progress) ** power
-
-
-SCHEDULES: Mapping[str, Callable[..., float]] = {
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "linear": linear,
     "cosine": cosine,
-    "cosine_with_restarts": cosine_with_restarts,
-    "polynomial": polynomial,
+    "cosine_with_restarts": cosine,
+    "polynomial": linear,
     "constant": constant,
     "constant_with_warmup": constant,
 }
-"""Functions by the name in `optim.schedule`."""
+"""Functions by the name in `optim.schedule`. As in DeepSpeed-Chat, a cosine with restarts has one
+cycle and a polynomial the power 1, the defaults of transformers."""
 
 WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup")
 """Schedules that ignore `final_lr_ratio`."""
-
-
-def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:
-    """Raise unless `given` are parameters of the schedule, of the right type and in range.
-
-    Raises:
-        ConfigError: a parameter is unknown, has the wrong type or is out of range.
-    """
-    known = schedule_params(schedule)
-    for name, value in given.items():
-        setting = f"optim.schedule_params.{name}"
-        if name not in known:
-            hint = suggestion(name, known)
-            raise ConfigError(f"{setting} is not a parameter of the schedule {schedule}; {hint}")
-        try:
-            TypeAdapter(known[name], config=ConfigDict(strict=True)).validate_python(value)
-        except ValidationError as error:
-            expected = error.errors()[0]["msg"].removeprefix("Input should ")
-            raise ConfigError(f"{setting} must {expected}, got {value}") from None
-
-
-def schedule_params(schedule: str) -> dict[str, Any]:
-    """Keyword-only parameters of a schedule, with their annotated types."""
-    function = SCHEDULES[schedule]
-    hints = typing.get_type_hints(function, include_extras=True)
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: hints[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +64,7 @@ class OptimConfig:
 
     schedule: str = "cosine"
     """Learning-rate schedule (lr_scheduler_type): linear, cosine, cosine_with_restarts, polynomial,
-    constant or constant_with_warmup as in transformers. Formulas: `pipeline/config/optim.py`."""
-
-    schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Parameters of the schedule, if it has any: `{"power": 2}` with polynomial."""
+    constant or constant_with_warmup as in transformers, with their default parameters."""
 
     warmup_steps: int | None = None
     """Steps of the warm-up to `lr` (num_warmup_steps, warmup_num_steps); null uses
@@ -144,7 +92,7 @@ class OptimConfig:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        share = SCHEDULES[self.schedule](progress, **self.schedule_params)
+        share = SCHEDULES[self.schedule](progress)
         return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * share
 
     def __post_init__(self) -> None:
@@ -179,7 +127,6 @@ class OptimConfig:
             self.final_lr_ratio == 0 or self.schedule not in WITHOUT_FINAL_RATIO,
             f"optim.final_lr_ratio must be 0: the schedule {self.schedule} ignores it",
         )
-        check_schedule_params(self.schedule, self.schedule_params)
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"optim.max_grad_norm must be above 0 or null, got {self.max_grad_norm}",

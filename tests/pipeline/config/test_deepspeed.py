@@ -149,7 +149,6 @@ def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
         "model": {
             "optim": {
                 "schedule": "polynomial",
-                "schedule_params": {"power": 2},
                 "warmup_steps": 10,
                 "final_lr_ratio": 0.1,
             }
@@ -160,7 +159,6 @@ def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
 
     assert optim.schedule == "linear"
     assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, 7, 0.0)
-    assert optim.schedule_params == {}
     assert "scheduler.params.warmup_min_lr, scheduler.params.total_num_steps" in str(
         read_notice(path)
     )
@@ -201,6 +199,10 @@ def test_schedules_have_deepspeeds_defaults(
             " (2) x 1 process",
         ),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE OneCycle is not available"),
+        (
+            {"scheduler": {"type": "polynomial", "params": {"power": 2}}},
+            "scheduler.params.power in FILE is not available here",
+        ),
         # Values are checked as our settings.
         ({"zero_optimization": {"stage": 4}}, "model.zero_stage in FILE must be one of 0, 1, 2, 3"),
         (

@@ -4,8 +4,6 @@ The tables of DeepSpeed's schedules are its formulas worked out for a warm-up of
 of 10; DeepSpeed 0.19.8 gives the same numbers.
 """
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from transformers import get_scheduler
@@ -32,11 +30,9 @@ def test_a_number_of_warm_up_steps_overrides_the_ratio() -> None:
     assert factors(10, "constant", warmup_ratio=0.5, warmup_steps=0) == [1.0] * 10
 
 
-@pytest.mark.parametrize(
-    ("schedule", "params"), [("linear", {}), ("cosine", {}), ("polynomial", {"power": 2})]
-)
-def test_the_schedule_ends_at_its_final_share(schedule: str, params: Mapping[str, int]) -> None:
-    config = optim(schedule, warmup_ratio=0.0, final_lr_ratio=0.2, schedule_params=params)
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_ends_at_its_final_share(schedule: str) -> None:
+    config = optim(schedule, warmup_ratio=0.0, final_lr_ratio=0.2)
 
     shares = [config.lr_share(step, total_steps=4) for step in (0, 4, 9)]
 
@@ -49,15 +45,8 @@ def test_the_schedule_ends_at_its_final_share(schedule: str, params: Mapping[str
         ("constant_with_warmup", {}, {}),
         ("linear", {}, {}),
         ("cosine", {}, {}),
-        ("cosine", {"schedule_params": {"num_cycles": 1.5}}, {"num_cycles": 1.5}),
         ("cosine_with_restarts", {}, {}),
-        ("cosine_with_restarts", {"schedule_params": {"num_cycles": 3}}, {"num_cycles": 3}),
         ("polynomial", {"final_lr_ratio": 0.1}, {"lr_end": 0.01}),
-        (
-            "polynomial",
-            {"final_lr_ratio": 0.1, "schedule_params": {"power": 3}},
-            {"lr_end": 0.01, "power": 3},
-        ),
     ],
 )
 @pytest.mark.parametrize("warmup_steps", [0, 1, 5])
