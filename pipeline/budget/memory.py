@@ -220,9 +220,7 @@ class _ModelMemory:
         if not trains:
             yield Item("activations", block + vector)
         elif trained is not None and trained.gradient_checkpointing:
-            every = trained.checkpoint_every
-            kept = vector * -(-layers // every) * in_flight
-            yield Item("activations", kept + block * (every + 1))
+            yield Item("activations", vector * layers * in_flight + block * 2)
         else:
             yield Item("activations", block * (layers * in_flight + 1))
         if not self.model.use.scores:

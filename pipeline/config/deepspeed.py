@@ -43,7 +43,7 @@ ACTING = (
     *("gradient_clipping", "communication_data_type"),
     *("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"),
     *("fp16.enabled", *(f"fp16.{name}" for name in FP16_KEYS), "bf16.enabled"),
-    *(f"{ZERO}stage", f"{ZERO}stage3_prefetch_bucket_size"),
+    f"{ZERO}stage",
     *(f"{prefix}{key}" for prefix in OFFLOADS.values() for key in OFFLOAD_KEYS),
     *("tensorboard.enabled", "wandb.enabled"),
 )
@@ -272,7 +272,6 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
         "zero.offload.gradients": "cpu" if follows else None,
         "zero.offload.params": devices["params"],
         **{f"zero.offload.{key}": _common(file, key) for key in OFFLOAD_KEYS[1:]},
-        "zero.prefetch_units": 0 if file.get(f"{ZERO}stage3_prefetch_bucket_size") == 0 else None,
         "zero.reduce_dtype": kinds.get(kind, kind),
     }
     return {name: value for name, value in settings.items() if value is not None}

@@ -61,9 +61,6 @@ class ZeroConfig:
     each gradient; gloo, and NCCL with reduction deterministic, then sum in fp32, otherwise NCCL
     sums in bf16. Within the memory of one machine nothing is rounded."""
 
-    prefetch_units: int = 1
-    """Units whose weights are gathered ahead of their use, at stage 3; 0 gathers on demand."""
-
     shared_memory: bool = True
     """Let CPU processes of one machine read each other's memory; false sends everything through the
     process group, as between machines."""
@@ -71,23 +68,10 @@ class ZeroConfig:
     max_skipped_steps: int = 20
     """Training stops after this number of consecutive steps without a finite gradient."""
 
-    unit_classes: tuple[str, ...] = ()
-    """Class names of the modules that are gathered and reduced as one unit; empty uses the
-    transformer blocks."""
-
     def __post_init__(self) -> None:
-        require(
-            self.prefetch_units >= 0,
-            f"zero.prefetch_units must not be below 0, got {self.prefetch_units}",
-        )
         require(
             self.max_skipped_steps > 0,
             f"zero.max_skipped_steps must be above 0, got {self.max_skipped_steps}",
-        )
-        require(
-            all(name.isidentifier() for name in self.unit_classes),
-            "zero.unit_classes takes class names such as LlamaDecoderLayer, got"
-            f" {' '.join(self.unit_classes)}",
         )
 
 
@@ -168,9 +152,6 @@ class TrainedModelConfig(FrozenModelConfig):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    checkpoint_every: int = 1
-    """With gradient_checkpointing, recompute one block in this many and keep the others."""
-
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
 
@@ -200,9 +181,9 @@ class TrainedModelConfig(FrozenModelConfig):
             f"zero.offload.params {offload.params} needs zero_stage 3, got {self.zero_stage}; at"
             " lower stages, every process keeps the full weights on its device",
         )
-        for name in ("head_lr", "checkpoint_every"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.head_lr is None or self.head_lr > 0, f"head_lr must be above 0, got {self.head_lr}"
+        )
         require(
             self.quantize == "none" or self.lora is not None,
             f"quantize {self.quantize} freezes the base, which leaves nothing to train: add"

@@ -437,7 +437,7 @@ FREE_SETTINGS = (
     *("data.labels", "timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
     *("inference_tp_size", "replica", "offload_in_generation"),
-    *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
+    *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.kernels"),
 )
 """Settings that may change when a run is resumed: location, memory, speed. If `data.labels` changes
 rows, these differ, which is compared separately."""

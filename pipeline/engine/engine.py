@@ -164,7 +164,7 @@ class Engine:
         self.pool = BufferPool(self.comm, device)
         placement = get_placement(config, device)
         units = build_units(model, config, self.comm, self.pool, placement, tensor)
-        self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
+        self.zero = ZeroModel(model, units, self.comm)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trainable parameters; check lora.targets")
@@ -372,7 +372,7 @@ class FrozenEngine:
             comm = make_collectives(device, like.zero, current_mesh().data, name=name)
             placement = get_placement(like, device)
             units = build_units(model, like, comm, BufferPool(comm, device), placement)
-            self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)
+            self._zero = ZeroModel(model, units, comm)
 
     @property
     def updates(self) -> int:

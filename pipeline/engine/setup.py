@@ -51,7 +51,7 @@ def build_units(
         assert config.zero.offload.nvme_path is not None  # checked by OffloadConfig
         disk = WeightDisk(config.zero.offload.nvme_path, comm)
     units: list[Unit] = []
-    for unit in engine_units(model, config.zero.unit_classes):
+    for unit in engine_units(model):
         flats = [
             FlatParams(unit.name, params, settings, comm, placement, disk)
             for (_, settings), params in group_vectors(unit, config).items()

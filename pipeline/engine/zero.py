@@ -100,14 +100,11 @@ class Unit:
 class ZeroModel:
     """A module with its units, gathered and freed by hooks."""
 
-    def __init__(
-        self, model: nn.Module, units: list[Unit], comm: Collectives, *, prefetch_units: int
-    ) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], comm: Collectives) -> None:
         self.model, self.units, self.comm = model, units, comm
         *self.others, self.root = units
         self.flats = [flat for unit in units for flat in unit.flats]
         self.head = next((unit for unit in units if unit.kind == "head"), None)
-        self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.is_offloaded = False
         self.broken = False
         """True after a failed backward pass, until `discard`."""
@@ -307,11 +304,8 @@ class ZeroModel:
         if unit in following:
             for flat in following[unit].flats:
                 flat.start_read()
-        ahead: Unit | None = unit
-        for _ in range(self.prefetch_units):
-            ahead = following.get(ahead) if ahead is not None else None
-            if ahead is not None:
-                ahead.start_gather()
+            if self.comm.asynchronous:
+                following[unit].start_gather()
         unit.gather()
 
     def _free(self, unit: Unit) -> None:
@@ -336,13 +330,13 @@ class ZeroModel:
     def one_by_one(self) -> Iterator[Unit]:
         """Every unit, with its weights gathered until the next one is requested.
 
-        If prefetching is on, the next unit is gathered meanwhile. All processes must iterate
-        together.
+        If collectives are asynchronous, the next unit is gathered meanwhile. All processes must
+        iterate together.
         """
         self.check_ready()
         self.flush()
         stay = {unit for unit in self.units if unit.gathered}
-        ahead = dict(pairwise(self.units)) if self.prefetch_units else {}
+        ahead = dict(pairwise(self.units)) if self.comm.asynchronous else {}
         try:
             for unit in self.units:
                 unit.start_gather()

@@ -7,7 +7,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
 from pipeline.demo.model import CONTEXT
@@ -87,9 +86,6 @@ def _prepared(
         # Before transformers 5.23, it was called gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
         (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
-        blocks = [each for each in plain.modules() if isinstance(each, GradientCheckpointingLayer)]
-        for number, block in enumerate(blocks):
-            block.gradient_checkpointing = number % config.checkpoint_every == 0
     plain.config.use_cache = True  # for the exported model; training passes use_cache
     return model.train()
 

@@ -5,15 +5,13 @@ embedding is used before all blocks and the output layer after them, so neither 
 gathered while a block computes. A tied matrix stays in the root.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-from pipeline.system.errors import ConfigError
 
 ROOT = "root"
 """Name of the unit with the parameters outside blocks, embedding and output layer."""
@@ -37,17 +35,14 @@ class UnitParams:
     kind: Kind = "block"
 
 
-def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
+def find_units(model: nn.Module) -> list[UnitParams]:
     """The units of `model` in the order of its modules, the root unit last.
 
-    Blocks are the modules of the named classes; by default the layers that `transformers` can
-    checkpoint, else the entries of the longest `nn.ModuleList` of one class. Blocks don't nest: the
-    outermost is used. A parameter that a block shares with anything outside belongs to the root.
-
-    Raises:
-        ConfigError: the model has no module of a named class.
+    Blocks are the layers that `transformers` can checkpoint, else the entries of the longest
+    `nn.ModuleList` of one class. Blocks don't nest: the outermost is used. A parameter that a block
+    shares with anything outside belongs to the root.
     """
-    blocks = _outermost(model, _blocks(model, classes))
+    blocks = _outermost(model, _blocks(model))
     # Include duplicate names: a module shared with the outside can't be freed with its block.
     of_block = {id(block): name for name, block in blocks.items()}
     prefixes = {
@@ -75,17 +70,9 @@ def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams
     return [*units, UnitParams(ROOT, model, rest, beside_blocks=bool(units), kind="root")]
 
 
-def _blocks(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     named = dict(model.named_modules())
     named.pop("")
-    if classes:
-        found = {name: each for name, each in named.items() if type(each).__name__ in classes}
-        missing = sorted(set(classes) - {type(each).__name__ for each in found.values()})
-        if missing:
-            raise ConfigError(
-                f"zero.unit_classes: the model has no module of class {', '.join(missing)}"
-            )
-        return found
     layers: dict[str, nn.Module] = {
         name: each for name, each in named.items() if isinstance(each, GradientCheckpointingLayer)
     }
@@ -126,13 +113,13 @@ class UsesHead(nn.Module):
         return function(*args, **kwargs)
 
 
-def engine_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
+def engine_units(model: nn.Module) -> list[UnitParams]:
     """`find_units`, with embedding and output layer as separate units, in order of use.
 
     The embedding comes before the blocks and the output layer after them, each only if the model
     has blocks, calls the module, and uses its parameters nowhere else; the root unit is last.
     """
-    *blocks, root = find_units(model, classes)
+    *blocks, root = find_units(model)
     found = _matrices(model) if blocks else {}
     names = {module: name for name, module in model.named_modules() if module in found.values()}
     uses: dict[Tensor, int] = {}

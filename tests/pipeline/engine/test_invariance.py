@@ -105,8 +105,6 @@ def ways_to_train(ways: dict[int, dict[str, dict[str, Any]]], dtype: str) -> lis
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "through the process group": {"shared_memory": False},
-    "without prefetch": {"shared_memory": False, "prefetch_units": 0},
-    "with two units ahead": {"shared_memory": False, "prefetch_units": 2},
     "optimizer offloaded": {"offload": OffloadConfig(optimizer="cpu")},
     "gradients offloaded": {"offload": OffloadConfig(gradients="cpu")},
     "optimizer and gradients offloaded": {
