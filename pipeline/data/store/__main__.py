@@ -6,13 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from pipeline.cli.options import run_main, say
 from pipeline.data.store.token_file import (
-    CHUNK,
     TokenFile,
-    TokenWriter,
     part_path,
     read_vocabulary,
     without_suffix,
@@ -45,14 +41,12 @@ def main(argv: Sequence[str]) -> None:
 
     packs = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
     shows, _ = add(show, "token files"), add(verify, "token files")
-    merges, shuffles = add(merge, "token files of one tokenizer"), add(shuffle, "one token file")
-    for command in (packs, merges, shuffles):
-        command.add_argument(
-            "--out",
-            type=Path,
-            required=True,
-            help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
-        )
+    packs.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
+    )
     packs.add_argument("--tokenizer", required=True, help="model id or local directory")
     packs.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     packs.add_argument("--field", default="text", help="field of each row with its text")
@@ -67,7 +61,6 @@ def main(argv: Sequence[str]) -> None:
     )
     shows.add_argument("--document", type=int, help="print this document, counted from 0")
     shows.add_argument("--tokenizer", help="decodes the document; default: the file's")
-    shuffles.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     options = parser.parse_args(list(argv))
     if "out" in options:
         options.out = without_suffix(options.out)
@@ -158,36 +151,6 @@ def _check(file: TokenFile) -> None:
         with checksums.with_name(name).open("rb") as content:
             if hashlib.file_digest(content, "sha256").hexdigest() != digest:
                 raise DataError(f"{content.name} differs from its checksum; copy it again")
-
-
-def merge(options: argparse.Namespace) -> None:
-    """Write the documents of several token files of one tokenizer as one file."""
-    files = [TokenFile(name) for name in options.files]
-    if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
-        raise DataError(f"{' '.join(options.files)} have different tokenizers; use one for all")
-    with TokenWriter(options.out, _widest_type(files)) as writer:
-        for file in files:
-            for ids, lengths in file.chunks():
-                writer.append(ids, lengths)
-        say(str(writer.finish(files[0].origin)))
-
-
-def shuffle(options: argparse.Namespace) -> None:
-    """Write the documents of a token file in random order."""
-    if len(options.files) > 1:
-        raise ConfigError(f"shuffle takes one file, got {len(options.files)}; merge them first")
-    file = TokenFile(options.files[0])
-    order = np.random.default_rng(options.seed).permutation(file.documents)
-    with TokenWriter(options.out, _widest_type([file])) as writer:
-        for first in range(0, file.documents, CHUNK):
-            documents = [file.tokens(int(number)) for number in order[first : first + CHUNK]]
-            writer.append(np.concatenate(documents), np.array([len(ids) for ids in documents]))
-            file.release()
-        say(str(writer.finish(file.origin)))
-
-
-def _widest_type(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":
-    return max((file.dtype for file in files), key=lambda dtype: dtype.itemsize)
 
 
 if __name__ == "__main__":
