@@ -36,7 +36,7 @@ FP16_KEYS = (
 
 ZERO = "zero_optimization."
 OFFLOADS = {"optimizer": f"{ZERO}offload_optimizer.", "params": f"{ZERO}offload_param."}
-OFFLOAD_KEYS = ("device", "nvme_path", "pin_memory")
+OFFLOAD_KEYS = ("device", "nvme_path")
 
 ACTING = (
     *BATCH_KEYS,
@@ -271,15 +271,15 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
         "zero.offload.optimizer": devices["optimizer"],
         "zero.offload.gradients": "cpu" if follows else None,
         "zero.offload.params": devices["params"],
-        **{f"zero.offload.{key}": _common(file, key) for key in OFFLOAD_KEYS[1:]},
+        "zero.offload.nvme_path": _nvme_path(file),
         "zero.reduce_dtype": kinds.get(kind, kind),
     }
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _common(file: DeepSpeedFile, key: str) -> Any:  # noqa: ANN401
-    """The value of a key that both offload sections share; None if it is missing."""
-    given = {f"{each}{key}": file.get(f"{each}{key}") for each in OFFLOADS.values()}
+def _nvme_path(file: DeepSpeedFile) -> str | None:
+    """The directory that both offload sections share; None if it is missing."""
+    given = {f"{each}nvme_path": file.get(f"{each}nvme_path") for each in OFFLOADS.values()}
     given = {name: value for name, value in given.items() if value is not None}
     if len(set(given.values())) > 1:
         first, *others = given

@@ -31,9 +31,6 @@ class OffloadConfig:
     """Directory on a fast local disk for tensors offloaded to nvme; space is reserved at the
     start."""
 
-    pin_memory: bool = True
-    """Offload to page-locked host memory: copies overlap with compute, but it can't be swapped."""
-
     def __post_init__(self) -> None:
         places = {"optimizer": self.optimizer, "params": self.params}
         on_disk = [name for name, place in places.items() if place == "nvme"]

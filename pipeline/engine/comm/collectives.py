@@ -57,15 +57,12 @@ class Then:
 class Collectives:
     """The collectives of a single process, and the base class of the others."""
 
-    def __init__(
-        self, device: torch.device, name: str, group: Group, *, pin_memory: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, name: str, group: Group) -> None:
         self.group = group
         self.rank, self.size = group.rank, group.size
         self.owner = name
         """Name of the engine, for messages."""
         on_gpu = device.type == "cuda"
-        self.pin_memory = pin_memory and on_gpu
         self.asynchronous = on_gpu
         """Whether collectives overlap with computation, so that prefetching pays."""
         self._copies = torch.cuda.Stream(device) if on_gpu else None
@@ -76,7 +73,7 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector, pinned if it is offloaded from a GPU."""
-        if self.pin_memory and device.type == "cpu":
+        if self._copies is not None and device.type == "cpu":
             return pinned_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -164,10 +161,9 @@ class GroupCollectives(Collectives):
         group: Group,
         *,
         deterministic: bool,
-        pin_memory: bool = True,
         narrow: torch.dtype | None = None,
     ) -> None:
-        super().__init__(device, name, group, pin_memory=pin_memory)
+        super().__init__(device, name, group)
         self.asynchronous = True
         self.narrow = narrow
         # gloo's reduce-scatter is several times slower than an all-to-all and a local sum.

@@ -111,7 +111,7 @@ class CollectivesOverCopies(Collectives):
     """Collectives within one copy, and sums over all copies; all processes construct it."""
 
     def __init__(self, device: torch.device, within: Collectives, over: Collectives) -> None:
-        super().__init__(device, within.owner, within.group, pin_memory=within.pin_memory)
+        super().__init__(device, within.owner, within.group)
         self.copy, self.copies = over.rank, over.size
         self.asynchronous = within.asynchronous
         self._within, self._over = within, over
@@ -171,9 +171,8 @@ def make_collectives(
         over = make_collectives(device, zero, group.copies, name=f"{name}, over its copies")
         return CollectivesOverCopies(device, within, over)
     name = _unique(name, group)
-    pin_memory = zero.offload.pin_memory
     if group.size == 1:
-        return Collectives(device, name, group, pin_memory=pin_memory)
+        return Collectives(device, name, group)
     if device.type == "cpu" and zero.shared_memory and on_one_machine(group):
         return SharedMemoryCollectives(name, group)
     return GroupCollectives(
@@ -181,7 +180,6 @@ def make_collectives(
         name,
         group,
         deterministic=zero.reduction == "deterministic",
-        pin_memory=pin_memory,
         narrow=torch.bfloat16 if zero.reduce_dtype == "bf16" else None,
     )
 

@@ -57,7 +57,6 @@ def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[
         (2, {"gradients": "cpu"}),
         (3, {"gradients": "cpu"}),
         (3, {"params": "cpu"}),
-        (3, {"params": "cpu", "pin_memory": False}),
         (3, {"params": "cpu", "gradients": "cpu"}),
     ],
 )
