@@ -384,7 +384,6 @@ def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -
         whole,
         total_steps=iterations * _updates(config) + FIRST_EPOCHS * _minibatches(config),
         name="critic",
-        follows=True,
         passing=CriticStage,
     )
 

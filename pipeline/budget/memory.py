@@ -114,9 +114,9 @@ def step_memory(
     """
     work = config.workload(machine.world)
     models, unknown = read_models(work, origins or {}, has_gpu=machine.has_gpu)
-    for index, model in enumerate(models):
+    for model in models:
         if model.trained is not None:
-            check_cut(model.module, work.parallel, follows=index > 0)
+            check_cut(model.module, work.parallel)
     formulas = {model.role: _ModelMemory(model, work, machine) for model in models}
     present = [each for each in formulas.values() if not each.model.use.phase_only]
     train = _train(work, present, formulas, saves=config.save_interval is not None)

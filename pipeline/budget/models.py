@@ -113,13 +113,8 @@ class CountedModel:
 
 
 @functools.lru_cache(maxsize=256)
-def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = False) -> None:
+def check_cut(module: "nn.Module", parallel: ParallelConfig) -> None:
     """Raise unless the layers and blocks of a model on the meta device can be divided this way.
-
-    Args:
-        module: the model.
-        parallel: the division.
-        follows: whether `parallel.partition` belongs to another model.
 
     Raises:
         ConfigError, ModelError: the model can't be divided this way.
@@ -130,7 +125,7 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig, *, follows: bool = 
     if parallel.tp > 1:
         cut_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
     if parallel.pp > 1:
-        blocks = find_blocks(module, parallel.pp, parallel.partition, follows=follows)
+        blocks = find_blocks(module, parallel.pp)
         cut_stage(copy.deepcopy(module), number=0, blocks=blocks)
 
 

@@ -31,9 +31,6 @@ class ParallelConfig:
     """With `tp`: shard hidden states between these layers, and their norms, by tokens
     (sequence_parallel); false replicates them."""
 
-    partition: tuple[int, ...] | None = None
-    """With `pp`: number of blocks in each stage, such as 12 12 14 10; null balances the compute."""
-
     micro_batches: int | None = None
     """Minimum micro-batches per optimizer step on each process, or each pipeline; null uses as
     many as `micro_batch_size` needs, and with `pp` 4 per stage if there are enough rows and
@@ -45,15 +42,6 @@ class ParallelConfig:
             require(
                 value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
             )
-        require(
-            self.partition is None or self.pp > 1,
-            "parallel.partition assigns blocks to stages, and needs parallel.pp above 1",
-        )
-        require(
-            self.partition is None or len(self.partition) == self.pp,
-            f"parallel.partition has {len(self.partition or ())} numbers for the {self.pp} stages"
-            " of parallel.pp; set one for each",
-        )
 
     @property
     def least_micro_batches(self) -> int | None:

@@ -295,33 +295,29 @@ class StagedPasses(StagedForwardPasses, Passes):
 
 def own_part(
     model: nn.Module,
-    parallel: ParallelConfig,
     stages: Group,
     whole: Callable[[nn.Module], nn.Module],
     *,
     kernels: Kernels,
-    follows: bool = False,
     passing: Callable[[StageModule], nn.Module] | None = None,
 ) -> tuple[nn.Module, Stage]:
     """The module that this process's engine trains, and its stage; `model` loses other stages.
 
     Args:
         model: the Hugging Face model.
-        parallel: how to split it.
         stages: the processes of the pipeline.
         whole: wraps a model with its head for the engine.
         kernels: the setting for a stage without the head.
-        follows: whether the partition belongs to another model; it is used if it fits.
         passing: wraps a stage without the head for the engine, if its parameters have other names
             than those of `whole`.
 
     Raises:
-        ConfigError: the model can't be split as in the settings.
+        ConfigError: it has fewer blocks than stages.
         ModelError: models of its family can't be split.
     """
     if stages.size == 1:
         return whole(model), Stage()
-    blocks = find_blocks(model, stages.size, parallel.partition, follows=follows)
+    blocks = find_blocks(model, stages.size)
     stage = cut_stage(model, number=stages.rank, blocks=blocks)
     if stage.is_last:
         return whole(model), stage
@@ -367,21 +363,18 @@ def make_passes(
     *,
     total_steps: int,
     name: str,
-    follows: bool = False,
     passing: Callable[[StageModule], nn.Module] | None = None,
 ) -> Passes:
     """The passes of a trained model, or of this process's part of it, with an engine.
 
-    See `own_part` for `whole`, `follows` and `passing`.
+    See `own_part` for `whole` and `passing`.
 
     Raises:
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
     cut_layers(model, mesh.tensor, sequence=parallel.sequence)
-    part, stage = own_part(
-        model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
-    )
+    part, stage = own_part(model, stages, whole, kernels=settings.kernels, passing=passing)
     engine = Engine(
         part,
         settings,
@@ -418,7 +411,7 @@ def frozen_passes(
             _move(model)
         return FrozenEngine(whole(model), like, name=name), ForwardPasses()
     try:
-        part, stage = own_part(model, parallel, stages, whole, kernels=like.kernels, follows=True)
+        part, stage = own_part(model, stages, whole, kernels=like.kernels)
     except (ConfigError, ModelError) as error:
         logger.info("each process has a full copy of the %s: %s", name, error)
         part, stage = whole(model), Stage()

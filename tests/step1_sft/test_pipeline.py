@@ -78,9 +78,9 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "three stages": (3, {"pp": 3, "micro_batches": 5}, {}, 1),
     "two pipelines": (4, {}, {"zero_stage": 2}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"zero_stage": 1}, 2),
-    "a partition, deterministic": (
+    "deterministic": (
         2,
-        {"partition": (1, 2), "micro_batches": 4},
+        {"micro_batches": 4},
         {"zero": ZeroConfig(reduction="deterministic", shared_memory=False)},
         1,
     ),
@@ -95,7 +95,7 @@ def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
     world, division, model, other = MIXTURES[name]
     start = make(tmp_path, "llama", tie_word_embeddings=True)
     parallel = ParallelConfig(**{"pp": 2, "micro_batches": 3, **division})
-    plain = replace(parallel, pp=1, partition=None, replicas=1)
+    plain = replace(parallel, pp=1, replicas=1)
     alone = settings(start, tmp_path / "alone", pp=1, model=model, parallel=plain)
     run_ranks(run, alone, world_size=other)
 

@@ -166,17 +166,14 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     return _cut(plain, find_order(family), number=number, blocks=blocks)
 
 
-def find_blocks(
-    model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
-) -> list[int]:
-    """Number of blocks in each stage: as given, or balanced by time.
+def find_blocks(model: nn.Module, stages: int) -> list[int]:
+    """Number of blocks of each stage, balanced by time.
 
     The time of a block, or of the output layer, is taken as proportional to its matrix weights,
-    quantized or not. With `follows` the given numbers belong to another model, which may have more
-    or fewer blocks.
+    quantized or not.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or the given numbers don't add up.
+        ConfigError: there are fewer blocks than stages.
     """
     plain = base_model(model)
     _, every = block_list(plain)
@@ -185,14 +182,6 @@ def find_blocks(
             f"parallel.pp {stages} is more than the {len(every)} blocks of the model; use at most"
             f" {len(every)}"
         )
-    if given is not None and not (follows and sum(given) != len(every)):
-        if len(given) != stages or sum(given) != len(every) or min(given) < 1:
-            raise ConfigError(
-                f"parallel.partition {' '.join(map(str, given))} doesn't split the model's"
-                f" {len(every)} blocks into {stages} stages; set {stages} numbers of at least 1"
-                f" that add up to {len(every)}"
-            )
-        return list(given)
     head = plain.get_output_embeddings()
     costs = [num_weights(each) for each in every]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
