@@ -1,16 +1,16 @@
 """An iteration of PPO against DeepSpeed-Chat's, and against one of TRL's GRPOTrainer.
 
     pip install -e '.[peers]'       # TRL
-    python -m benchmarks.ppo [--rounds 3] [--threads 2] [--precision bf16]
+    python -m benchmarks.ppo [--rounds 3] [--threads 2]
            [--deepspeed-python PATH --deepspeed-chat DIR]
 
 DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat), PATH is a Python
 that has deepspeed. In each iteration every side generates 64 tokens for the same 8 prompts of 128
-tokens and trains on them in one step, with Llamas of 15M parameters: actor, reference, critic and
-reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples 2 responses
-to each of 4 prompts; ours does the same by `method: grpo_2024`, in addition to PPO. The sides
-alternate within one run, each round in fresh processes. A figure is the median over rounds of the
-median iteration; a ratio is the median of the ratios within rounds.
+tokens and trains on them in one step, in bf16, with Llamas of 15M parameters: actor, reference,
+critic and reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples
+2 responses to each of 4 prompts. The sides alternate within one run, each round in fresh processes.
+A figure is the median over rounds of the median iteration; a ratio is the median of the ratios
+within rounds.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, get_args
+from types import SimpleNamespace
+from typing import Any
 
 BATCH, PROMPT, ANSWER = 8, 128, 64
 PROMPTS = 64
@@ -36,7 +36,6 @@ WARM_UP = 3
 ACTOR_LR, CRITIC_LR = 1e-6, 9e-6
 
 Times = dict[str, float]
-Precision = Literal["fp32", "bf16"]
 
 
 def build_assets(directory: Path) -> None:
@@ -93,17 +92,10 @@ def build_assets(directory: Path) -> None:
     (directory / "prompt_ids.json").write_text(json.dumps(ids))
 
 
-def run_ours(
-    directory: Path,
-    iterations: int,
-    precision: Precision,
-    method: str = "ppo",
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> list[Times]:
+def run_ours(directory: Path, iterations: int) -> list[Times]:
     """Step 3 as users run it; seconds per iteration are read from its metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
-    from step3_ppo.methods import METHODS
     from step3_ppo.train import train
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,13 +116,12 @@ def run_ours(
             eval_every=0,
             keep_best=False,
             actor=TrainedModelConfig(
-                path=str(directory / "actor"), precision=precision, optim=OptimConfig(lr=ACTOR_LR)
+                path=str(directory / "actor"), precision="bf16", optim=OptimConfig(lr=ACTOR_LR)
             ),
             critic=TrainedModelConfig(
-                path=str(directory / "reward"), precision=precision, optim=OptimConfig(lr=CRITIC_LR)
+                path=str(directory / "reward"), precision="bf16", optim=OptimConfig(lr=CRITIC_LR)
             ),
-            reward=FrozenModelConfig(path=str(directory / "reward"), precision=precision),
-            **{**METHODS[method], "method": method, **settings},
+            reward=FrozenModelConfig(path=str(directory / "reward"), precision="bf16"),
         )
         metrics = train(config) / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -144,13 +135,7 @@ def run_ours(
     ]
 
 
-def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """Our GRPO in TRL's setup: 4 prompts, 2 responses each, same reward model, KL in the loss."""
-    settings = {"group_size": 2, "kl_coef": 0.05}
-    return run_ours(directory, iterations, precision, "grpo_2024", settings)
-
-
-def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:
+def run_trl(directory: Path, iterations: int) -> list[Times]:
     """GRPOTrainer with a reference and a reward model: 4 prompts, 2 responses each."""
     import torch
     from datasets import Dataset
@@ -163,7 +148,7 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
     ids = json.loads((directory / "prompt_ids.json").read_text())
     reward: Any = AutoModelForSequenceClassification.from_pretrained(
-        directory / "reward", dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        directory / "reward", dtype=torch.bfloat16
     )
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(
@@ -177,8 +162,8 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
                 max_steps=iterations,
                 learning_rate=ACTOR_LR,
                 beta=0.05,
-                bf16=precision == "bf16",
-                model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision]},
+                bf16=True,
+                model_init_kwargs={"dtype": "bfloat16"},
                 gradient_checkpointing=False,
                 report_to="none",
                 save_strategy="no",
@@ -194,7 +179,7 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
     return [{"iteration": after - before} for before, after in itertools.pairwise(steps.ends)]
 
 
-def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -> list[Times]:
+def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
     """Its own trainer and reward model, on engines at stage 0 with DeepSpeed's CPU Adam.
 
     Models are loaded by our code, because its loader needs names that `transformers` removed.
@@ -217,7 +202,7 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": precision == "bf16"},
+        "bf16": {"enabled": True},
         "steps_per_print": 10**9,
     }
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
@@ -250,7 +235,7 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
         print_answers_interval=1,
         align_overflow=False,
         local_rank=0,
-        dtype=precision,
+        dtype="bf16",
     )
     trainer: Any = DeepSpeedPPOTrainer(engines, args)
     ids = torch.tensor(json.loads((directory / "prompt_ids.json").read_text()))
@@ -275,9 +260,8 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
     return times
 
 
-SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
+SIDES: Mapping[str, Callable[[Path, int], list[Times]]] = {
     "ours": run_ours,
-    "ours, grpo": run_grpo,
     "trl": run_trl,
     "deepspeed-chat": run_deepspeed_chat,
 }
@@ -285,7 +269,7 @@ SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
 
 def run_inside(args: argparse.Namespace) -> None:
     """Run one side and print its median iteration as one line of JSON."""
-    times = SIDES[args.side](args.directory, args.iterations, args.precision)[WARM_UP:]
+    times = SIDES[args.side](args.directory, args.iterations)[WARM_UP:]
     median = {name: statistics.median(row[name] for row in times) for name in times[0]}
     print(f"\n{json.dumps(median)}")
 
@@ -296,7 +280,6 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
     python = args.deepspeed_python if deepspeed else sys.executable
     command = [python, "-m", "benchmarks.ppo", "--side", side]
     command += ["--directory", str(directory), "--iterations", str(args.iterations)]
-    command += ["--precision", args.precision]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "DS_ACCELERATOR": "cpu"}
     if deepspeed:
         environment["PYTHONPATH"] = str(args.deepspeed_chat)
@@ -308,14 +291,11 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-OURS = ("ours", "ours, grpo")
-
-
 def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """A Markdown table: how many times more samples per second ours processes, by method."""
+    """A Markdown table: how many times more samples per second ours processes."""
     from benchmarks.kernels import show_ratios
 
-    head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
+    head = ["", "iteration", *PHASES, "samples/s", "ours is"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for side, rounds in figures.items():
         seconds = statistics.median(each["iteration"] for each in rounds)
@@ -327,7 +307,7 @@ def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         cells = [side, f"{seconds:.3f} s", *(phases or [""] * len(PHASES))]
         cells.append(f"{BATCH / seconds:.1f}")
         times = {name: [each["iteration"] for each in of] for name, of in figures.items()}
-        cells += ["" if side in OURS else show_ratios(times[side], times[ours]) for ours in OURS]
+        cells.append("" if side == "ours" else show_ratios(times[side], times["ours"]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -341,7 +321,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
     parser.add_argument("--deepspeed-python", help="a Python interpreter with deepspeed")
     parser.add_argument("--deepspeed-chat", type=Path, help="the directory that contains dschat")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -350,7 +329,7 @@ def main(argv: Sequence[str]) -> None:
     if args.side:
         run_inside(args)
         return
-    sides = [*OURS, "trl"]
+    sides = ["ours", "trl"]
     if args.deepspeed_python and args.deepspeed_chat:
         sides.append("deepspeed-chat")
     else:
