@@ -152,9 +152,6 @@ class TrainedModelConfig(FrozenModelConfig):
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
 
-    head_lr: float | None = None
-    """Learning rate of a score head, which step 2 newly initializes; null uses `optim.lr`."""
-
     fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     optim: OptimConfig = field(default_factory=lambda: DEFAULT_OPTIM)
@@ -177,9 +174,6 @@ class TrainedModelConfig(FrozenModelConfig):
             offload.params == "none" or self.zero_stage == 3,
             f"zero.offload.params {offload.params} needs zero_stage 3, got {self.zero_stage}; at"
             " lower stages, every process keeps the full weights on its device",
-        )
-        require(
-            self.head_lr is None or self.head_lr > 0, f"head_lr must be above 0, got {self.head_lr}"
         )
         require(
             self.quantize == "none" or self.lora is not None,

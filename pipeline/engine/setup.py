@@ -112,15 +112,10 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         return ParamSettings(
             param.dtype, trained=False, lr=0.0, weight_decay=0.0, role=get_role(param)
         )
-    lr = None
-    if ".lora_" in name:
-        _, lr = config.rate
-    elif {"score", "classifier"} & {*name.split(".")}:
-        lr = config.head_lr
     return ParamSettings(
         param.dtype,
         trained=True,
-        lr=config.optim.lr if lr is None else lr,
+        lr=config.rate[1] if ".lora_" in name else config.optim.lr,
         weight_decay=config.optim.weight_decay,
         role=get_role(param),
     )

@@ -158,22 +158,18 @@ def test_the_reported_rate_is_the_one_that_adapters_move_at(
     assert moved == pytest.approx([applied] * len(moved), rel=1e-3)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_score_head_has_its_own_learning_rate(*, adapted: bool) -> None:
-    model = tiny_classifier("llama")
-    lora = LoraConfig(rank=2) if adapted else None
-    optim = OptimConfig(lr=1e-3, schedule="constant")
-    if lora is not None:
-        model = add_lora(model, lora, task="classifier", seed=0)
-    config = TrainedModelConfig(optim=optim, head_lr=3e-2, lora=lora)
+def test_a_score_head_next_to_adapters_has_the_rate_of_weights() -> None:
+    lora = LoraConfig(rank=2)
+    model = add_lora(tiny_classifier("llama"), lora, task="classifier", seed=0)
+    config = TrainedModelConfig(optim=OptimConfig(lr=1e-3, schedule="constant"), lora=lora)
 
     engine = Engine(Scorer(model), config, total_steps=1)
 
-    faster = [
+    slower = [
         name
         for group in engine.groups
         for name in group.flat.params
-        if group.flat.settings.lr == 3e-2
+        if group.flat.settings.trained and group.flat.settings.lr == 1e-3
     ]
-    assert len(faster) == 1
-    assert ".score." in faster[0]
+    assert len(slower) == 1
+    assert ".score." in slower[0]
