@@ -25,7 +25,6 @@ CONFIG_MODULES = (
     "step0_pretrain.config",
     "step1_sft.config",
     "step2_reward.config",
-    "step2_reward.evaluate",
     "step3_ppo.config",
     "step3_preference.config",
 )
