@@ -31,8 +31,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
     for name in (*tracked, *steps):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("train.py", "chat.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    (source / "docs").mkdir()
+    files = ("train.py", "chat.py", "pyproject.toml", "README.md", "LICENSE")
+    for name in (*files, "docs/deepspeed_chat.md"):
+        shutil.copy(ROOT / name, source / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory))
     subprocess.run([*pip, *build, str(source)], check=True, cwd=directory)
@@ -143,7 +145,8 @@ def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -
 
     assert Path("pipeline/kernels/include/prelude.cuh") in sources
     assert Path("inference/serve/page/index.html") in sources
-    assert not {each for each in sources if not (package / each).exists()}
+    page = Path("docs/deepspeed_chat.md")  # messages quote its table
+    assert not {each for each in (*sources, page) if not (package / each).exists()}
 
 
 def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: Path) -> None:

@@ -1,17 +1,12 @@
-"""DeepSpeed-Chat's options: the table, its messages and its page."""
-
-from pathlib import Path
+"""Messages about DeepSpeed-Chat's options, from the table on its page."""
 
 import pytest
 
 from pipeline.plan.request import parse_request
 from pipeline.settings.build import build_config
-from pipeline.settings.deepspeed_chat import COUNTERPARTS
 from pipeline.system.errors import ConfigError
 from step2_reward.config import RewardConfig
 from train import STAGES
-
-DOCS = Path(__file__).parents[3] / "docs" / "deepspeed_chat.md"
 
 
 def test_an_option_of_deepspeed_chat_is_refused_with_what_to_pass_instead() -> None:
@@ -20,11 +15,3 @@ def test_an_option_of_deepspeed_chat_is_refused_with_what_to_pass_instead() -> N
         parse_request(["--lora_dim", "1"], STAGES)
     with pytest.raises(ConfigError, match=f"^there is no setting lora_dim; {hint}"):
         build_config(RewardConfig, [], [("lora_dim", ["1"])])
-
-
-def test_the_page_has_the_table() -> None:
-    lines = DOCS.read_text(encoding="utf-8").splitlines()
-
-    assert [line for line in lines if line.startswith("| `--")] == [
-        f"| `--{name}` | {text} |" for name, text in COUNTERPARTS.items()
-    ]
