@@ -1,8 +1,7 @@
-"""`python -m pipeline.engine.checkpoint verify DIR`, `... show DIR`, `... consolidate DIR OUT`."""
+"""`python -m pipeline.engine.checkpoint verify DIR`, and `... consolidate DIR OUT`."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.cli.help import help_entry
@@ -13,8 +12,6 @@ from pipeline.engine.checkpoint.history import candidates
 from pipeline.system.errors import CheckpointError, ConfigError
 
 EXIT_DAMAGED = 1
-
-VALUE_WIDTH = 60
 
 
 def verify(words: Sequence[str]) -> None:
@@ -35,35 +32,6 @@ def verify(words: Sequence[str]) -> None:
             )
     if damaged:
         raise SystemExit(EXIT_DAMAGED)
-
-
-def show(words: Sequence[str]) -> None:
-    """Print the step, date, versions, tensors by kind and the run's state."""
-    for path in _checkpoints("show", words):
-        say("\n".join(_describe(Checkpoint.open(path))))
-
-
-def _describe(checkpoint: Checkpoint) -> Iterator[str]:
-    manifest = checkpoint.manifest
-    yield str(checkpoint.path)
-    yield f"  step {checkpoint.step}, saved {manifest.created}, processes: {checkpoint.world_size}"
-    yield "  " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    if manifest.base is not None:
-        yield f"  frozen weights in {manifest.base}"
-    kinds: dict[str, list[tuple[int, int]]] = {}
-    for key in checkpoint.keys():  # noqa: SIM118  # not a dict
-        kind = "/".join(key.split("/")[:-1][:2]) or key  # such as actor/exp_avg
-        numel = checkpoint.numel(key)
-        kinds.setdefault(kind, []).append((numel, numel * checkpoint.dtype(key).itemsize))
-    width = max([4, *map(len, kinds)])
-    yield f"  {'kind':<{width}}  {'tensors':>8}  {'elements':>16}  {'bytes':>18}"
-    for kind, tensors in sorted(kinds.items()):
-        elements, nbytes = map(sum, zip(*tensors, strict=True))
-        yield f"  {kind:<{width}}  {len(tensors):>8,}  {elements:>16,}  {nbytes:>18,}"
-    for name, value in checkpoint.state.items():
-        text = json.dumps(value)
-        short = text if len(text) <= VALUE_WIDTH else text[: VALUE_WIDTH - 4] + " ..."
-        yield f"  {name}: {short}"
 
 
 def consolidate(words: Sequence[str]) -> None:
@@ -90,7 +58,6 @@ def consolidate(words: Sequence[str]) -> None:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "verify": (verify, "DIR"),
-    "show": (show, "DIR"),
     "consolidate": (consolidate, "DIR OUT"),
 }
 

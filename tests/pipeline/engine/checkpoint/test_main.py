@@ -1,14 +1,12 @@
-"""The command line: what is in a checkpoint, and whether it is whole."""
+"""The command line: whether a checkpoint is whole, and its model."""
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.cli.options import run_main
 from pipeline.engine.checkpoint.__main__ import main
-from pipeline.engine.checkpoint.format import Fragment
-from tests.pipeline.engine.checkpoint.saving import save, writer
+from tests.pipeline.engine.checkpoint.saving import save
 
 FILE = "rank-00000-of-00001.safetensors"
 
@@ -39,8 +37,8 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
     ("words", "sentence"),
     [
         (["verify"], "usage: python -m pipeline.engine.checkpoint verify DIR"),
-        (["show", "--all"], "usage: python -m pipeline.engine.checkpoint show DIR"),
-        (["show", "{}/none"], "no such directory: {}/none"),
+        (["verify", "--all"], "usage: python -m pipeline.engine.checkpoint verify DIR"),
+        (["verify", "{}/none"], "no such directory: {}/none"),
         (["verify", "{}/empty"], "{}/empty is not a checkpoint and contains none"),
         (["verify", "{}/step_00000002"], None),
         (["consolidate", "{}"], "usage: python -m pipeline.engine.checkpoint consolidate DIR OUT"),
@@ -64,32 +62,3 @@ def test_wrong_words_are_one_sentence(
     else:
         assert code == 2
         assert f"error: {sentence.format(tmp_path)}" in capsys.readouterr().err
-
-
-KINDS = {"actor/frozen": "1 3 12", "actor/w": "2 10 40", "c": "1 1,000 4,000"}
-
-
-def test_show_lists_all_kinds_with_their_sizes_and_shortens_long_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saver = writer(tmp_path)
-    saver.save_base("base-1", [Fragment("actor/frozen/a", 0, torch.zeros(3))])
-    pieces = [Fragment(f"actor/w/{name}", 0, torch.zeros(5)) for name in "ab"]
-    state = {"a": "x" * 58, "b": "x" * 59}
-    saver.save(1, [*pieces, Fragment("c", 0, torch.zeros(1000))], state, base="base-1")
-    saver.wait()
-
-    main(["show", str(tmp_path)])
-
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[1].startswith("  step 1, saved ")
-    assert shown[1].endswith(", processes: 1")
-    assert "  frozen weights in base-1" in shown
-    rows = {
-        line.split()[0]: line.split()[1:]
-        for line in shown
-        if len(line.split()) == 4 and "in" not in line.split()
-    }
-    assert rows.pop("kind") == ["tensors", "elements", "bytes"]
-    assert {kind: " ".join(row) for kind, row in rows.items()} == KINDS
-    assert shown[-2:] == [f'  a: "{"x" * 58}"', f'  b: "{"x" * 55} ...']
