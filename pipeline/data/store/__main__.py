@@ -1,20 +1,14 @@
 """Token files: `python -m pipeline.data.store pack 'corpus/*.jsonl' --tokenizer DIR --out X`."""
 
 import argparse
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from pipeline.cli.options import run_main, say
-from pipeline.data.store.token_file import (
-    TokenFile,
-    part_path,
-    read_vocabulary,
-    without_suffix,
-)
+from pipeline.data.store.token_file import TokenFile, part_path, read_vocabulary, without_suffix
 from pipeline.files.durable import check_output
-from pipeline.system.errors import EXIT_USER_ERROR, ConfigError, DataError, require
+from pipeline.system.errors import ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
 
@@ -40,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
         return command
 
     packs = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
-    shows, _ = add(show, "token files"), add(verify, "token files")
+    shows = add(show, "token files")
     packs.add_argument(
         "--out",
         type=Path,
@@ -127,30 +121,6 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
     ids = file.tokens(number).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     say(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
-
-
-def verify(options: argparse.Namespace) -> None:
-    """Check the indices of token files, and compare the files with their checksums."""
-    damaged = False
-    for name in options.files:
-        try:
-            file = TokenFile(name)
-            _check(file)
-            say(f"{file}; no errors found")
-        except DataError as error:
-            say(str(error))
-            damaged = True
-    if damaged:
-        raise SystemExit(EXIT_USER_ERROR)
-
-
-def _check(file: TokenFile) -> None:
-    checksums = part_path(file.path, "sha256")
-    for line in checksums.read_text().splitlines() if checksums.exists() else ():
-        digest, name = line.split(maxsplit=1)
-        with checksums.with_name(name).open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != digest:
-                raise DataError(f"{content.name} differs from its checksum; copy it again")
 
 
 if __name__ == "__main__":
