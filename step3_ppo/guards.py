@@ -17,7 +17,7 @@ LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tok
 SENTENCES: Mapping[str, str] = {
     "kl": "the KL to the reference is {kl:.3g} nats per response, above {limit:g}; raise"
     " ppo.kl_coef or lower ppo.actor.{rate}",
-    "kl_per_token": "the KL to the reference is {value:.2f} nats per token, above {limit:g}: the"
+    "kl_per_token": "the KL to the reference is {value:.3g} nats per token, above {limit:g}: the"
     " actor may exploit its reward; raise ppo.kl_coef or lower ppo.actor.{rate}",
     "ratio_max": "the largest policy ratio is {ratio_max:.0f}, above {limit:.0f}: updates are too"
     " large; lower ppo.actor.{rate}, ppo.ppo_epochs or ppo.target_kl",

@@ -10,7 +10,7 @@ REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.{rate}"
 SENTENCES: Mapping[str, str] = {
     "kl": "the KL to the initial actor is {kl:.3g} nats per response, above {limit:g}; raise"
     " preference.beta or lower preference.model.{rate}",
-    "kl_per_token": "the KL to the initial actor is {value:.2f} nats per token, above {limit:g}: it"
+    "kl_per_token": "the KL to the initial actor is {value:.3g} nats per token, above {limit:g}: it"
     " may have unlearned too much; raise preference.beta or lower preference.model.{rate}",
     "chosen_nll": "held-out chosen responses went from {first[logp_chosen]:.3g} to"
     " {logp_chosen:.3g} nats per token, a drop above {limit:g}: the loss rewards only the margin"

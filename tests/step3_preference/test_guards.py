@@ -22,7 +22,7 @@ SOUND = {
 }
 
 WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
-    ("kl_per_token>0.5", {"kl": 6.0}, "the KL to the initial actor is 0.60 nats per token"),
+    ("kl_per_token>0.5", {"kl": 6.0}, "the KL to the initial actor is 0.6 nats per token"),
     (
         "chosen_nll>0.5",
         {"logp_chosen": -1.31},
