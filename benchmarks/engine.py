@@ -1,21 +1,22 @@
 """The training engine against DDP, FSDP2 and DeepSpeed ZeRO: speed and memory.
 
     pip install deepspeed           # in a separate environment, with the same torch
-    python -m benchmarks.engine --deepspeed-python PATH [--rounds 3]
+    python -m benchmarks.engine --deepspeed-python PATH [--precisions bf16 fp32] [--rounds 3]
+    python -m benchmarks.engine --quick
 
-Two gloo processes of one thread each train a Llama of 25.3M parameters in bf16 on the same token
-ids, one micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in separate
-processes, and each round visits every system once, so that a slow minute of the machine affects
-all. Tokens per second are those of the median step, of the median round; a ratio is taken within
-each round, and its median is shown.
+Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, one
+micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in separate processes,
+and each round visits every system once, so that a slow minute of the machine affects all. Tokens
+per second are those of the median step, of the median round; a ratio is taken within each round,
+and its median is shown.
 
 CPU ms is processor time of one process in a step, of all its threads, polling included: the figure
 to compare if the machine is shared.
 
 Bytes are those of the tensors on the process with the most: alive between steps, and at the peak of
 a step (`benchmarks/memory.py` explains the counting). Peers keep their defaults where
-`benchmarks/engine_systems.py` doesn't say otherwise: DDP, FSDP2 and DeepSpeed add gradients in
-bf16, the engine in fp32. The engine keeps freed memory; set MALLOC_MMAP_MAX_=0 and
+`benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed add gradients
+in bf16, the engine in fp32. The engine keeps freed memory; set MALLOC_MMAP_MAX_=0 and
 MALLOC_TRIM_THRESHOLD_=100000000000 to give that to all of them.
 """
 
@@ -35,9 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.engine_systems import (
+    DDP,
     DEEPSPEED,
+    FSDP2,
     OURS,
-    PEERS,
     SYSTEMS,
     Step,
     build_model,
@@ -104,7 +106,7 @@ def run_inside(args: argparse.Namespace) -> None:
     else:
         dist.init_process_group("gloo")
     model = build_model(tiny=args.tiny)
-    step = make_step(args.system, model, args.deepspeed_adam)
+    step = make_step(args.system, model, args.precisions[0], args.deepspeed_adam)
     figures = measure(step, batches(args, dist.get_rank()))
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, figures)
@@ -148,20 +150,22 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no output"])[-1]
 
 
-def run(args: argparse.Namespace, system: str, adam: str) -> dict[str, float] | None:
+def run(
+    args: argparse.Namespace, system: str, precision: str, adam: str
+) -> dict[str, float] | None:
     """Run one system once; return None, and print the reason, if it fails."""
     python = args.deepspeed_python if system in DEEPSPEED else sys.executable
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         command = [python, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(args.processes), "-m", "benchmarks.engine"]
-        command += ["--system", system, "--deepspeed-adam", adam]
+        command += ["--system", system, "--precisions", precision, "--deepspeed-adam", adam]
         command += ["--steps", str(args.steps), "--micro-batch", str(args.micro_batch)]
         command += ["--sequence", str(args.sequence), "--output", str(result)]
         command += ["--tiny"] if args.tiny else []
         done = call(command)
         if done.returncode != 0:
-            print(f"skipping {system}, which failed:\n{done.stderr}", flush=True)
+            print(f"skipping {system} in {precision}, which failed:\n{done.stderr}", flush=True)
             return None
         return json.loads(result.read_text())
 
@@ -182,7 +186,7 @@ def table(rounds: Rounds) -> str:
     """A Markdown table with one row per system; ratios are the system's tokens/s to the peer's."""
     same = "DeepSpeed's stage"
     columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
-    columns += [f"x {peer}" for peer in PEERS] + [f"x {same}", f"bytes / {same}"]
+    columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [f"x {same}", f"bytes / {same}"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for system, figures in rounds.items():
         tokens = [each["tokens"] for each in figures]
@@ -194,7 +198,7 @@ def table(rounds: Rounds) -> str:
         row.append(f"{min(tokens):,.0f} to {max(tokens):,.0f}")
         row.append(f"{1e3 * statistics.median(each['cpu_seconds'] for each in figures):,.0f}")
         row += [*(f"{each:,.0f}" for each in weights)]
-        row += [show(ratios(rounds, system, peer)) for peer in PEERS]
+        row += [show(ratios(rounds, system, peer)) for peer in (*DDP, *FSDP2)]
         peer = system.replace("ours", "deepspeed") if system in OURS else ""
         row.append(show(ratios(rounds, system, peer)))
         row.append(show(ratios(rounds, system, peer, of="bytes")))
@@ -202,19 +206,19 @@ def table(rounds: Rounds) -> str:
     return "\n".join(lines)
 
 
-def compare(args: argparse.Namespace, adam: str, systems: list[str]) -> Rounds:
+def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[str]) -> Rounds:
     """Run every system once per round."""
     rounds: Rounds = {system: [] for system in systems}
     for number in range(args.rounds):
         for system in list(rounds):
             load = os.getloadavg()[0]
-            figures = run(args, system, adam)
+            figures = run(args, system, precision, adam)
             if figures is None:
                 del rounds[system]
                 continue
             rounds[system].append({**figures, "load": load})
             print(
-                f"round {number + 1}, {system}: {figures['tokens']:,.0f} tokens/s,"
+                f"round {number + 1}, {precision}, {system}: {figures['tokens']:,.0f} tokens/s,"
                 f" {figures['bytes'] / MIB:.0f} MiB, load before {load:.2f}",
                 file=sys.stderr,
                 flush=True,
@@ -223,33 +227,41 @@ def compare(args: argparse.Namespace, adam: str, systems: list[str]) -> Rounds:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the options, run and print the table."""
+    """Parse the options, run and print the tables."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
+    parser.add_argument("--deepspeed-adam", choices=["deepspeed", "torch"], help="default: builds?")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
+    parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1M parameters")
+    parser.add_argument("--quick", action="store_true", help="one round of five steps")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed-adam", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.system:
         run_inside(args)
+    if args.quick:
+        args.rounds, args.steps = 1, 5
     wanted = list(args.systems or SYSTEMS)
     found = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
-    adam = found[1] if found else "torch"
+    adam = args.deepspeed_adam or (found[1] if found else "torch")
     if found is None:
         wanted = [system for system in wanted if system not in DEEPSPEED]
     else:
         print(f"{found[0]}, Adam of {adam}")
-    print(f"\n{table(compare(args, adam, wanted))}")
+    for precision in args.precisions:
+        # fp32 weights have no separate masters, so both variants are the same.
+        systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
+        rounds = compare(args, precision, adam, systems)
+        print(f"\n{precision}\n\n{table(rounds)}\n", flush=True)
 
 
 if __name__ == "__main__":

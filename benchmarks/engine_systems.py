@@ -1,17 +1,19 @@
 """The systems that `benchmarks.engine` compares, each as one function that trains one step.
 
 Each runs one micro-batch with the same loss, sums the gradient over processes, clips its norm to 1
-and runs AdamW. Weights are bf16, masters and moments fp32.
+and runs AdamW. In bf16 all have fp32 masters and moments, except `ddp-bf16`, which updates bf16
+weights with bf16 moments: less memory and work, but numerically different training.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Precision = Literal["bf16", "fp32"]
 Step = Callable[[Tensor], None]
 
 LR = 1e-4
@@ -22,10 +24,15 @@ BUCKET_ELEMENTS = 12_500_000
 model."""
 
 OURS = tuple(f"ours-{stage}" for stage in range(4))
-PEERS = ("ddp", "fsdp2")
+DDP = ("ddp", "ddp-bf16")
+FSDP2 = ("fsdp2-keep", "fsdp2-reshard")
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
-SYSTEMS = (*PEERS, *(system for pair in zip(OURS, DEEPSPEED, strict=True) for system in pair))
-"""In the order of a round: an engine's stage runs right before DeepSpeed's."""
+SYSTEMS = tuple(
+    system
+    for stage, other in enumerate((*DDP, *FSDP2))
+    for system in (f"ours-{stage}", other, f"deepspeed-{stage}")
+)
+"""In the order of a round: compared systems run right after each other."""
 
 
 def build_model(*, tiny: bool) -> nn.Module:
@@ -52,16 +59,17 @@ def compute_loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), ids[:, 1:].flatten())
 
 
-def make_step(system: str, model: nn.Module, adam: str) -> Step:
+def make_step(system: str, model: nn.Module, precision: Precision, adam: str) -> Step:
     """Return a function that trains `model` by one step in the named system."""
-    name, _, stage = system.partition("-")
+    name, _, variant = system.partition("-")
     if name == "ours":
-        return engine_step(model.to(torch.bfloat16), int(stage))
+        model = model.to(torch.bfloat16) if precision == "bf16" else model
+        return engine_step(model, int(variant))
     if name == "ddp":
-        return _ddp(model)
+        return _ddp(model, precision, masters=variant != "bf16")
     if name == "fsdp2":
-        return _fsdp2(model)
-    return _deepspeed(model, stage=int(stage), adam=adam)
+        return _fsdp2(model, precision, reshard=variant == "reshard")
+    return _deepspeed(model, precision, stage=int(variant), adam=adam)
 
 
 def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: ANN401
@@ -86,14 +94,11 @@ def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: 
     return step
 
 
-def _ddp(model: nn.Module) -> Step:
-    from torch.nn.parallel import DistributedDataParallel
-
+def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
+    if precision == "fp32" or not masters:
+        return _ddp_alone(model, precision)
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-    model.to(torch.bfloat16)
-    # The model's only buffers are rotary embedding constants, which need no broadcast.
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    return step_with_masters(wrapped, masters)
+    return step_with_masters(_wrap(model.to(torch.bfloat16)), masters)
 
 
 def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
@@ -116,15 +121,35 @@ def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
     return step
 
 
-def _fsdp2(model: Any) -> Step:  # noqa: ANN401
+def _wrap(model: nn.Module) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    # The model's only buffers are rotary embedding constants, which need no broadcast.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def _ddp_alone(model: nn.Module, precision: Precision) -> Step:
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    wrapped = _wrap(model)
+    return _plain_step(wrapped)
+
+
+def _fsdp2(model: Any, precision: Precision, *, reshard: bool) -> Step:  # noqa: ANN401
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    return _plain_step(model)
+
+
+def _plain_step(model: nn.Module) -> Step:
+    """Backward, clip, fused AdamW on the model's own parameters."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
@@ -137,7 +162,7 @@ def _fsdp2(model: Any) -> Step:  # noqa: ANN401
     return step
 
 
-def _deepspeed(model: nn.Module, *, stage: int, adam: str) -> Step:
+def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str) -> Step:
     import deepspeed
 
     config: dict[str, Any] = {
@@ -152,7 +177,7 @@ def _deepspeed(model: nn.Module, *, stage: int, adam: str) -> Step:
             "allgather_bucket_size": BUCKET_ELEMENTS,
             "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
         },
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": precision == "bf16"},
         "steps_per_print": 10**9,
     }
     settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": 0.0}

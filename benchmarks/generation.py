@@ -1,14 +1,19 @@
 """Generation against `generate` of transformers: same model, prompts, tokens, precision.
 
-    python -m benchmarks.generation --model DIR [--batches 1 8 32] [--precisions fp32 bf16]
-    python -m benchmarks.generation --opt [--tiny]      # on a GPU; tiny: on any device
+    python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
+    python -m benchmarks.generation --tiny      # the same cases with responses of a few tokens
+    python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
+    python -m benchmarks.generation --opt [--tiny]      # on a GPU
 
-A model of a Hugging Face directory continues passages of this repository's documentation greedily.
-The two sides alternate within one run, after one warm-up round each; a figure is the median over
-rounds of response tokens per second. The last column counts responses with identical tokens (others
-diverge where two tokens are equally likely up to rounding), the one before it is the share of our
-decoding passes replayed from graphs or traces. With `--opt` OPT-1.3B with random weights answers 64
-prompts of 256 tokens with 256, in bf16.
+A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
+have responses of 128 tokens each; the last has 64 prompts whose responses are 8 to 128 tokens long,
+as if they ended with an end token. The two sides alternate within one run, after one warm-up round
+each; a figure is the median over rounds of response tokens per second. The last column counts
+responses with identical tokens (others diverge where two tokens are equally likely up to rounding),
+the one before it is the fraction of our decoding passes that were replayed. With `--model`
+the prompts are 56 tokens of this repository's documentation, and all responses have the same
+length. With `--opt` OPT-1.3B with random weights answers 64 prompts of 256 tokens with 256, in
+bf16.
 """
 
 import argparse
@@ -18,9 +23,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -28,16 +34,37 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.device import Fallbacks, emit
+from benchmarks.llama import VOCABULARY, save_llama
 from benchmarks.ppo_gpu import save_models
 from inference.engine.replay import PassCounts
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
+
+PROMPT = 64
+TEXT_PROMPT = 56
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Requests to both sides."""
+
+    longest: int = 128
+    shortest: int = 8
+    batches: Sequence[int] = BATCHES
+    spread: int = 64
+    """Number of prompts in the case with responses of varied lengths."""
+
+
+TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 """The clock: processor time, with one thread, is meaningful even on a shared machine."""
@@ -50,34 +77,62 @@ HEAD += ("replayed", "same")
 Responses = list[list[int]]
 
 
+class RowLengths(StoppingCriteria):
+    """Ends each row at its own length."""
+
+    def __init__(self, lengths: Sequence[int], prompt: int) -> None:
+        self.lengths = torch.tensor(lengths) + prompt
+
+    def __call__(
+        self,
+        input_ids: torch.LongTensor,
+        scores: tuple[torch.Tensor] | None,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> torch.BoolTensor:
+        """Return the rows that have reached their length limit."""
+        done = self.lengths.to(input_ids.device) <= input_ids.shape[1]
+        return cast("torch.BoolTensor", done)
+
+
 def answer_with_transformers(
     model: Any,  # noqa: ANN401  # `generate` is untyped
     prompts: Responses,
-    longest: int,
+    lengths: Sequence[int],
 ) -> Responses:
-    """Greedy responses of one batch."""
+    """Greedy responses of one batch, which runs until its longest row ends."""
     ids = torch.tensor(prompts, device=model.device)
     settings = GenerationConfig(
-        max_new_tokens=longest, do_sample=False, eos_token_id=None, pad_token_id=2
+        max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
     )
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return output[:, ids.shape[1] :].tolist()
+    criteria = StoppingCriteriaList(
+        [RowLengths(lengths, ids.shape[1])] if len(set(lengths)) > 1 else []
+    )
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        stopping_criteria=criteria,
+    )
+    rows = output[:, ids.shape[1] :].tolist()
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def answer_with_ours(
     model: PreTrainedModel,
     prompts: Responses,
-    longest: int,
+    lengths: Sequence[int],
     passes: PassCounts,
+    *,
+    slots: int,
 ) -> Responses:
-    """Greedy responses of the engine."""
+    """Greedy responses of the engine, which frees a slot when its response ends."""
     finished = generate_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
-        max_new_tokens=longest,
-        batch_size=len(prompts),
-        stop_when=lambda _, ids: len(ids) == longest,
+        max_new_tokens=max(lengths),
+        batch_size=slots,
+        stop_when=lambda index, ids: len(ids) == lengths[index],
         passes=passes,
     )
     responses = {each.index: each.response.ids for each in finished}
@@ -105,13 +160,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", type=Path, help="a Hugging Face directory")
-    which.add_argument("--opt", action="store_true", help="OPT-1.3B, as on a GPU")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="batch sizes")
-    parser.add_argument("--longest", type=int, default=64, help="tokens of a response")
-    parser.add_argument("--prompt", type=int, default=56, help="tokens of a prompt")
-    parser.add_argument("--tiny", action="store_true", help="a tiny OPT and short responses")
+    parser.add_argument("--tiny", action="store_true", help="a few short responses")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the Llama")
+    parser.add_argument("--batches", nargs="+", type=int, help="batch sizes, with --model")
+    parser.add_argument(
+        "--longest", type=int, default=64, help="maximum tokens per response, with --model"
+    )
+    parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="tokens, with --model")
+    parser.add_argument("--opt", action="store_true", help="OPT-1.3B, as on a GPU")
     args = parser.parse_args(argv)
     fallbacks = Fallbacks()
     torch.set_num_threads(args.threads)
@@ -128,7 +184,9 @@ def main(argv: Sequence[str]) -> None:
             args.model, args.precisions, args.rounds = Path(directory) / "actor", ["bf16"], 1
             sizes = ([2], 8, 16) if args.tiny else ([64], 256, 256)
             args.batches, args.longest, args.prompt = sizes
-        for row in measured(args.model, device, args):
+        elif args.model is None:
+            save_llama(directory)
+        for row in measured(args.model or Path(directory), device, args):
             cells = format_line(row)
             print(f"| {' | '.join(cells)} |", flush=True)
             if args.opt:
@@ -142,25 +200,37 @@ def measured(
     directory: Path, device: torch.device, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Measure every case in every precision."""
+    course = TINY if args.tiny else Course()
+    if args.model is not None:
+        course = Course(longest=args.longest, batches=args.batches or BATCHES, spread=0)
+    generator = torch.Generator().manual_seed(0)
     for precision in args.precisions:
         theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[precision])
         theirs.to(device)
         config = FrozenModelConfig(path=str(directory), precision=precision)
         ours = load_causal_lm(config, device=device)
-        for count in args.batches:
-            prompts = text_prompts(directory, count, args.prompt)
+        for count in filter(None, (*course.batches, course.spread)):
+            spread = torch.linspace(course.shortest, course.longest, count).long()
+            mixed = spread[torch.randperm(count, generator=generator)].tolist()
+            lengths = mixed if count == course.spread else [course.longest] * count
+            prompts = (
+                torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
+                if args.model is None
+                else text_prompts(args.model, count, args.prompt)
+            )
             passes = PassCounts()
             sides = [
-                partial(answer_with_transformers, theirs, prompts, args.longest),
-                partial(answer_with_ours, ours, prompts, args.longest, passes),
+                partial(answer_with_transformers, theirs, prompts, lengths),
+                partial(
+                    answer_with_ours, ours, prompts, lengths, passes, slots=course.spread or count
+                ),
             ]
             (slow, fast), (expected, got) = compare(
                 sides, rounds=args.rounds, clock=CLOCKS[args.clock]
             )
             yield {
                 "precision": precision,
-                "prompts": count,
-                "longest": args.longest,
+                "lengths": lengths,
                 "transformers": slow,
                 "ours": fast,
                 "replayed": passes.share_replayed,
@@ -178,17 +248,17 @@ def text_prompts(directory: Path, count: int, length: int) -> Responses:
 
 def format_line(row: Mapping[str, Any]) -> list[str]:
     """The cells of a case."""
-    slow, fast, count, longest = (row[k] for k in ("transformers", "ours", "prompts", "longest"))
+    lengths, slow, fast = row["lengths"], row["transformers"], row["ours"]
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     return [
         row["precision"],
-        str(count),
-        str(longest),
-        *(f"{count * longest / statistics.median(side):,.0f} tokens/s" for side in (slow, fast)),
+        str(len(lengths)),
+        f"{min(lengths)} to {max(lengths)}",
+        *(f"{sum(lengths) / statistics.median(side):,.0f} tokens/s" for side in (slow, fast)),
         f"{statistics.median(ratios):.2f}",
         f"{min(ratios):.2f} to {max(ratios):.2f}",
         f"{100 * row['replayed']:.0f} %",
-        f"{row['same']} of {count}",
+        f"{row['same']} of {len(lengths)}",
     ]
 
 

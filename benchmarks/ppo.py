@@ -1,16 +1,16 @@
 """An iteration of PPO against DeepSpeed-Chat's, and against one of TRL's GRPOTrainer.
 
     pip install -e '.[peers]'       # TRL
-    python -m benchmarks.ppo [--rounds 3] [--threads 2]
+    python -m benchmarks.ppo [--rounds 3] [--threads 2] [--precision bf16]
            [--deepspeed-python PATH --deepspeed-chat DIR]
 
 DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat), PATH is a Python
 that has deepspeed. In each iteration every side generates 64 tokens for the same 8 prompts of 128
-tokens and trains on them in one step, in bf16, with Llamas of 15M parameters: actor, reference,
-critic and reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples
-2 responses to each of 4 prompts. The sides alternate within one run, each round in fresh processes.
-A figure is the median over rounds of the median iteration; a ratio is the median of the ratios
-within rounds.
+tokens and trains on them in one step, with Llamas of 15M parameters: actor, reference, critic and
+reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples 2 responses
+to each of 4 prompts; ours does the same by `method: grpo_2024`, in addition to PPO. The sides
+alternate within one run, each round in fresh processes. A figure is the median over rounds of the
+median iteration; a ratio is the median of the ratios within rounds.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal, get_args
 
 BATCH, PROMPT, ANSWER = 8, 128, 64
 PROMPTS = 64
@@ -36,6 +36,7 @@ WARM_UP = 3
 ACTOR_LR, CRITIC_LR = 1e-6, 9e-6
 
 Times = dict[str, float]
+Precision = Literal["fp32", "bf16"]
 
 
 def build_assets(directory: Path) -> None:
@@ -92,10 +93,17 @@ def build_assets(directory: Path) -> None:
     (directory / "prompt_ids.json").write_text(json.dumps(ids))
 
 
-def run_ours(directory: Path, iterations: int) -> list[Times]:
+def run_ours(
+    directory: Path,
+    iterations: int,
+    precision: Precision,
+    method: str = "ppo",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Times]:
     """Step 3 as users run it; seconds per iteration are read from its metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
+    from step3_ppo.methods import METHODS
     from step3_ppo.train import train
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -116,12 +124,13 @@ def run_ours(directory: Path, iterations: int) -> list[Times]:
             eval_every=0,
             keep_best=False,
             actor=TrainedModelConfig(
-                path=str(directory / "actor"), precision="bf16", optim=OptimConfig(lr=ACTOR_LR)
+                path=str(directory / "actor"), precision=precision, optim=OptimConfig(lr=ACTOR_LR)
             ),
             critic=TrainedModelConfig(
-                path=str(directory / "reward"), precision="bf16", optim=OptimConfig(lr=CRITIC_LR)
+                path=str(directory / "reward"), precision=precision, optim=OptimConfig(lr=CRITIC_LR)
             ),
-            reward=FrozenModelConfig(path=str(directory / "reward"), precision="bf16"),
+            reward=FrozenModelConfig(path=str(directory / "reward"), precision=precision),
+            **{**METHODS[method], "method": method, **settings},
         )
         metrics = train(config) / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -135,7 +144,13 @@ def run_ours(directory: Path, iterations: int) -> list[Times]:
     ]
 
 
-def run_trl(directory: Path, iterations: int) -> list[Times]:
+def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
+    """Our GRPO in TRL's setup: 4 prompts, 2 responses each, same reward model, KL in the loss."""
+    settings = {"group_size": 2, "kl_coef": 0.05}
+    return run_ours(directory, iterations, precision, "grpo_2024", settings)
+
+
+def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """GRPOTrainer with a reference and a reward model: 4 prompts, 2 responses each."""
     import torch
     from datasets import Dataset
@@ -148,7 +163,7 @@ def run_trl(directory: Path, iterations: int) -> list[Times]:
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
     ids = json.loads((directory / "prompt_ids.json").read_text())
     reward: Any = AutoModelForSequenceClassification.from_pretrained(
-        directory / "reward", dtype=torch.bfloat16
+        directory / "reward", dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     )
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(
@@ -162,8 +177,8 @@ def run_trl(directory: Path, iterations: int) -> list[Times]:
                 max_steps=iterations,
                 learning_rate=ACTOR_LR,
                 beta=0.05,
-                bf16=True,
-                model_init_kwargs={"dtype": "bfloat16"},
+                bf16=precision == "bf16",
+                model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision]},
                 gradient_checkpointing=False,
                 report_to="none",
                 save_strategy="no",
@@ -179,7 +194,7 @@ def run_trl(directory: Path, iterations: int) -> list[Times]:
     return [{"iteration": after - before} for before, after in itertools.pairwise(steps.ends)]
 
 
-def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
+def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """Its own trainer and reward model, on engines at stage 0 with DeepSpeed's CPU Adam.
 
     Models are loaded by our code, because its loader needs names that `transformers` removed.
@@ -202,7 +217,7 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": precision == "bf16"},
         "steps_per_print": 10**9,
     }
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
@@ -235,7 +250,7 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
         print_answers_interval=1,
         align_overflow=False,
         local_rank=0,
-        dtype="bf16",
+        dtype=precision,
     )
     trainer: Any = DeepSpeedPPOTrainer(engines, args)
     ids = torch.tensor(json.loads((directory / "prompt_ids.json").read_text()))
@@ -260,8 +275,9 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
     return times
 
 
-SIDES: Mapping[str, Callable[[Path, int], list[Times]]] = {
+SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
     "ours": run_ours,
+    "ours, grpo": run_grpo,
     "trl": run_trl,
     "deepspeed-chat": run_deepspeed_chat,
 }
@@ -269,7 +285,7 @@ SIDES: Mapping[str, Callable[[Path, int], list[Times]]] = {
 
 def run_inside(args: argparse.Namespace) -> None:
     """Run one side and print its median iteration as one line of JSON."""
-    times = SIDES[args.side](args.directory, args.iterations)[WARM_UP:]
+    times = SIDES[args.side](args.directory, args.iterations, args.precision)[WARM_UP:]
     median = {name: statistics.median(row[name] for row in times) for name in times[0]}
     print(f"\n{json.dumps(median)}")
 
@@ -280,6 +296,7 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
     python = args.deepspeed_python if deepspeed else sys.executable
     command = [python, "-m", "benchmarks.ppo", "--side", side]
     command += ["--directory", str(directory), "--iterations", str(args.iterations)]
+    command += ["--precision", args.precision]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "DS_ACCELERATOR": "cpu"}
     if deepspeed:
         environment["PYTHONPATH"] = str(args.deepspeed_chat)
@@ -291,11 +308,14 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
     return json.loads(done.stdout.splitlines()[-1])
 
 
+OURS = ("ours", "ours, grpo")
+
+
 def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """A Markdown table: how many times more samples per second ours processes."""
+    """A Markdown table: how many times more samples per second ours processes, by method."""
     from benchmarks.kernels import show_ratios
 
-    head = ["", "iteration", *PHASES, "samples/s", "ours is"]
+    head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for side, rounds in figures.items():
         seconds = statistics.median(each["iteration"] for each in rounds)
@@ -307,7 +327,7 @@ def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         cells = [side, f"{seconds:.3f} s", *(phases or [""] * len(PHASES))]
         cells.append(f"{BATCH / seconds:.1f}")
         times = {name: [each["iteration"] for each in of] for name, of in figures.items()}
-        cells.append("" if side == "ours" else show_ratios(times[side], times["ours"]))
+        cells += ["" if side in OURS else show_ratios(times[side], times[ours]) for ours in OURS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -321,6 +341,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
     parser.add_argument("--deepspeed-python", help="a Python interpreter with deepspeed")
     parser.add_argument("--deepspeed-chat", type=Path, help="the directory that contains dschat")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -329,7 +350,7 @@ def main(argv: Sequence[str]) -> None:
     if args.side:
         run_inside(args)
         return
-    sides = ["ours", "trl"]
+    sides = [*OURS, "trl"]
     if args.deepspeed_python and args.deepspeed_chat:
         sides.append("deepspeed-chat")
     else:

@@ -12,8 +12,8 @@ OWN = (
 )
 USAGE = (
     "usage: python -m rlhf_pipeline MODULE [OPTION ...]\n\n"
-    "Runs a module of the package, such as inference.generate, pipeline.data.inspect or\n"
-    "pipeline.engine.checkpoint.\n"
+    "Runs a module of the package, such as inference.generate, step1_sft.evaluate,\n"
+    "pipeline.data.inspect or pipeline.engine.checkpoint.\n"
     "`rlhf` runs the three steps, `rlhf-chat` talks to a model, `rlhf-serve` serves models."
 )
 

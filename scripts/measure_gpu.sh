@@ -50,6 +50,7 @@ ppo 150 - alone -m benchmarks.ppo_gpu $tiny
 kernels 80 - alone -m benchmarks.kernels_gpu $tiny
 engine 80 - alone -m benchmarks.engine_gpu $tiny
 generation 80 - alone -m benchmarks.generation --opt $tiny
+grpo 90 - alone -m benchmarks.ppo_gpu --model qwen2.5-1.5b --method grpo_2024 --iterations 1 $tiny
 END
 }
 

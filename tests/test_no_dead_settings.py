@@ -24,7 +24,9 @@ CONFIG_MODULES = (
     "rewards.select",
     "step0_pretrain.config",
     "step1_sft.config",
+    "step1_sft.evaluate",
     "step2_reward.config",
+    "step2_reward.evaluate",
     "step3_ppo.config",
     "step3_preference.config",
 )

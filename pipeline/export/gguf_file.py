@@ -25,7 +25,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import end_ids
 from pipeline.demo.task import corpus
-from pipeline.export.gguf_vocabulary import (
+from pipeline.export.source import Source
+from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
+from pipeline.files.safetensors_header import stored_tensors
+from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
+from pipeline.models.hf.gguf_vocabulary import (
     BYTE,
     CONTROL,
     EXPRESSIONS,
@@ -36,12 +40,8 @@ from pipeline.export.gguf_vocabulary import (
     UNUSED,
     USER_DEFINED,
     Vocabulary,
-    read_file,
+    read_tokenizer,
 )
-from pipeline.export.source import Source
-from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
-from pipeline.files.safetensors_header import stored_tensors
-from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ConfigError, ModelError
 
@@ -378,13 +378,11 @@ class GgufExport:
     def _compare_tokenizer(self, directory: Path) -> str:
         from gguf import GGUFReader
 
-        read, *rest = read_file(GGUFReader(directory / self.file))
-        own = self.tokenizer
+        read, stops = read_tokenizer(GGUFReader(directory / self.file))
+        own, texts = self.tokenizer, make_texts(self.tokenizer)
         template = own.chat_template if isinstance(own.chat_template, str) else None
-        before = [own.bos_token_id] if read.add_bos_token else []
-        after = [own.eos_token_id] if read.add_eos_token else []
-        if rest != [template, self.stop_ids] or any(
-            [*before, *read.encode(text), *after] != own.encode(text) for text in make_texts(own)
+        if (read.chat_template, stops) != (template, self.stop_ids) or any(
+            read.encode(text) != own.encode(text) for text in texts
         ):
             raise UnverifiedError("not exported: the tokenizer differs when read back")
         return (

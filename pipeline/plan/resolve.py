@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
+from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, METHODS, Stage
@@ -148,7 +149,13 @@ class Resolver:
         # The settings determine the step's models, which determine some origins.
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
-        return self._with_rate(stage, config if origins == stage.models else build(origins))
+        config = self._with_rate(stage, config if origins == stage.models else build(origins))
+        models: dict[str, Any] = {
+            role: replace(model, path=as_directory(str(model.path)))
+            for role, model in config.used_models().items()
+            if str(model.path).endswith(".gguf")
+        }
+        return replace(config, **models) if models else config
 
     def _with_rate(self, stage: Stage, config: StepConfig) -> StepConfig:
         """The settings, with --lr also applied to adapters, whose default rate is a multiple."""

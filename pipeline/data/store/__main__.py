@@ -1,14 +1,24 @@
 """Token files: `python -m pipeline.data.store pack 'corpus/*.jsonl' --tokenizer DIR --out X`."""
 
 import argparse
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from pipeline.cli.options import run_main, say
-from pipeline.data.store.token_file import TokenFile, part_path, read_vocabulary, without_suffix
+from pipeline.data.store.token_file import (
+    CHUNK,
+    TokenFile,
+    TokenWriter,
+    part_path,
+    read_vocabulary,
+    without_suffix,
+)
 from pipeline.files.durable import check_output
-from pipeline.system.errors import ConfigError, DataError, require
+from pipeline.system.errors import EXIT_USER_ERROR, ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
 
@@ -34,13 +44,15 @@ def main(argv: Sequence[str]) -> None:
         return command
 
     packs = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
-    shows = add(show, "token files")
-    packs.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
-    )
+    shows, _ = add(show, "token files"), add(verify, "token files")
+    merges, shuffles = add(merge, "token files of one tokenizer"), add(shuffle, "one token file")
+    for command in (packs, merges, shuffles):
+        command.add_argument(
+            "--out",
+            type=Path,
+            required=True,
+            help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
+        )
     packs.add_argument("--tokenizer", required=True, help="model id or local directory")
     packs.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     packs.add_argument("--field", default="text", help="field of each row with its text")
@@ -55,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
     )
     shows.add_argument("--document", type=int, help="print this document, counted from 0")
     shows.add_argument("--tokenizer", help="decodes the document; default: the file's")
+    shuffles.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     options = parser.parse_args(list(argv))
     if "out" in options:
         options.out = without_suffix(options.out)
@@ -121,6 +134,60 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
     ids = file.tokens(number).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     say(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Check the indices of token files, and compare the files with their checksums."""
+    damaged = False
+    for name in options.files:
+        try:
+            file = TokenFile(name)
+            _check(file)
+            say(f"{file}; no errors found")
+        except DataError as error:
+            say(str(error))
+            damaged = True
+    if damaged:
+        raise SystemExit(EXIT_USER_ERROR)
+
+
+def _check(file: TokenFile) -> None:
+    checksums = part_path(file.path, "sha256")
+    for line in checksums.read_text().splitlines() if checksums.exists() else ():
+        digest, name = line.split(maxsplit=1)
+        with checksums.with_name(name).open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != digest:
+                raise DataError(f"{content.name} differs from its checksum; copy it again")
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Write the documents of several token files of one tokenizer as one file."""
+    files = [TokenFile(name) for name in options.files]
+    if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
+        raise DataError(f"{' '.join(options.files)} have different tokenizers; use one for all")
+    with TokenWriter(options.out, _widest_type(files)) as writer:
+        for file in files:
+            for ids, lengths in file.chunks():
+                writer.append(ids, lengths)
+        say(str(writer.finish(files[0].origin)))
+
+
+def shuffle(options: argparse.Namespace) -> None:
+    """Write the documents of a token file in random order."""
+    if len(options.files) > 1:
+        raise ConfigError(f"shuffle takes one file, got {len(options.files)}; merge them first")
+    file = TokenFile(options.files[0])
+    order = np.random.default_rng(options.seed).permutation(file.documents)
+    with TokenWriter(options.out, _widest_type([file])) as writer:
+        for first in range(0, file.documents, CHUNK):
+            documents = [file.tokens(int(number)) for number in order[first : first + CHUNK]]
+            writer.append(np.concatenate(documents), np.array([len(ids) for ids in documents]))
+            file.release()
+        say(str(writer.finish(file.origin)))
+
+
+def _widest_type(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":
+    return max((file.dtype for file in files), key=lambda dtype: dtype.itemsize)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class TokenWriter:
             raise DataError(f"{self.prefix} would have a document of more than 2^31 tokens")
         self._lengths.append(lengths.astype("<i4"))
 
-    def finish(self, origin: Origin) -> TokenFile:
+    def finish(self, origin: Origin | None) -> TokenFile:
         """Write the index, origin and checksums, rename all files, and open the result."""
         self._file.close()
         index = self._index()
@@ -233,8 +233,10 @@ class TokenWriter:
         lines = [f"{digest.hexdigest()}  {names[suffix]}\n" for suffix, digest in digests.items()]
         self._temporary("sha256").write_text("".join(lines))
         self._temporary("idx").write_bytes(index)
-        self._temporary("json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
-        suffixes = ("json", "bin", "sha256", "idx")  # the index last: it marks the file as complete
+        suffixes = ["bin", "sha256", "idx"]  # the index last: it marks the file as complete
+        if origin is not None:
+            self._temporary("json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
+            suffixes.insert(0, "json")
         for suffix in suffixes:
             sync(self._temporary(suffix))
         for suffix in suffixes:

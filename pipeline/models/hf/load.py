@@ -35,6 +35,7 @@ from pipeline.models.hf.directory import (
     require_language_model,
     untrusted_code,
 )
+from pipeline.models.hf.gguf import as_directory
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ModelError, UserError, is_out_of_memory
@@ -84,7 +85,7 @@ def model_path(config: FrozenModelConfig) -> str:
     """
     if config.path is None:
         raise ModelError("no model path was given; set it, or run the previous step with train.py")
-    return config.path
+    return as_directory(config.path)
 
 
 def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:

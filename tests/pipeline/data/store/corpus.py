@@ -23,12 +23,14 @@ def byte_vocabulary() -> Vocabulary:
     return Vocabulary("bytes", tokenizer.to_str(), ORIGIN.tokenizer_hash, EOS + 1, EOS)
 
 
-def write_tokens(path: Path, documents: list[list[int]]) -> TokenFile:
+def write_tokens(
+    path: Path, documents: list[list[int]], origin: Origin | None = ORIGIN
+) -> TokenFile:
     """Write a token file of these documents."""
     with TokenWriter(path, token_type(300)) as writer:
         for document in documents:
             writer.append(np.array(document), np.array([len(document)]))
-        return writer.finish(ORIGIN)
+        return writer.finish(origin)
 
 
 def write_rows(path: Path, texts: list[str]) -> None:

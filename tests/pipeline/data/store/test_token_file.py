@@ -1,7 +1,8 @@
-"""Megatron's files, and the commands that write and show them."""
+"""Megatron's files, and the commands that rewrite and verify them."""
 
-import hashlib
+import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,15 +62,40 @@ def test_megatrons_documents_of_several_sequences_are_joined(code: int, tmp_path
     assert file.origin is None
 
 
-def test_the_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+def test_verify_finds_every_changed_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_tokens(tmp_path / "c", DOCUMENTS)
+    main(["verify", f"{tmp_path}/c"])
+    assert "no errors found" in capsys.readouterr().out
 
-    lines = (tmp_path / "c.sha256").read_text().splitlines()
+    for name in ("c.idx", "c.bin"):
+        content = bytearray((tmp_path / name).read_bytes())
+        for position in range(len(content)):
+            content[position] ^= 4
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(SystemExit) as stopped:
+                main(["verify", f"{tmp_path}/c"])
+            assert stopped.value.code == 2
+            content[position] ^= 4
+        (tmp_path / name).write_bytes(content)
 
-    assert lines == [
-        f"{hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}  {name}"
-        for name in ("c.bin", "c.idx")
-    ]
+
+def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    documents = [[*draw.choices(range(EOS), k=draw.randrange(9)), EOS] for _ in range(300)]
+    write_tokens(tmp_path / "a", documents[:200])
+    write_tokens(tmp_path / "b", documents[200:])
+
+    main(["merge", f"{tmp_path}/a", f"{tmp_path}/b.bin", "--out", f"{tmp_path}/c"])
+    for seed in (1, 2):
+        main(["shuffle", f"{tmp_path}/c", "--seed", f"{seed}", "--out", f"{tmp_path}/{seed}"])
+
+    assert read(tmp_path / "c") == documents
+    one, two = read(tmp_path / "1"), read(tmp_path / "2")
+    assert sorted(one) == sorted(two) == sorted(documents)
+    assert one not in (two, documents)
+    assert TokenFile(tmp_path / "1").origin == ORIGIN
 
 
 def test_pack_and_show_use_the_tokenizer_of_a_directory(
@@ -97,7 +123,9 @@ def test_pack_and_show_use_the_tokenizer_of_a_directory(
         (["show", "c", "--document", "-1"], "--document must be 0 to 2, got -1"),
         (["show", "bare", "--document", "0"], "does not record its tokenizer"),
         (["show", "c", "--document", "2", "--tokenizer", "model"], "not packed with the tokenizer"),
-        (["pack", "a.txt", "--tokenizer", "model", "--out", "c.idx"], "c already exists"),
+        (["merge", "c", "other", "--out", "o"], "have different tokenizers"),
+        (["merge", "c", "c.bin", "--out", "c.idx"], "c already exists"),
+        (["shuffle", "c", "c", "--out", "o"], "shuffle takes one file, got 2"),
         (["pack", "a.txt", "--tokenizer", "model", "--out", "o", "--workers", "0"], "--workers"),
         (["pack", "a.txt", "--out", "o"], "--tokenizer; .* --help lists the options"),
         (["pack", "a.txt", "--tokenizer", "model", "--out", "o"], "neither a.txt .* row with text"),
@@ -115,7 +143,8 @@ def test_what_a_command_can_not_do_is_one_sentence(
     Path("model", "config.json").write_text('{"model_type": "llama"}')
     Path("a.txt").write_text(" \n")
     write_tokens(Path("c"), DOCUMENTS)
-    write_megatron(Path("bare"), [[each] for each in DOCUMENTS], 8)
+    write_tokens(Path("other"), DOCUMENTS, replace(ORIGIN, tokenizer_hash="0" * 64))
+    write_tokens(Path("bare"), DOCUMENTS, None)
     write_megatron(Path("empty"), [[[]]], 8)
     index = Path("c.idx").read_bytes()
     for name in ("version", "type"):

@@ -5,7 +5,19 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.system.errors import ModelError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -14,6 +26,9 @@ STOPS = ("eos", "eot", "eom")
 """Kinds of tokens at which llama.cpp ends a response."""
 
 ROPE_FACTORS = "rope_freqs.weight"
+
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Names of special tokens in keys of a file."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types, as numbered in the specification."""
@@ -93,24 +108,53 @@ class Vocabulary:
         pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
         return [(left, right) for left, right in pairs if left in numbers and right in numbers]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens at its ends."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
     def agrees(self, texts: Mapping[str, Sequence[int]]) -> bool:
         """Whether the tokenizer encodes each text to its given tokens."""
-        return all(self.encode(text) == ids for text, ids in texts.items())
+        encode = self.tokenizer.encode
+        return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
 
-def read_file(reader: "GGUFReader") -> tuple[Vocabulary, str | None, tuple[int, ...]]:
-    """The vocabulary of a GGUF file, its chat template, and the ids that end a response."""
+def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple[int, ...]]:
+    """The tokenizer of a GGUF file with its chat template, and the ids that end a response.
+
+    Raises:
+        ModelError: the file's kind of tokenizer or pre-tokenizer is not supported.
+    """
 
     def value(key: str) -> Any:  # noqa: ANN401  # any type
         field = reader.get_field(f"tokenizer.{key}")
         return None if field is None else field.contents()
 
-    given: dict[str, Any] = {each.name: value(f"ggml.{each.name}") for each in fields(Vocabulary)}
-    given |= {name: [] for name, each in given.items() if each is None}
-    vocabulary = Vocabulary(**given)
+    given = {each.name: value(f"ggml.{each.name}") for each in fields(Vocabulary)}
+    by_scores = given["model"] == "llama"
+    if not by_scores and (given["model"] != "gpt2" or given["pre"] not in EXPRESSIONS):
+        raise ModelError(
+            f"its tokenizer ({given['model']}, {given['pre']}) is not supported; supported: llama,"
+            f" and gpt2 with {', '.join(EXPRESSIONS)}; use the model's directory"
+        )
+    usual = {"pre": "default", "token_type": [NORMAL] * len(given["tokens"])}
+    usual |= {"scores": [], "merges": [], "add_eos_token": False}
+    usual |= {"add_bos_token": by_scores, "add_space_prefix": by_scores}
+    known: dict[str, Any] = {
+        name: usual.get(name) if each is None else each for name, each in given.items()
+    }
+    vocabulary = Vocabulary(**known)
+    ids = {kind: value(f"ggml.{key}_token_id") for kind, key in SPECIAL.items()}
+    tokens = {f"{k}_token": vocabulary.tokens[n] for k, n in ids.items() if n is not None}
+    tokenizer = vocabulary.tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    if by_scores:
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        strip = [decoders.Strip(" ", 1, 0)] if vocabulary.add_space_prefix else []
+        tokenizer.decoder = decoders.Sequence([*steps, *strip])
+    before = f"{tokens['bos_token']} " if vocabulary.add_bos_token else ""
+    after = f" {tokens['eos_token']}" if vocabulary.add_eos_token else ""
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{before}$A{after}",
+            special_tokens=[(token, ids[kind[:3]]) for kind, token in tokens.items()],
+        )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
+    made.chat_template = value("chat_template")
     stops = (value(f"ggml.{kind}_token_id") for kind in STOPS)
-    return vocabulary, value("chat_template"), tuple(each for each in stops if each is not None)
+    return made, tuple(number for number in stops if number is not None)

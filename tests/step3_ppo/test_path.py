@@ -1,0 +1,58 @@
+"""A reader can follow an iteration: few files run in it, and few are loaded for it."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from step3_ppo.train import iterate, train
+from tests.sources import PACKAGES, ROOT
+from tests.step3_ppo.toy import FEW, toy_config
+
+
+def in_packages(files: Iterable[str]) -> set[str]:
+    """Those of the project's packages, relative to the repository."""
+    paths = [Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}/")]
+    return {str(path) for path in paths if path.parts[0] in PACKAGES}
+
+
+@pytest.mark.jobs
+def test_the_second_iteration_runs_at_most_60_files(toy: Path, tmp_path: Path) -> None:
+    length = {"max_steps": 2, "epochs": 2.0, "max_prompt_length": 48}
+    config = toy_config(toy, output_dir=tmp_path, data=replace(FEW, max_eval_rows=2), **length)
+    run, running = set[str](), False
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal running
+        if frame.f_code is iterate.__code__ and event in ("call", "return"):
+            running = event == "call" and frame.f_locals["step"] == 2
+        if running:
+            run.add(frame.f_code.co_filename)
+
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        train(config)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    files = in_packages(run)
+    assert {"step3_ppo/update.py", "inference/engine/slots.py"} < files
+    assert len(files) <= 60, "\n".join(sorted(files))
+
+
+@pytest.mark.jobs
+def test_the_step_loads_at_most_220_files() -> None:
+    program = "import sys, step3_ppo.train; print(*sys.modules.values(), sep='\\n')"
+    command = [sys.executable, "-c", program]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    lines = loaded.splitlines()
+    files = in_packages(line.rpartition(" from '")[2].removesuffix("'>") for line in lines)
+    assert 100 < len(files) <= 220
