@@ -47,7 +47,7 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     assert set(options(first, second)) <= set(own)
     assert {"kl_coef", "ema_decay", "rewards"} <= set(options(first, second))
     assert options(second, third)[:3] == ["output_dir", "seed", "max_steps"]
-    roles = ("actor", "critic", "reference", "reward", "base")
+    roles = ("actor", "critic", "reference", "teacher", "reward", "base")
     assert options(third, len(lines)) == [
         f"{each}.SETTING" for each in ("gold", "data", "parallel", *roles)
     ]
