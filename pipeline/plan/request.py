@@ -310,6 +310,11 @@ def check_sections_run(
             )
     names = ("reward_function", "reward", "environment", "teacher")
     rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
+    request = command_line.request
+    require(
+        request.teacher is None or "distill" in (request.method or ("distill",)),
+        "--teacher is for the method distill: add it to --method, or omit --teacher",
+    )
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(
         takes_rewards or not rewards,
