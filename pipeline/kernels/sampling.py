@@ -175,8 +175,9 @@ def launch(
     draw: Draw,
     *,
     gpu: Gpu,
+    out: tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None = None,
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """`reference_sample` on a GPU, for logits that `cuda_refusal` accepts.
+    """`reference_sample` on a GPU, for logits that `cuda_refusal` accepts, into `out` if given.
 
     The host doesn't read keys or positions, so a CUDA graph of the call may be replayed with
     others. The uniform numbers are bitwise the reference's. Scores are fp32, their distances to the
@@ -184,8 +185,10 @@ def launch(
     if the uniform number is that close to a boundary between two tokens.
     """
     batch, num_words = logits.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    tokens, logprobs = out or (
+        torch.empty(batch, dtype=dtype, device=logits.device)
+        for dtype in (torch.int64, torch.float32)
+    )
     params = Params(
         logits=logits.data_ptr(),
         keys=keys.data_ptr(),
@@ -229,7 +232,13 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
         Draw(seed=1, temperature=0.0),
         Draw(seed=1, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01),
     ):
-        tokens, logprobs = launch(logits.to(gpu.device), remote[0], remote[1], draw, gpu=gpu)
+        out = (
+            torch.full_like(remote[0], -1),
+            torch.full(remote[0].shape, torch.nan, device=gpu.device),
+        )
+        tokens, logprobs = launch(
+            logits.to(gpu.device), remote[0], remote[1], draw, gpu=gpu, out=out
+        )
         expected = reference_sample(logits, numbers[0], numbers[1], draw)
         near = torch.allclose(logprobs.cpu(), expected[1], rtol=0, atol=LOGPROB_ERROR)
         if not near or not torch.equal(tokens.cpu(), expected[0]):
