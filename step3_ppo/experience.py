@@ -6,7 +6,6 @@ episode of several turns, response tokens are only the actor's; observations are
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,6 +79,9 @@ class Experience:
 
     score: Float[Tensor, " B"] | None
     """The reward model's raw score of the whole sequence; None without a reward model."""
+
+    shares_prompts: bool = False
+    """Whether responses to one prompt share one copy of it in the models' passes."""
 
     forward: Forward | None = None
     """The pass through which the first update may backpropagate, once."""
@@ -167,7 +169,7 @@ class Rollout:
             return None if values is None else tokens_of(values[index])
 
         return Minibatch(
-            tokens=collate(sequences).to(local_device()),
+            tokens=collate(sequences, share_prompts=experience.shares_prompts).to(local_device()),
             mask=mask,
             old_logprobs=tokens_of(experience.logprobs[index]),
             ref_logprobs=of_tokens(experience.ref_logprobs),
@@ -203,8 +205,11 @@ def score_responses(
     """
     device = local_device()
     sequences = list(map(whole_sequence, prompts, responses))
-    parts = [part or [0] for part in own_micro_batches(config, [len(row) for row in sequences])]
-    batches = [collate([sequences[row] for row in rows]).to(device) for rows in parts]
+    shared = config.group_size > 1 and models.shares_prompts
+    parts = [part or [0] for part in own_micro_batches(config, sequences, shared=shared)]
+    batches = [
+        collate([sequences[row] for row in rows], share_prompts=shared).to(device) for rows in parts
+    ]
     # Frozen models run first, before autograd graphs occupy memory.
     found: dict[str, list[Tensor]] = {}
     if models.reference is not None:
@@ -221,25 +226,35 @@ def score_responses(
     else:
         with _without_graphs(models):
             found |= _of_trained(models, batches, config)
-    outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
-    for name, each in found.items():
-        for rows, output in zip(parts, each, strict=True):
-            lengths = [len(responses[row].ids) for row in rows]
-            for row, piece in zip(rows, output.split(lengths), strict=True):
-                outputs[name][row] = piece
+    lengths = [len(response.ids) for response in responses]
+    outputs = {name: _padded(each, parts, lengths) for name, each in found.items()}
     sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
     return Experience(
         sequences=sequences,
         stopped=torch.tensor([response.stopped for response in responses], device=device),
         mask=mask,
         sampled_logprobs=sampled,
-        logprobs=pad(outputs["logprobs"])[0],
-        ref_logprobs=pad(outputs["ref_logprobs"])[0] if "ref_logprobs" in outputs else None,
-        entropy=pad(outputs["entropy"])[0],
-        values=pad(outputs["values"])[0] if "values" in outputs else None,
+        logprobs=outputs["logprobs"],
+        ref_logprobs=outputs.get("ref_logprobs"),
+        entropy=outputs["entropy"],
+        values=outputs.get("values"),
         score=score,
+        shares_prompts=shared,
         forward=kept,
     )
+
+
+def _padded(
+    outputs: Sequence[Float[Tensor, " _K"]],
+    parts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+) -> Float[Tensor, "B T"]:
+    """A model's outputs for the responses' tokens in each micro-batch, padded in order of rows."""
+    pieces = [torch.empty(0)] * len(lengths)
+    for rows, output in zip(parts, outputs, strict=True):
+        for row, piece in zip(rows, output.split([lengths[row] for row in rows]), strict=True):
+            pieces[row] = piece
+    return pad(pieces)[0]
 
 
 def _of_trained(

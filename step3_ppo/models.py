@@ -19,12 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from evaluation.held_out import Prompt
 from inference.engine.requests import Response
 from pipeline.config import FrozenModelConfig, Kernels, ParallelConfig, TrainedModelConfig
-from pipeline.data.batches import TokenBatch, local_micro_batches
+from pipeline.data.batches import TokenBatch, local_micro_batches, prompt_units
 from pipeline.data.chat.chat_format import ChatFormat, Messages
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
 from pipeline.engine.engine import Engine, FrozenEngine
-from pipeline.models.forward.forward import Policy, Scorer, base_model, context_length, reads_whole
+from pipeline.models.forward.forward import (
+    Policy,
+    Scorer,
+    base_model,
+    context_length,
+    is_ragged,
+    reads_whole,
+)
 from pipeline.models.forward.scores import require_score, response_scores
 from pipeline.models.hf.chat import decode_response, require_same_chat, speaks_alike
 from pipeline.models.hf.export import set_stop_tokens
@@ -192,7 +199,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, " K"]:
         """Values, read at the token before each target."""
-        return (self.scorer(batch)[batch.targets - 1] - self.mean) / self.std
+        return (self.scorer(batch)[batch.before_targets] - self.mean) / self.std
 
 
 class CriticStage(nn.Module):
@@ -228,6 +235,16 @@ class Models:
     """The actor's passes over micro-batches."""
     value_passes: Passes | None
     """The critic's passes over micro-batches; None without a critic."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether responses to one prompt can share one copy of it in policy and critic."""
+        models = [self.policy]
+        if self.reference is not None:
+            models.append(cast("Policy", self.reference.engine.model).model)
+        if self.critic is not None:
+            models.append(self.value_model)
+        return current_mesh().stages.size == 1 and all(map(is_ragged, models))
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -463,15 +480,23 @@ def load_reference(
     return Reference(engine, passes)
 
 
-def own_micro_batches(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
+def own_micro_batches(
+    config: PPOConfig, rows: Sequence[Encoded], *, shared: bool = False
+) -> list[list[int]]:
     """The rows of this process's micro-batches, the same number on all processes; some are empty.
 
     Args:
         config: settings of the step.
-        lengths: number of tokens in each row.
+        rows: the rows of this process.
+        shared: whether adjacent rows with the same prompt share one copy of it.
     """
-    return local_micro_batches(
-        lengths,
-        max_tokens=config.micro_batch_size * config.max_length,
+    max_tokens = config.micro_batch_size * config.max_length
+    units = [[row] for row in range(len(rows))]
+    if shared:
+        units = prompt_units(rows, max_tokens=max_tokens)
+    parts = local_micro_batches(
+        [sum(len(rows[row]) for row in unit) for unit in units],
+        max_tokens=max_tokens,
         at_least=config.least_micro_batches,
     )
+    return [[row for unit in part for row in units[unit]] for part in parts]

@@ -39,7 +39,7 @@ def raw_scores(
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     scores = torch.zeros(len(rows), device=local_device())
-    parts = own_micro_batches(config, [len(row) for row in rows])
+    parts = own_micro_batches(config, rows)
     batches = [
         collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
         for part in parts

@@ -359,10 +359,11 @@ def _learn_values(
 
 def _cut_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[Minibatch]:
     """The micro-batches of a minibatch's rows."""
-    lengths = [len(rollout.experience.sequences[row]) for row in rows]
+    experience = rollout.experience
+    sequences = [experience.sequences[row] for row in rows]
     return [
         rollout.minibatch([rows[index] for index in part])
-        for part in own_micro_batches(config, lengths)
+        for part in own_micro_batches(config, sequences, shared=experience.shares_prompts)
     ]
 
 

@@ -7,6 +7,8 @@ can only come from lengths. Dimension names: N tokens of all sequences, B sequen
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from jaxtyping import Bool, Int
@@ -28,7 +30,11 @@ class TokenBatch:
 
     targets: Int[Tensor, " K"]
     """Indices into `input_ids` of the tokens in the loss, in ascending order. The first token of a
-    sequence can't be predicted and is never among them."""
+    sequence can't be predicted and is never among them, unless the sequence continues another."""
+
+    continues: tuple[int | None, ...] = ()
+    """For each sequence the earlier one that it continues, such as a prompt that several responses
+    share: its tokens attend to both. Empty if none continues another."""
 
     @property
     def tokens(self) -> "TokenBatch":
@@ -46,22 +52,105 @@ class TokenBatch:
         return len(self.input_ids)
 
     @property
+    def longest(self) -> int:
+        """Length of the longest sequence, with the one that it continues."""
+        return max(map(sum, zip(self.lengths, self.num_before, strict=True)))
+
+    @property
+    def num_before(self) -> tuple[int, ...]:
+        """Number of tokens in the sequence that each one continues."""
+        continues = self.continues or (None,) * len(self.lengths)
+        return tuple(0 if index is None else self.lengths[index] for index in continues)
+
+    @cached_property
+    def before_targets(self) -> Int[Tensor, " K"]:
+        """Index of the token before each target."""
+        before = torch.arange(-1, self.num_tokens - 1)
+        ends = torch.tensor(self.lengths).cumsum(0)
+        for index, continued in enumerate(self.continues):
+            if continued is not None:
+                before[ends[index - 1]] = ends[continued] - 1
+        return (
+            send(before, self.targets.device)[self.targets] if self.continues else self.targets - 1
+        )
+
+    @property
     def last_tokens(self) -> Int[Tensor, " B"]:
         """Index of the last token of each sequence."""
         return send(torch.tensor(self.lengths).cumsum(0), self.input_ids.device) - 1
 
     def to(self, device: torch.device) -> "TokenBatch":
         """The same batch on `device`."""
-        return TokenBatch(send(self.input_ids, device), self.lengths, send(self.targets, device))
+        input_ids, targets = send(self.input_ids, device), send(self.targets, device)
+        return TokenBatch(input_ids, self.lengths, targets, self.continues)
 
 
-def collate(rows: Sequence[Encoded]) -> TokenBatch:
-    """Concatenate `rows`."""
+def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBatch:
+    """Concatenate `rows`.
+
+    With `share_prompts`, adjacent rows with the same prompt continue one copy of it. The targets
+    are in the same order.
+    """
+    if share_prompts:
+        return _collate_shared(rows)
     input_ids = torch.tensor([token for row in rows for token in row.input_ids])
     trained = torch.tensor(
         [flag and position > 0 for row in rows for position, flag in enumerate(row.trained)]
     )
     return TokenBatch(input_ids, tuple(len(row) for row in rows), trained.nonzero().squeeze(-1))
+
+
+def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]:
+    """Adjacent rows with the same prompt, as many as have `max_tokens` tokens without sharing it.
+
+    The limit is that of rows with separate prompts, so that logits and activations of responses
+    need no more memory than theirs.
+    """
+    units: list[list[int]] = []
+    for run in _same_prompt(rows):
+        tokens = max_tokens
+        for row in run:
+            tokens += len(rows[row])
+            if tokens > max_tokens:
+                units.append([])
+                tokens = len(rows[row])
+            units[-1].append(row)
+    return units
+
+
+def _same_prompt(rows: Sequence[Encoded]) -> list[list[int]]:
+    """Runs of adjacent rows whose tokens before the first trained one are the same."""
+    prompts = [tuple(row.input_ids[: _prompt_length(row)]) for row in rows]
+    return [list(run) for _, run in groupby(range(len(rows)), key=prompts.__getitem__)]
+
+
+def _collate_shared(rows: Sequence[Encoded]) -> TokenBatch:
+    pieces: list[Encoded] = []
+    continues: list[int | None] = []
+    for run in _same_prompt(rows):
+        length = _prompt_length(rows[run[0]])
+        if len(run) == 1 or not length:
+            pieces += [rows[row] for row in run]
+            continues += [None] * len(run)
+            continue
+        continues += [None, *[len(pieces)] * len(run)]
+        pieces.append(rows[run[0]].head(length))
+        pieces += [rows[row].tail(len(rows[row]) - length) for row in run]
+    trained = [
+        flag and (position > 0 or before is not None)
+        for piece, before in zip(pieces, continues, strict=True)
+        for position, flag in enumerate(piece.trained)
+    ]
+    return TokenBatch(
+        torch.tensor([token for piece in pieces for token in piece.input_ids]),
+        tuple(map(len, pieces)),
+        torch.tensor(trained).nonzero().squeeze(-1),
+        tuple(continues),
+    )
+
+
+def _prompt_length(row: Encoded) -> int:
+    return row.trained.index(True) if row.num_targets else 0
 
 
 def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:

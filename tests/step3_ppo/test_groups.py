@@ -58,6 +58,13 @@ def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
     score = compute_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=0.0)
 
+    whole = sum(map(len, experience.sequences))
+    shared = rollout.minibatch(range(8)).tokens
+    assert shared.num_tokens == whole - 3 * len(PROMPTS[0]) - 3 * len(PROMPTS[1])
+    apart = replace(experience, shares_prompts=False)
+    logprobs = models.actor(replace(rollout, experience=apart).minibatch(range(8)).tokens).logprobs
+    torch.testing.assert_close(experience.logprobs[experience.mask], logprobs, rtol=0, atol=1e-5)
+
     assert len({tuple(response.ids) for response in responses[:4]}) > 1
     of_response = rollout.advantages[:, 0].view(2, 4)  # each token's is that of the response
     torch.testing.assert_close(of_response.sum(dim=1), torch.zeros(2), rtol=0, atol=1e-5)

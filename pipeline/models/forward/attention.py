@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,18 @@ def varlen_runs(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) ->
     return _varlen_works(query.device, query.dtype, size, query.shape[1] // key.shape[1])
 
 
+class Keys(NamedTuple):
+    """The keys that sequences attend to, where they are not the sequences' own."""
+
+    index: Int[Tensor, " M"]
+    """The tokens of all keys, one sequence's after the other."""
+
+    bounds: Int[Tensor, " B+1"]
+    """int32 offsets of the sequences' keys, and the end of the last one."""
+
+    longest: int
+
+
 def varlen_attention(
     query: Float[Tensor, "1 H N D"],
     key: Float[Tensor, "1 G N D"],
@@ -61,10 +73,11 @@ def varlen_attention(
     *,
     bounds: Tensor,
     longest: int,
+    keys: Keys | None = None,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Float[Tensor, "1 N H D"]:
-    """Causal attention of each sequence to itself.
+    """Causal attention of each sequence to itself, or to `keys`, which end with its own.
 
     Args:
         query: query heads of the packed sequences.
@@ -72,10 +85,14 @@ def varlen_attention(
         value: value heads, shared in the same way.
         bounds: int32 offsets of the sequences, and the end of the last one.
         longest: length of the longest sequence.
+        keys: the keys that the sequences attend to.
         scaling: factor of the scores; by default head size ** -0.5.
         sliding_window: number of tokens each token attends to, including itself; None has no limit.
     """
     query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    if keys is not None:
+        key, value = key[keys.index], value[keys.index]
+    key_bounds, longest_keys = (bounds, longest) if keys is None else keys[1:]
     more: dict[str, Any] = {}
     if "num_splits" in VARLEN_OPTIONS:
         more["num_splits"] = 1  # bitwise independent of the rest of the batch
@@ -85,7 +102,7 @@ def varlen_attention(
         shared_by = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
     attended: Any = varlen_attn(
-        *(query, key, value, bounds, bounds, longest, longest),
+        *(query, key, value, bounds, key_bounds, longest, longest_keys),
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **more,
@@ -237,15 +254,32 @@ class Padded:
 
 
 class Ragged:
-    """Order of sequences in one row."""
+    """Order of sequences in one row.
+
+    Args:
+        lengths: number of tokens of each sequence.
+        device: device of the tokens.
+        kernels: whether to use `varlen_attn`.
+        continues: the earlier sequence that each one continues, as in `TokenBatch`.
+    """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, *, kernels: Kernels = "auto"
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        kernels: Kernels = "auto",
+        continues: Sequence[int | None] = (),
     ) -> None:
         self.kernels: Kernels = kernels
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        self.positions = send(positions, device)
         self.lengths = tuple(lengths)
+        self.continues = tuple(continues) or (None,) * len(self.lengths)
+        before = [0 if index is None else lengths[index] for index in self.continues]
+        self.key_lengths = tuple(map(sum, zip(lengths, before, strict=True)))
+        positions = [
+            torch.arange(first, last) for first, last in zip(before, self.key_lengths, strict=True)
+        ]
+        self.positions = send(torch.cat(positions), device)
         self.device = device
 
     def attend(
@@ -258,7 +292,7 @@ class Ragged:
         sliding_window: int | None,
         dropout: float = 0.0,
     ) -> Float[Tensor, "1 N H E"]:
-        """Causal attention of each sequence to itself.
+        """Causal attention of each sequence to itself and the one that it continues.
 
         On a GPU in 16 bits one call has all sequences. Otherwise each has its own call: padding
         them to a common length takes longer than the attention itself.
@@ -268,6 +302,7 @@ class Ragged:
                 varlen_attention,
                 bounds=self._bounds,
                 longest=max(self.lengths),
+                keys=self._keys,
                 scaling=scaling,
                 sliding_window=sliding_window,
             )
@@ -275,9 +310,30 @@ class Ragged:
         attend = partial(
             attend_causally, scaling=scaling, sliding_window=sliding_window, dropout=dropout
         )
-        rows = (each.split(self.lengths, dim=2) for each in (query, key, value))
-        outputs = [in_order(attend, *sequence) for sequence in zip(*rows, strict=True)]
+        queries, keys, values = (each.split(self.lengths, dim=2) for each in (query, key, value))
+        outputs = [
+            in_order(attend, queries[index], self._read(keys, index), self._read(values, index))
+            for index in range(len(self.lengths))
+        ]
         return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def _read(self, heads: Sequence[Tensor], index: int) -> Float[Tensor, "1 G M D"]:
+        """The keys or values that a sequence attends to."""
+        before = self.continues[index]
+        return heads[index] if before is None else torch.cat([heads[before], heads[index]], dim=2)
+
+    @cached_property
+    def _keys(self) -> "Keys | None":
+        """The keys that each sequence attends to; None if those are its own."""
+        if self.key_lengths == self.lengths:
+            return None
+        own = torch.arange(sum(self.lengths)).split(self.lengths)
+        read = [
+            each if before is None else torch.cat([own[before], each])
+            for each, before in zip(own, self.continues, strict=True)
+        ]
+        bounds = send(compute_bounds(self.key_lengths), self.device)
+        return Keys(send(torch.cat(read), self.device), bounds, max(self.key_lengths))
 
     @cached_property
     def _bounds(self) -> Tensor:

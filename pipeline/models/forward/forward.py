@@ -150,16 +150,14 @@ class Policy(nn.Module):
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
         """Input of the output layer for each target."""
         backbone = cast("Backbone", base_model(self.model).base_model)
-        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
-        before = batch.targets - 1
+        ragged, before = ragged_layout(batch, self.kernels), batch.before_targets
         if is_ragged(self.model):
             return backbone(**ragged_inputs(batch, ragged))[0][0][before]
         return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
 
     def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
         """The model's logits for each target: the output at the preceding token."""
-        before = batch.targets - 1
-        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        ragged, before = ragged_layout(batch, self.kernels), batch.before_targets
         if is_ragged(self.model):
             inputs = ragged_inputs(batch, ragged)
             return self.model(**inputs, logits_to_keep=before).logits[0]
@@ -224,7 +222,7 @@ class Scorer(nn.Module):
 
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
         backbone = cast("Backbone", classifier.base_model)
-        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        ragged = ragged_layout(batch, self.kernels)
         if reads_whole(classifier):
             return run_padded(batch, ragged, lambda inputs: whole_logits(classifier, inputs))
         if is_ragged(classifier):
@@ -322,7 +320,7 @@ def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
     Raises:
         DataError: a sequence is too long.
     """
-    longest, limit = max(batch.lengths), context_length(model)
+    longest, limit = batch.longest, context_length(model)
     if longest > limit:
         raise DataError(
             f"a sequence has {longest} tokens, but the model's context is {limit}; lower"
@@ -340,6 +338,12 @@ def score_head(classifier: PreTrainedModel) -> nn.Linear:
 def is_ragged(model: nn.Module) -> bool:
     """Whether the model was loaded with attention for packed sequences."""
     return base_model(model).config._attn_implementation == RAGGED  # noqa: SLF001
+
+
+def ragged_layout(batch: TokenBatch, kernels: Kernels) -> Ragged:
+    """Order of the batch's tokens."""
+    device = batch.input_ids.device
+    return Ragged(batch.lengths, device, kernels=kernels, continues=batch.continues)
 
 
 def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:

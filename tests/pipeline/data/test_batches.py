@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from pipeline.data.batches import RowStream, collate, micro_batches
+from pipeline.data.batches import RowStream, collate, micro_batches, prompt_units
 from pipeline.data.examples import Encoded
 
 
@@ -19,6 +19,32 @@ def test_sequences_lie_end_to_end_and_the_first_token_is_never_a_target() -> Non
     assert batch.targets.tolist() == [2, 5]
     assert batch.last_tokens.tolist() == [2, 3, 5]
     assert (batch.num_tokens, batch.num_targets) == (6, 2)
+
+
+def test_rows_with_the_same_prompt_continue_one_copy_of_it() -> None:
+    one, other = ([3, 4], [False, False]), ([3, 5], [False, False])
+    rows = [
+        Encoded(prompt + ids, untrained + trained)
+        for (prompt, untrained), ids, trained in (
+            (one, [6, 7, 8], [True, False, True]),
+            (one, [9], [True]),
+            (other, [6], [True]),
+            (one, [6], [True]),
+            (([], []), [7, 7], [True, True]),
+            (([], []), [7, 8], [True, True]),
+        )
+    ]
+
+    batch = collate(rows, share_prompts=True)
+
+    assert batch.input_ids.tolist() == [3, 4, 6, 7, 8, 9, 3, 5, 6, 3, 4, 6, 7, 7, 7, 8]
+    assert batch.lengths == (2, 3, 1, 3, 3, 2, 2)
+    assert batch.continues == (None, 0, 0, None, None, None, None)
+    assert batch.targets.tolist() == [2, 4, 5, 8, 11, 13, 15]
+    assert batch.before_targets.tolist() == [1, 3, 1, 7, 10, 12, 14]
+    assert batch.longest == 5
+    assert prompt_units(rows, max_tokens=8) == [[0, 1], [2], [3], [4, 5]]
+    assert prompt_units(rows, max_tokens=7) == [[0], [1], [2], [3], [4, 5]]
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (4, 4), (3, 7), (1, 2)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config import FrozenModelConfig
-from pipeline.data.batches import collate
+from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import Policy, Scorer, is_ragged
 from pipeline.models.hf.load import load_causal_lm, load_classifier
@@ -55,6 +55,31 @@ def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
     torch.testing.assert_close(logprobs, torch.tensor(alone), **TOLERANCE)
     packed = {*RAGGED_FAMILIES, *(["gptj"] if TRANSFORMERS >= (5, 24) else [])}
     assert is_ragged(model) == (family in packed)
+
+
+@pytest.mark.parametrize("family", RAGGED_FAMILIES)
+def test_responses_to_one_copy_of_a_prompt_have_the_results_of_whole_rows(
+    family: str, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm(family), tmp_path)
+    prompt, other, *responses = random_rows((9, 4, 3, 1, 8, 2))
+    rows = [
+        Encoded(before.input_ids + row.input_ids, [False] * len(before) + [True] * len(row))
+        for before, row in zip([prompt, prompt, prompt, other], responses, strict=True)
+    ]
+
+    def learn(batch: TokenBatch) -> list[torch.Tensor]:
+        model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+        found = Policy(model.requires_grad_())(batch, entropy=True)
+        assert found.entropy is not None
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+        return [found.logprobs, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    apart, shared = learn(collate(rows)), learn(collate(rows, share_prompts=True))
+
+    assert len(shared) > 1
+    for got, expected in zip(shared, apart, strict=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
