@@ -62,7 +62,7 @@ def _reward(directory: Path, size: int) -> Any:
         pytest.param(
             train_preference, _preference("kto"), "learn", 2, id="kto", marks=pytest.mark.grid
         ),
-        pytest.param(train_ppo, _ppo("ppo"), "update_policy", 4, id="ppo"),
+        pytest.param(train_ppo, _ppo("ppo"), "update_policy", 4, id="ppo", marks=pytest.mark.grid),
         pytest.param(
             train_ppo, _ppo("gspo"), "update_policy", 2, id="gspo", marks=pytest.mark.grid
         ),

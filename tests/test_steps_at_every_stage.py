@@ -118,9 +118,8 @@ LORA = LoraConfig(rank=2)
 @pytest.mark.parametrize(
     ("step", "lora", "ways"),
     [
-        # Whole at stage 0 and in every piece at stage 3 of each step; the grid has all stages.
+        # Whole at stage 0 and in every piece at stage 3; the grid has all steps and stages.
         pytest.param("sft", LORA, 2, id="sft-LoRA"),
-        pytest.param("ppo", None, 2, id="ppo-all weights"),
         *(
             pytest.param(step, lora, len(WAYS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
             for step in STEPS

@@ -1,21 +1,20 @@
 """`python -m rewards`, as a user runs it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from pipeline.system.errors import ConfigError
 from rewards.config import read_spec
+from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rewards", *words]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+def run(directory: Path, *words: str) -> CompletedProcess[str]:
+    return run_command("-m", "rewards", *words, cwd=directory)
 
 
 @pytest.fixture

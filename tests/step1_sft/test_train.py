@@ -122,7 +122,7 @@ def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: P
         output_dir=tmp_path / "out",
         model=TrainedModelConfig(path=str(tmp_path / "base"), optim=OptimConfig(lr=0.01)),
         data=DataConfig(max_length=64, max_eval_rows=16),
-        max_steps=60,
+        max_steps=40,
         batch_size=64,
         micro_batch_size=64,
     )

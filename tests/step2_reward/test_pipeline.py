@@ -83,7 +83,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 OPT_350M = {"family": "opt", "word_embed_proj_dim": 16, "do_layer_norm_before": False}
 TIERS: dict[str, Any] = {
     "pairs": (),
-    "thresholds, bf16": pytest.mark.jobs,
     "classes, adapters": pytest.mark.jobs,
 }
 """Default cases; the others run in the grid tier."""

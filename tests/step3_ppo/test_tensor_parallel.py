@@ -79,11 +79,8 @@ def logged(out: Path) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(n, marks=() if n == "generating together" else pytest.mark.grid) for n in CASES],
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 128} if "bits" in case else {}
     save_models(tmp_path, **wide)

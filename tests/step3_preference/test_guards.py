@@ -70,7 +70,7 @@ def _train(config: PreferenceConfig) -> None:
     train(config)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_a_run_goes_back_with_half_the_rate_and_ends_as_it_began(
     processes: int, toy: Path, tmp_path: Path
 ) -> None:

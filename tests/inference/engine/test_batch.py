@@ -84,7 +84,14 @@ def come_one_by_one(batch: OpenBatch, requests: Sequence[Request], seed: int) ->
     return [tickets[place] for place in range(len(requests))]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon", "bloom"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral",
+        "bloom",
+        *(pytest.param(n, marks=pytest.mark.grid) for n in ("llama", "gpt2", "falcon")),
+    ],
+)
 def test_requests_of_every_kind_of_model_may_come_while_others_run(
     family: str, tmp_path: Path
 ) -> None:

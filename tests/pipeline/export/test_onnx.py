@@ -36,7 +36,7 @@ def run(session: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     return [torch.from_numpy(each) for each in session.run(None, inputs)]
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPE
 FEW = [
     (name, cases.SPECIALISATIONS[place])
     for name, cases in CASES.items()
-    for place in {0, len(cases.SPECIALISATIONS) - 1}
+    for place in ({0} if name == "sampling" else {0, len(cases.SPECIALISATIONS) - 1})
 ]
 """The first and the last of each operator."""
 

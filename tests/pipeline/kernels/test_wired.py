@@ -16,9 +16,7 @@ PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("family", "temperature"), [("llama", 0.0), ("llama", 1.0), ("mistral", 0.0)]
-)
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("mistral", 0.0)])
 def test_answers_are_the_same_by_the_kernels(
     family: str,
     temperature: float,

@@ -1,9 +1,6 @@
 """The Hub is contacted only where it responds; local files need no network."""
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +8,7 @@ import pytest
 
 from pipeline.system.errors import ModelError
 from pipeline.system.hub import PROXIES, require_reachable, why_unreachable
-
-ROOT = Path(__file__).parents[3]
+from tests.commands import run_command
 
 
 @pytest.fixture
@@ -56,14 +52,7 @@ def test_unknown_names_are_refused_at_once_without_a_network(
     listening.close()
     argv = (*option, "--output-dir", tmp_path / "out")
 
-    ended = subprocess.run(
-        [sys.executable, "train.py", *map(str, argv)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_command("train.py", *map(str, argv))
 
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [f"error: {error}"]

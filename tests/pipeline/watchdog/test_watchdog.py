@@ -127,7 +127,7 @@ def test_collectives_in_another_order_end_the_job() -> None:
     ("case", "code", "message"),
     [
         ("killed", 128 + signal.SIGKILL, "rank 0 stopped because rank 1 was lost"),
-        ("wrong settings", 2, "error: there is no such file\n"),
+        pytest.param("wrong settings", 2, "error: there is no such file\n", marks=pytest.mark.grid),
     ],
 )
 def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_failed(

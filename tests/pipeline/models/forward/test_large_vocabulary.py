@@ -83,8 +83,7 @@ def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "uniform"), [("fp32", False), ("bf16", True)])
 def test_every_stage_ends_in_the_same_bits(dtype: str, uniform: bool) -> None:
     ended = [run_ranks(trained, stage, dtype, uniform) for stage in (0, 2, 3)]
 
