@@ -21,9 +21,7 @@ def conversation(converse: Callable[..., Conversation]) -> Conversation:
 
 @pytest.fixture
 def enter(
-    conversation: Conversation,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Type:
     """Enters lines through a pipe; returns the lines that were printed."""
 

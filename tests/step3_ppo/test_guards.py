@@ -30,10 +30,7 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
         {"kl": 2.6},
         "the KL to the reference is 0.26 nats per token, above 0.25",
     ),
-    "ratio_max>20": (
-        {"ratio_max": 85.0},
-        "the largest policy ratio is 85, above 20",
-    ),
+    "ratio_max>20": ({"ratio_max": 85.0}, "the largest policy ratio is 85, above 20"),
     "entropy<0.2": (
         {"entropy": 0.09},
         "entropy went from 0.5 to 0.09 nats per token: responses become alike",
@@ -44,10 +41,7 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
     ),
     "response_length>3": ({"response_length": 31.0}, "responses went from 10 to 31 tokens"),
     "response_length<0.5": ({"response_length": 4.0}, "responses went from 10 to 4 tokens"),
-    "stop_rate>0.2": (
-        {"stop_rate": 0.75},
-        "75% of responses end before the limit, initially 100%",
-    ),
+    "stop_rate>0.2": ({"stop_rate": 0.75}, "75% of responses end before the limit, initially 100%"),
     "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
     "explained_variance<0": (
         {"explained_variance": -0.5},

@@ -70,9 +70,7 @@ def without_moments(directory: Path, **changes: Any) -> PPOConfig:
 
 
 @pytest.mark.jobs
-def test_scores_are_normalized_by_the_first_rollout_also_after_a_resume(
-    tmp_path: Path,
-) -> None:
+def test_scores_are_normalized_by_the_first_rollout_also_after_a_resume(tmp_path: Path) -> None:
     config = without_moments(tmp_path)
 
     first, second = run_whole_and_resumed(config, tmp_path)

@@ -153,12 +153,7 @@ def all_adapters() -> list[tuple[str, int]]:
 
 def adapters(stage: int) -> tuple[str, int]:
     """Weights after training, and bytes of moments; the frozen ones are as before."""
-    model = add_lora(
-        build("llama", "bf16"),
-        LoraConfig(rank=2),
-        task="causal",
-        seed=0,
-    )
+    model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=0)
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     before = digest({name: dict(model.named_parameters())[name].clone() for name in frozen})
     config = TrainedModelConfig(zero_stage=stage)

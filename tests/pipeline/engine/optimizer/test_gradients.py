@@ -18,10 +18,7 @@ from tests.pipeline.engine.test_stages import settings
 
 
 def scaler(**settings: object) -> LossScaler:
-    return LossScaler(
-        enabled=True,
-        config=LossScaleConfig(**settings),
-    )
+    return LossScaler(enabled=True, config=LossScaleConfig(**settings))
 
 
 def trajectory(subject: LossScaler, steps: str) -> list[float]:

@@ -70,8 +70,7 @@ def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
     model = tiny_causal_lm("llama", vocab_size=LARGE_VOCABULARY)
     model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     config = TrainedModelConfig(
-        zero_stage=stage,
-        optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
+        zero_stage=stage, optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0)
     )
     engine = Engine(Policy(model, tile=TILE), config, total_steps=2)
     for step in range(2):
