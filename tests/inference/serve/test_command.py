@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from inference.serve.command import main
-from inference.serve.models import ModelPath, models_of_run
+from inference.serve.models import ModelPath, models_of_run, reward_of_run
 from pipeline.cli.options import run_main
 from tests.inference.serve.serving import CHAT, chat, request_bytes
 
@@ -107,6 +107,20 @@ def test_the_models_of_a_run_are_found_with_its_best_one_last(tmp_path: Path) ->
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
         ModelPath("step3_dpo", str(tmp_path / "step3_dpo" / "actor")),
     ]
+
+
+def test_the_reward_model_of_a_run_is_that_of_a_finished_step_2(tmp_path: Path) -> None:
+    for name, figure in (("step1_sft", "perplexity_after"), ("step2_reward", "accuracy_after")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}')
+        files = {"result.json": f'{{"seconds": 1, "eval": {{"{figure}": 1}}}}', "config.json": "{}"}
+        for file, text in files.items():
+            assert reward_of_run(tmp_path) is None
+            (tmp_path / name / file).write_text(text)
+
+    assert reward_of_run(tmp_path) == str(tmp_path / "step2_reward")
+    (tmp_path / "step2_reward" / "result.json").unlink()
+    assert reward_of_run(tmp_path) is None
 
 
 @pytest.mark.jobs
