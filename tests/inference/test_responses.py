@@ -137,6 +137,22 @@ def test_generation_ends_at_a_stop_string(
     assert len(cut.token_ids) < len(uncut.token_ids)
 
 
+@pytest.mark.parametrize(
+    ("raw", "whole", "cut"), [(True, " ab  cd ", " ab "), (False, "ab  cd", "ab")]
+)
+def test_a_chat_s_text_is_stripped_and_raw_text_is_not(
+    responder: Callable[..., Responder], raw: bool, whole: str, cut: str
+) -> None:
+    ids = responder().tokenizer(" ab  cd ", add_special_tokens=False)["input_ids"]
+    for stopped, stop in ((True, "eos"), (False, "length")):
+        response = Response([*ids, 2], [0.0] * (len(ids) + 1), stopped=stopped)
+        assert responder(raw=raw).finish([1], response).text == whole
+        assert responder(raw=raw).finish([1], response).stop == stop
+    found = responder(raw=raw, stop_strings=["d", " cd"]).finish([1], response)
+    assert (found.text, found.stop) == (cut, "stop_string")
+    assert len(found.token_ids) == len(found.logprobs) < len(ids)
+
+
 def greedy_by_transformers(directory: Path, ids: list[int]) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     return model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0].tolist()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from inference.serve.http import as_json
 from inference.text import ResponseText, TokenBytes, plain_text
 from pipeline.demo.model import build_tokenizer
 from tests.pipeline.data.tokenizers import KINDS
@@ -65,3 +66,9 @@ def test_a_stop_string_never_appears_however_tokens_divide_it() -> None:
         assert response.stopped == (first is not None)
         cut += response.stopped
     assert cut > 200
+
+
+def test_json_is_compact_utf_8_in_which_a_lone_surrogate_is_escaped() -> None:
+    assert as_json({"é😀": ["\ud83d", 1]}) == '{"é😀":["\\ud83d",1]}'.encode()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        as_json(float("nan"))
