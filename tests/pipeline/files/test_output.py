@@ -1,5 +1,6 @@
 """Files that a command makes for its user."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files.durable import write_output
+from pipeline.files.durable import check_output, write_output
 from pipeline.system.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 KILLED = """
 import resource, signal, sys
 from pathlib import Path
-from pipeline.files.durable import write_output
+from pipeline.files.durable import check_output, write_output
 
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -45,3 +46,17 @@ def test_where_the_last_of_several_files_fails_none_has_changed(tmp_path: Path) 
         write_output({tmp_path / "a": "new", tmp_path / "b": "new"}, option="--out")
 
     assert (tmp_path / "a").read_text() == "old"
+
+
+def test_an_output_that_can_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)  # root may write to all
+    check_output(tmp_path / "open" / "none" / "out", option="--out")
+    closed = f"can't be written: {tmp_path}"
+    reasons = {"open": "is a", "file/out": rf"{closed}/file is a", "none/out": rf"{closed} is not"}
+    for name, reason in reasons.items():
+        with pytest.raises(ConfigError, match=f"^--out {tmp_path}/{name} {reason}"):
+            check_output(tmp_path / name, option="--out")

@@ -135,7 +135,7 @@ def test_checkpoints_of_an_earlier_job_count_if_they_verify(tmp_path: Path) -> N
     assert [step_of(path) for path in candidates(tmp_path)] == [2, 1, 3]
 
 
-def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
+def test_what_can_not_be_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="keep_last"):
         writer(tmp_path, keep_last=1)
     with pytest.raises(ValueError, match="not valid in a directory name"):
@@ -150,6 +150,9 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
     alone.save(1, fragments(1), {})
     alone.wait()
     assert "rank 1 did not report within 0.01 seconds" in str(alone.failure)
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)  # root may write to all
+    with pytest.raises(ConfigError, match=f"^{tmp_path} can't be written to"):
+        writer(tmp_path)
 
 
 # --- damage ---------------------------------------------------------------------------------------
