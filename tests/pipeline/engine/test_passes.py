@@ -90,3 +90,18 @@ def test_blocks_that_run_twice_in_another_order_or_not_at_all(
     for got in run_ranks(learned, order, stage):
         for name, weight in expected.items():
             torch.testing.assert_close(got[name], weight, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("reaches_root", [True, False])
+def test_no_weights_stay_gathered_after_a_backward_pass(reaches_root: bool) -> None:
+    model = Network((0, 2, 1))
+    if not reaches_root:
+        model.first.register_forward_hook(lambda *call: call[-1].detach())
+    zero = Engine(model, settings(3, max_norm=None), total_steps=1).zero
+
+    loss = zero.model(inputs(0))
+    during = [unit.gathered for unit in zero.units]
+    zero.backward([loss], reaches_root=reaches_root)
+
+    assert during == [unit is zero.root for unit in zero.units]
+    assert not any(unit.gathered for unit in zero.units)
