@@ -7,12 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.batches import TokenBatch
+from pipeline.engine.engine import Engine
 from pipeline.models.forward.attention import RAGGED
-from pipeline.models.forward.forward import Policy
+from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.forward.packing import how_to_run
-from pipeline.models.parallel.stages import StageModule, cut_stage, find_blocks
+from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
+from pipeline.models.passes import StagedPasses, StagedScorer
+from pipeline.parallel.group import ALONE
 from pipeline.system.errors import ConfigError, ModelError
-from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
+from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm, tiny_classifier
+from tests.pipeline.engine.test_stages import settings
 
 PROJECTIONS = "opt with projections"
 """As OPT 350m is: embeddings are narrower than hidden states, and norms come after the sums."""
@@ -31,6 +35,19 @@ def make_model(family: str, blocks: int = 3) -> nn.Module:
 def batch() -> TokenBatch:
     ids = torch.randint(0, VOCAB, (16,), generator=torch.Generator().manual_seed(1))
     return TokenBatch(ids, (9, 7), torch.arange(1, 16))
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_pipeline_of_one_stage_has_the_scores_of_all_labels(labels: int) -> None:
+    model = tiny_classifier("llama", vocab_size=VOCAB)
+    model.config.num_labels, model.score = labels, nn.Linear(model.config.hidden_size, labels)
+    scorer = Scorer(model)
+    passes = StagedPasses(Engine(scorer, settings(0, max_norm=None), total_steps=1), Stage(), ALONE)
+
+    with torch.no_grad():
+        found = StagedScorer(passes, model, None)(batch(), labels=True).logits
+        assert found.shape == (16, labels)
+        assert torch.equal(found, scorer(batch(), labels=True).logits)
 
 
 @pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
