@@ -30,7 +30,7 @@ def packed(source: Path | list[Path], out: Path, **settings: object) -> TokenFil
 def read_texts(file: TokenFile) -> list[str]:
     encoder = Tokenizer.from_str(VOCABULARY.definition)
     documents = [file.tokens(n).tolist() for n in range(file.documents)]
-    assert all(document[-1] == EOS for document in documents)
+    assert all(document.index(EOS) == len(document) - 1 for document in documents)
     return [encoder.decode(document[:-1], skip_special_tokens=False) for document in documents]
 
 
