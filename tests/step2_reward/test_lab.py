@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
+from pipeline.data.examples import Example, Message
+from pipeline.models.hf.chat import load_chat
 from pipeline.report.page import write_report
 from step2_reward.lab.__main__ import main
+from step2_reward.lab.measure import change_response
 from step2_reward.train import train
 from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
 
@@ -85,3 +89,24 @@ def test_the_command_measures_an_exported_model_as_the_step_did(
     }
     for row in held_out:
         assert again[row["origin"]] == pytest.approx(row["probabilities"], abs=1e-6)
+
+
+def test_a_response_is_probed_without_its_end_cut_in_half_and_repeated() -> None:
+    _, chat = load_chat(FrozenModelConfig(path=EMBEDDED), DataConfig())
+    prompt = (Message("user", "Hi"),)
+    example = Example(prompt, (Message("assistant", "abcdef"),))
+    before = chat.encode_prompt(prompt)
+    full = chat.encode(prompt, example.chosen).input_ids
+    *said, end = full[len(before) :]
+    doubled = chat.encode(prompt, (Message("assistant", "abcdef abcdef"),)).input_ids
+
+    found = change_response(example, chat, max_length=len(doubled))
+
+    half = said[: len(said) // 2]
+    assert [each.input_ids for each in found] == [full, full[:-1], [*before, *half, end], doubled]
+    assert change_response(example, chat, max_length=len(doubled) - 1) == []
+    for text, kept in (("ab", 4), ("a", 0)):
+        short = Example(prompt, (Message("assistant", text),))
+        assert len(change_response(short, chat, max_length=99)) == kept
+    assert change_response(Example(prompt, ()), chat, max_length=99) == []
+    assert change_response(Example((), example.chosen), chat, max_length=99) == []
