@@ -13,6 +13,7 @@ from step3_ppo.hybrid_engine import HybridEngine
 from tests.distributed import rank, run_ranks
 from tests.families import saved, tiny_causal_lm
 from tests.memory import live_bytes
+from tests.operators import Operators
 from tests.step3_ppo.actors import IDS, LORA, OFFLOADED, Actor
 
 
@@ -64,6 +65,23 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
                 rank_2 = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
                 expected = layer.base_layer.weight + 6.0 * rank_2  # alpha / rank
                 assert torch.equal(merged[f"{name}.weight"], expected)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_weights_are_copied_again_after_an_update_or_a_release_alone(
+    llama: str, resident: bool
+) -> None:
+    actor = Actor(llama, zero_stage=3, resident=resident)
+    with actor.hybrid.generating() as replica, torch.no_grad():
+        with Operators(numel=1) as operators, actor.hybrid.generating():
+            pass
+        assert operators.names == []
+        assert torch.equal(replica(input_ids=IDS).logits, actor.logits())
+    with Operators(numel=1) as operators, actor.hybrid.generating():
+        pass
+    assert (operators.names == []) == resident
+    actor.relearn()
+    assert torch.equal(actor.replica_logits(), actor.logits())
 
 
 def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:

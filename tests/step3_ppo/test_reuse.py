@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LoraConfig
+from pipeline.models.hf.chat import load_chat
+from pipeline.parallel.mesh import current_mesh
+from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import compute_advantages, score_responses
+from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rewards import compute_reward
-from step3_ppo.rollout import generate_responses
+from step3_ppo.rollout import generate_responses, load_prompts
+from step3_ppo.train import iterate, set_up
 from step3_ppo.update import update_policy
 from tests.distributed import rank, world_size
-from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
+from tests.step3_ppo.toy import FEW, PROMPTS, toy_config, toy_models
 
 STEPS = 2
 
@@ -90,3 +95,23 @@ def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
     assert again["metrics"] == reused["metrics"]
     epochs = CASES[case].get("ppo_epochs", 1)
     assert again["passes"] == reused["passes"] == dict.fromkeys(("actor", "critic"), STEPS * epochs)
+
+
+def test_only_the_iteration_that_fits_the_critic_scores_its_rollout_twice(
+    toy: Path, tmp_path: Path
+) -> None:
+    data = replace(FEW, max_eval_rows=2)
+    config = make_config(toy, reuse=True, data=data, output_dir=tmp_path, max_prompt_length=48)
+    tokenizer, chat = load_chat(config.actor, config.data)
+    prompts, passes = load_prompts(chat, config), list[str]()
+    run = Run(config, name=config.step_name, total_steps=2, mesh=current_mesh())
+    with run, RewardSources(config) as sources:
+        ppo = set_up(config, tokenizer, chat, prompts, run, sources)
+        for step in (1, 2):
+            hook = ppo.models.actor.model.register_forward_hook(
+                lambda *_, step=step: passes.append(f"{step}{'+' * torch.is_grad_enabled()}")
+            )
+            iterate(ppo, config, run, step=step)
+            hook.remove()
+
+    assert passes == ["1", "1+", "2+"]
