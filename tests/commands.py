@@ -13,8 +13,7 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
 from tests.distributed import PROCESSES
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.sources import ROOT
 
 
 def run_command(

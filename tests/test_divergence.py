@@ -16,10 +16,9 @@ from pipeline.report.findings import findings
 from pipeline.report.results import Results, StepResult
 from pipeline.system.errors import EXIT_DIVERGED, DivergedError
 from tests.jobs import run_job
+from tests.sources import ROOT
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, run
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import (
-    FrozenModelConfig,
-    LoraConfig,
-    OptimConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run.run import CHECKPOINTS

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.ppo_cases_gpu import CASES
 from pipeline.config import TrainedModelConfig
-
-ROOT = Path(__file__).parents[2]
+from tests.sources import ROOT
 
 
 def run(*options: str, out: Path) -> subprocess.CompletedProcess[str]:

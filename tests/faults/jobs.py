@@ -39,10 +39,9 @@ from step0_pretrain.config import PretrainConfig
 from tests.distributed import PROCESSES
 from tests.pipeline.data.store.corpus import write_rows
 from tests.pipeline.engine.checkpoint.saving import newest
+from tests.sources import ROOT
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import COMMON, CONFIGS, exported, metrics, run, saved, settings, trained
-
-ROOT = Path(__file__).parents[2]
 
 PEER_SECONDS = 10
 """Limit for a process to notice that another one is gone, or for a job to end after its fault."""

@@ -12,7 +12,6 @@ from tests.faults.jobs import Command, free_port
 from tests.machines import Machines, can_be_made
 from tests.test_resume import exported
 
-ROOT = Path(__file__).parents[2]
 PYTHON = (sys.executable,)
 
 needs_machines = pytest.mark.skipif(

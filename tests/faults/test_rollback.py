@@ -106,11 +106,7 @@ def preferring(toy: Path, out: Path) -> PreferenceConfig:
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("point", "visit"),
-    [
-        ("rollback.before_record", 1),
-        ("rollback.after_record", 2),
-        ("rollback.before_removal", 3),
-    ],
+    [("rollback.before_record", 1), ("rollback.after_record", 2), ("rollback.before_removal", 3)],
 )
 def test_a_run_on_pairs_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
     point: str, visit: int, toy: Path, whole_dpo: Path, tmp_path: Path

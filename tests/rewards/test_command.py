@@ -9,8 +9,7 @@ import pytest
 from pipeline.system.errors import ConfigError
 from rewards.config import read_spec
 from tests.commands import run_command
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.sources import ROOT
 
 
 def run(directory: Path, *words: str) -> CompletedProcess[str]:

@@ -105,8 +105,6 @@ def test_a_response_is_probed_without_its_end_cut_in_half_and_repeated() -> None
     half = said[: len(said) // 2]
     assert [each.input_ids for each in found] == [full, full[:-1], [*before, *half, end], doubled]
     assert change_response(example, chat, max_length=len(doubled) - 1) == []
-    for text, kept in (("ab", 4), ("a", 0)):
-        short = Example(prompt, (Message("assistant", text),))
-        assert len(change_response(short, chat, max_length=99)) == kept
-    assert change_response(Example(prompt, ()), chat, max_length=99) == []
-    assert change_response(Example((), example.chosen), chat, max_length=99) == []
+    for given, text, kept in ((prompt, "ab", 4), (prompt, "a", 0), ((), "ab", 0)):
+        other = Example(given, (Message("assistant", text),))
+        assert len(change_response(other, chat, max_length=99)) == kept

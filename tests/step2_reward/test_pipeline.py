@@ -81,10 +81,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
 }
 OPT_350M = {"family": "opt", "word_embed_proj_dim": 16, "do_layer_norm_before": False}
-TIERS: dict[str, Any] = {
-    "pairs": (),
-    "classes, adapters": pytest.mark.jobs,
-}
+TIERS: dict[str, Any] = {"pairs": (), "classes, adapters": pytest.mark.jobs}
 """Default cases; the others run in the grid tier."""
 
 

@@ -11,15 +11,9 @@ from pipeline.config import LoraConfig
 from pipeline.models.forward.forward import base_model
 from step3_ppo.hybrid_engine import HybridEngine
 from tests.distributed import rank, run_ranks
-from tests.families import saved, tiny_causal_lm
 from tests.memory import live_bytes
 from tests.operators import Operators
 from tests.step3_ppo.actors import IDS, LORA, OFFLOADED, Actor
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tiny_causal_lm("llama"), tmp_path_factory.mktemp("llama"))
 
 
 def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:

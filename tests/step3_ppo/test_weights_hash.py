@@ -14,11 +14,6 @@ from tests.families import saved, tiny_causal_lm
 from tests.step3_ppo.actors import CPU, LORA, Actor
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tiny_causal_lm("llama"), tmp_path_factory.mktemp("llama"))
-
-
 def hashes(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -> list[int]:
     actor = Actor(path, tp_size=tp_size, zero_stage=stage, lora=lora, precision="bf16")
     seen: list[int] = []

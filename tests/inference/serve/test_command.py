@@ -19,8 +19,7 @@ from inference.serve.command import main
 from inference.serve.models import ModelPath, models_of_run, reward_of_run
 from pipeline.cli.options import run_main
 from tests.inference.serve.serving import CHAT, chat, request_bytes
-
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests.sources import ROOT
 
 
 def refused(*argv: str) -> str:

@@ -16,8 +16,7 @@ from pipeline.system.threads import SPINNING
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
-
-ROOT = Path(__file__).parents[3]
+from tests.sources import ROOT
 
 
 def test_a_step_takes_a_deepspeed_file_between_its_files_and_its_options(

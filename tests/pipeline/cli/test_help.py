@@ -2,7 +2,6 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,7 @@ from pipeline.settings.fields import list_settings
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings
-
-ROOT = Path(__file__).parents[3]
+from tests.sources import ROOT
 
 
 @pytest.mark.parametrize("command", ["-m step1_sft.train", "-m step3_ppo.train", "train.py"])

@@ -12,8 +12,7 @@ from pipeline.settings.build import Layer, build_config
 from pipeline.settings.fields import Option
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
-
-ROOT = Path(__file__).parents[3]
+from tests.sources import ROOT
 
 HUGGING_FACE_ZERO2 = """
 {
@@ -146,13 +145,7 @@ def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
         },
     )
     below = {
-        "model": {
-            "optim": {
-                "schedule": "polynomial",
-                "warmup_steps": 10,
-                "final_lr_ratio": 0.1,
-            }
-        }
+        "model": {"optim": {"schedule": "polynomial", "warmup_steps": 10, "final_lr_ratio": 0.1}}
     }
 
     optim = applied(path, below).model.optim

@@ -17,9 +17,7 @@ def test_nvme_needs_a_directory(place: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [
-        ({"max_skipped_steps": 0}, "zero.max_skipped_steps must be above 0, got 0"),
-    ],
+    [({"max_skipped_steps": 0}, "zero.max_skipped_steps must be above 0, got 0")],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -112,8 +112,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
     save_model(tmp_path / "wider", "gpt2", n_inner=48)
     with pytest.raises(
-        ModelError,
-        match=r"can't be applied to .*wider: .*; pass its base with --base",
+        ModelError, match=r"can't be applied to .*wider: .*; pass its base with --base"
     ):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
     with pytest.raises(

@@ -10,8 +10,7 @@ import pytest
 
 from pipeline.files.durable import check_output, write_output
 from pipeline.system.errors import ConfigError
-
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests.sources import ROOT
 
 KILLED = """
 import resource, signal, sys

@@ -13,8 +13,7 @@ from pipeline.plan.resolve import step_configs
 from pipeline.settings.fields import as_options
 from tests.commands import run_command
 from tests.pipeline.stages import THREE_STEPS
-
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests.sources import ROOT
 
 
 def dry_run(cwd: Path, *argv: str) -> str:

@@ -57,10 +57,7 @@ def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> Non
         ("--kl_coef 1", "there is no option --kl-coef; did you mean --ppo.kl_coef?"),
         ("--data-pth a", "there is no option --data-pth; did you mean --data-path?"),
         ("--zzz", "there is no option --zzz; --help lists the options"),
-        (
-            "--resume --overwrite",
-            "--resume keeps earlier results and --overwrite replaces",
-        ),
+        ("--resume --overwrite", "--resume keeps earlier results and --overwrite replaces"),
         ("--num-processes 2", "--num-processes needs --deployment-type single_node"),
         ("--hostfile hosts", "--hostfile needs --deployment-type multi_node"),
         ("--autotune run --dry-run", "--autotune runs trials on the machines that this command"),

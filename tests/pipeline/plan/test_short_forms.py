@@ -67,10 +67,7 @@ def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_lear
     [
         ("--lr 0", "--lr must be above 0, got 0.0"),
         ("--lora", "--lora takes one value, got none"),
-        (
-            "--lora-variant rslora",
-            "--lora-variant rslora needs adapters, but --lora is not set",
-        ),
+        ("--lora-variant rslora", "--lora-variant rslora needs adapters, but --lora is not set"),
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
     ],
 )

@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pipeline.system import faults
 from pipeline.system.faults import fault_point
-
-ROOT = Path(__file__).parents[3]
+from tests.sources import ROOT
 
 
 def arm(monkeypatch: pytest.MonkeyPatch, text: str, *, rank: int = 0) -> None:

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.engine.sharding.tensor_parallel import Part, mark_part
 from pipeline.models.parallel.tensor_parallel import _different_gradient
-from pipeline.parallel.group import Group
+from pipeline.parallel.group import ALONE
 from pipeline.parallel.mesh import cut_mesh
-from pipeline.parallel.shards import Shard, ShardSpec
 from tests.distributed import run_ranks
 from tests.pipeline.models.parallel.parallel_models import VARIANTS, learned
 
@@ -54,28 +52,21 @@ def test_two_processes_find_the_gradients_of_one(names: tuple[str, ...], sequenc
         assert all(torch.equal(found["gradients"][key], each) for key, each in theirs.items())
 
 
-@pytest.mark.parametrize(
-    ("part", "bias", "differs"),
-    [
-        ([3.002, 4.002], 3e-6, None),  # a bias whose gradient is rounding of the whole
-        ([3.01, 4.01], 1e-5, "part"),
-        ([1.0, 2.0], 0.0, "part"),
-        ([3.0, 4.0], 1e-5, "bias"),
-    ],
-)
-def test_the_first_parameter_with_another_gradient_is_named(
-    part: list[float], bias: float, differs: str | None
-) -> None:
-    """The second of two processes has the last two of four elements, and the whole bias."""
-    whole, sharded = nn.ParameterDict(), nn.ParameterDict()
-    gradients = {"part": ([1.0, 2.0, 3.0, 4.0], part), "bias": ([0.0], [bias])}
-    for name, pair in gradients.items():
-        for params, gradient in zip((whole, sharded), map(torch.tensor, pair), strict=True):
-            params[name] = nn.Parameter(torch.zeros_like(gradient))
-            params[name].grad = gradient
-    specs = tuple(ShardSpec(0, (Shard(start, start + 2),)) for start in (0, 2))
-    mark_part(sharded["part"], Part(torch.Size([4]), specs, 1))
+def test_the_first_parameter_with_another_gradient_is_named() -> None:
+    whole, sharded = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    for param in (*whole.parameters(), *sharded.parameters()):
+        param.grad = torch.full_like(param, 2.0)
+    whole[0].bias.grad.zero_()
+    changes = {
+        "0.bias": 1e-6,
+        "1.bias": 1e-3,
+        "1.weight": 1e-2,
+        "0.weight": -4.0,
+    }  # two of rounding
+    found: list[str | None] = []
+    for name, change in changes.items():
+        sharded.get_parameter(name).grad.copy_(whole.get_parameter(name).grad + change)
+        found.append(_different_gradient(whole, sharded, ALONE))
 
-    found = _different_gradient(whole, sharded, Group(1, (0, 1)))
-
-    assert found == (differs and f"the gradient of {differs} differs")
+    differ = [f"the gradient of {name} differs" for name in ("1.weight", "0.weight")]
+    assert found == [None, None, *differ]
