@@ -1,5 +1,6 @@
 """Experience: masks from lengths, log-probabilities of one policy, rewards where they belong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missin
 ) -> None:
     experience = answered(models, toy)
     raw = torch.tensor([2.5, 4.5, -40.5])
-    experience = Experience(**{**vars(experience), "score": raw})
+    experience = replace(experience, score=raw)
 
     def reward(**changes: object) -> list[float]:
         return compute_reward(
@@ -102,14 +103,15 @@ def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missin
 
 def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) -> None:
     experience = answered(models, toy)
-    score = torch.tensor([1.0, 2.0, 3.0])
+    mask, score = experience.mask, torch.tensor([1.0, 2.0, 3.0])
+    experience = replace(experience, ref_logprobs=experience.logprobs - 0.5 * mask)
 
-    plain = compute_advantages(
-        experience, score, toy_config(toy, whiten_advantages=False), kl_coef=0.0
+    plain, white = (
+        compute_advantages(experience, score, toy_config(toy, lam=1.0, **changes), kl_coef=0.2)
+        for changes in ({"whiten_advantages": False}, {})
     )
-    white = compute_advantages(experience, score, toy_config(toy), kl_coef=0.0)
 
-    mask = experience.mask
+    torch.testing.assert_close(plain.returns[:, 0], score - 0.2 * 0.5 * mask.sum(dim=1))
     assert torch.equal(white.returns, plain.returns)
     expected = plain.advantages[mask]
     expected = (expected - expected.mean()) / expected.std(correction=0)
@@ -120,16 +122,14 @@ def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) 
 def test_statistics_by_hand(toy: Path, models: Models) -> None:
     experience = answered(models, toy)
     mask = experience.mask
-    experience = Experience(
-        **{
-            **vars(experience),
-            "logprobs": -1.0 * mask,
-            "ref_logprobs": -1.5 * mask,
-            "sampled_logprobs": -1.25 * mask,
-            "entropy": 2.0 * mask,
-            "values": 0.5 * mask,
-            "score": torch.tensor([1.0, 2.0, 6.0]),
-        }
+    experience = replace(
+        experience,
+        logprobs=-1.0 * mask,
+        ref_logprobs=-1.5 * mask,
+        sampled_logprobs=-1.25 * mask,
+        entropy=2.0 * mask,
+        values=0.5 * mask,
+        score=torch.tensor([1.0, 2.0, 6.0]),
     )
     score = torch.tensor([1.0, 0.0, 2.0])
     config = toy_config(toy, whiten_advantages=False, lam=1.0)
