@@ -21,10 +21,12 @@ RESERVED = re.compile(r"pad|reserved|unused|extra", re.IGNORECASE)
 def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a tokenizer whose padding token never ends a text.
 
-    It is `tokenizer` if its padding token is not the end-of-sequence token, else a copy that pads
-    with a reserved special token, the unknown or beginning-of-sequence token, or a new token.
+    It is `tokenizer` if its padding token is neither the end-of-sequence token nor in the chat
+    template, such as `<|im_end|>`; else a copy that pads with a reserved special token, the unknown
+    or beginning-of-sequence token, or a new token.
     """
-    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+    ends = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
+    if not ends and str(tokenizer.pad_token) not in str(tokenizer.chat_template or ""):
         return tokenizer
     padded = copy.deepcopy(tokenizer)
     padding = _unused_special_token(tokenizer) or NEW_TOKEN

@@ -24,7 +24,7 @@ from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
 from pipeline.models.hf.load import load_causal_lm, load_classifier, load_tokenizer
-from pipeline.models.hf.padding import NEW_TOKEN
+from pipeline.models.hf.padding import NEW_TOKEN, with_padding_token
 from tests.families import saved, tiny_causal_lm, tiny_classifier
 
 END = "</s>"
@@ -85,6 +85,15 @@ def batch_of(directory: Path, side: str, padding: str) -> dict[str, Tensor]:
     assert tokenizer.pad_token == padding
     batch = tokenizer([text + END for text in TEXTS], add_special_tokens=False, padding=True)
     return {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
+
+
+def test_a_padding_token_that_ends_turns_is_replaced() -> None:
+    tokenizer = tokenizer_with(pad_token="<pad>", unk_token="<unk>")
+    assert with_padding_token(tokenizer).pad_token == "<pad>"
+
+    tokenizer.chat_template = "{{ messages[0].content + '<pad>' }}"
+
+    assert with_padding_token(tokenizer).pad_token == "<unk>"
 
 
 @pytest.mark.parametrize(("family", "settings", "tokens", "padding", "targets"), CASES)
