@@ -11,7 +11,6 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.models.forward.forward import Scorer, base_model, context_length
 from pipeline.models.forward.scores import require_score
-from pipeline.models.hf.chat import require_score_head
 from pipeline.models.hf.load import load_reward
 from pipeline.parallel.device import local_device
 
@@ -27,7 +26,6 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
     """
     config = FrozenModelConfig(path=reward) if isinstance(reward, str) else reward
     model, tokenizer = load_reward(config)
-    require_score_head(str(config.path), model.config.architectures)
     require_score(model)
     return Scorer(model), resolve_format(tokenizer, "auto")
 

@@ -17,7 +17,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Encoded
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import load_classifier, load_tokenizer
 
 TRANSFORMERS = tuple(int(each) for each in transformers.__version__.split(".")[:2])
 
@@ -164,6 +167,13 @@ def saved(model: PreTrainedModel, directory: Path) -> str:
     """Directory of the saved model."""
     model.save_pretrained(directory)
     return str(directory)
+
+
+def export_reward(start: Path, directory: Path) -> None:
+    """Export a reward model from a language model, with a random score head."""
+    config = FrozenModelConfig(path=str(start))
+    model = load_classifier(config, device=torch.device("cpu"), num_labels=1)
+    export(model, load_tokenizer(config), directory)
 
 
 def random_rows(lengths: tuple[int, ...], *, seed: int = 0, prompt: int = 1) -> list[Encoded]:

@@ -23,7 +23,7 @@ from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import verify
 from pipeline.models.forward.forward import Scorer, base_model, context_length
 from pipeline.models.forward.scores import Cutpoints
-from pipeline.models.hf.chat import check_ready, decode_response, require_score_head
+from pipeline.models.hf.chat import check_ready, decode_response
 from pipeline.models.hf.load import load_for_inference, load_reward
 from pipeline.parallel.device import local_device
 from pipeline.system.errors import DataError, ModelError
@@ -365,7 +365,6 @@ def measure_model(config: LabConfig) -> Measured:
     check_ready(config.path, scores=True)
     examples = read_examples(config)
     model, tokenizer = load_reward(FrozenModelConfig(path=str(config.path)))
-    require_score_head(config.path, model.config.architectures)
     chat = resolve_format(tokenizer, "auto")
     settings = RewardConfig(
         data=DataConfig(max_length=min(config.max_length, context_length(base_model(model)))),

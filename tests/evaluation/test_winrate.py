@@ -9,12 +9,9 @@ import pytest
 
 from evaluation.winrate import WinrateConfig, main, matches
 from inference.reward_model import score_responses
-from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Example, Message
-from pipeline.models.hf.export import export
-from pipeline.models.hf.load import load_reward
 from rewards.sampling import respond
-from tests.families import tiny_causal_lm
+from tests.families import export_reward, tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
 SCORE = """
@@ -96,7 +93,7 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
 
 def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
     if not (home / "reward").exists():
-        export(*load_reward(FrozenModelConfig(path=str(home / "a"))), home / "reward")
+        export_reward(home / "a", home / "reward")
     judge = json.dumps({"kind": "model", "path": str(home / "reward")})
     config = WinrateConfig(**{**settings(home, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from inference.reward_model import score_responses
-from pipeline.config import FrozenModelConfig, RowColumns
+from pipeline.config import RowColumns
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import read_paths
-from pipeline.models.hf.export import export
-from pipeline.models.hf.load import load_reward
 from rewards.select import Candidate, best_and_worst, main
-from tests.families import tiny_causal_lm
+from tests.families import export_reward, tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
 
@@ -101,7 +99,7 @@ def test_pairs_are_the_best_and_the_worst_and_step_2_reads_them(prompts: Path) -
 
 def test_a_reward_model_scores_what_it_would_alone(prompts: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward"
-    export(*load_reward(FrozenModelConfig(path=str(tmp_path / "model"))), reward)
+    export_reward(tmp_path / "model", reward)
     taste = json.dumps({"kind": "model", "path": str(reward), "weight": 2.0})
 
     rows = selected(prompts, "--reward", taste)

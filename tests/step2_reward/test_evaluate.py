@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.models.hf.export import export
-from pipeline.models.hf.load import load_for_inference, load_reward
+from pipeline.models.hf.load import load_for_inference
 from step2_reward.evaluate import main
+from tests.families import export_reward
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def actor_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reward_dir(actor_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with a random score head."""
     directory = tmp_path_factory.mktemp("reward")
-    export(*load_reward(FrozenModelConfig(path=str(actor_dir))), directory)
+    export_reward(actor_dir, directory)
     return directory
 
 

@@ -165,6 +165,9 @@ def load_classifier(
         defer: whether an engine moves the weights to the device.
         num_labels: outputs of the head; None keeps a classifier's number, and uses one for a
             language model.
+
+    Raises:
+        ModelError: the model can't be used, or won't be trained and has no score head.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -184,6 +187,10 @@ def load_classifier(
     model, missing = _build(AutoModelForSequenceClassification, config, settings, device)
     drawn = {name for name in missing if HEAD.match(name)}
     _require_weights(path, missing - drawn)
+    if drawn and num_labels is None and not isinstance(config, TrainedModelConfig):
+        raise ModelError(
+            f"{path} is not a reward model: its files lack {min(drawn)}; use step 2's output"
+        )
     draw_layers(model, drawn, seed=seed)
     if not hasattr(model, "score") and not hasattr(model, "classifier"):
         raise ModelError(

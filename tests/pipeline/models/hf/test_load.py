@@ -7,9 +7,9 @@ import torch
 
 from pipeline.config import FrozenModelConfig
 from pipeline.demo.model import build_tokenizer
-from pipeline.models.hf.load import add_tokens, load_causal_lm
+from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier
 from pipeline.system.errors import ModelError
-from tests.families import tiny_causal_lm
+from tests.families import tiny_causal_lm, tiny_classifier
 
 CPU = torch.device("cpu")
 
@@ -60,3 +60,12 @@ def test_a_pickle_that_runs_code_is_never_opened(tmp_path: Path) -> None:
             )
 
     assert not canary.exists()
+
+
+def test_a_reward_model_whose_head_has_another_name_is_refused(tmp_path: Path) -> None:
+    model = tiny_classifier("llama")
+    state = {name.replace("score", "v_head"): each for name, each in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=state)
+
+    with pytest.raises(ModelError, match=r"not a reward model: its files lack score\.weight"):
+        load_classifier(FrozenModelConfig(path=str(tmp_path)), device=CPU)
