@@ -249,10 +249,11 @@ class ChatFormat:
     def _call_form(self) -> "_CallForm":
         """How the template reads tool calls: the first form that it renders completely."""
         wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
-        for null_content, json_arguments in product((True, False), (False, True)):
-            form = _CallForm(null_content, json_arguments)
+        for fields in product((None, [_TOOL]), (True, False), (False, True)):
+            form = _CallForm(*fields)
             try:
-                text = self._render(PROBE_CALL, None, form)
+                text = self._render(PROBE_CALL, form.tools, form)
+                text = text.partition(PROBE_CALL[0].content)[2]  # without the tools
             except DataError:
                 continue
             has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
@@ -560,12 +561,13 @@ class ChatFormat:
     @cached_property
     def _end_of_call(self) -> str:
         """The special token after tool calls: `<|call|>` in Harmony, `<|observation|>` in GLM."""
-        text = self.render(PROBE_CALL[:2], generation_prompt=False).rstrip()
+        form = self._call_form
+        text = self._render(PROBE_CALL[:2], form.tools, form, generation_prompt=False).rstrip()
         tail = text.rpartition("Seven.")[2]
         if self._end_of_turn in tail:
             return self._end_of_turn
         if not self._own_end:
-            whole = self.render(PROBE_CALL, generation_prompt=True)
+            whole = self._render(PROBE_CALL, form.tools, form)
             tail = whole.removeprefix(text).lstrip()
             found = [token for token in self._specials if tail.startswith(token)]
         else:
@@ -609,6 +611,9 @@ def _named(origin: str) -> Iterator[None]:
 class _CallForm(NamedTuple):
     """How a template reads tool calls."""
 
+    tools: list[Any] | None
+    """Tools of the probe, if calls are rendered only in a dialogue with tools."""
+
     null_content: bool
     """Whether empty content is null in turns with tool calls."""
 
@@ -626,7 +631,7 @@ class _CallForm(NamedTuple):
         return turn | (dict.fromkeys(REASONING, message.reasoning) if message.reasoning else {})
 
 
-_TEXT_FORM = _CallForm(null_content=False, json_arguments=False)
+_TEXT_FORM = _CallForm(None, null_content=False, json_arguments=False)
 
 
 def _without_thinking(message: Message) -> Message:

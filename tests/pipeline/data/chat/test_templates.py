@@ -507,6 +507,14 @@ YES = Message("assistant", "Yes.")
             "<|im_end|>",
             '{"city": "Oslo"}',
         ),
+        # Hunyuan: calls are rendered only in dialogues with tools.
+        (
+            tool_template(NAMED, "<|im_end|>").replace(
+                "m.tool_calls -", "tools and m.tool_calls -"
+            ),
+            "<|im_end|>",
+            {"city": "Oslo"},
+        ),
     ],
 )
 def test_calls_of_tools_are_trained_as_the_template_renders_them(
