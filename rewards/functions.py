@@ -169,8 +169,18 @@ def read_function(config: RewardConfig) -> FunctionFile:
         )
     read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     needed = tuple(name for name in names if name in read - optional - _GENERATED)
+    if family == "trl" and arguments.kwarg is not None:
+        needed += _subscripts(node, arguments.kwarg.arg)
     given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
     return FunctionFile(file.file, file.name, file.text, *given)
+
+
+def _subscripts(node: ast.stmt, name: str) -> tuple[str, ...]:
+    """The keys that a function reads as name["key"]."""
+    found = [each for each in ast.walk(node) if isinstance(each, ast.Subscript)]
+    keys = {ast.unparse(each.slice) for each in found if ast.unparse(each.value) == name}
+    known = {repr(each) for each in _TRAINERS_OWN | _GENERATED}
+    return tuple(sorted(ast.literal_eval(key) for key in keys - known if key[:1] in "'\""))
 
 
 def optional_parameters(given: ast.arguments) -> set[str]:

@@ -1,6 +1,8 @@
 """Settings of the data: location, use by steps, conversion to tokens."""
 
+import ast
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,11 +39,27 @@ class RowColumns:
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
     """A row's column, or an entry of a nested one: OUTER.INNER, or nested as in verl's rows."""
-    outer, _, inner = name.partition(".")
-    nested = [(columns.get(each), name) for each in ("reward_model", "extra_info")]
-    places = [(columns, name), (columns.get(outer), inner), *nested]
-    values = (place.get(key) for place, key in places if isinstance(place, Mapping))
+    places = (columns, *(_nested(columns.get(each)) for each in ("reward_model", "extra_info")))
+    values = (_entry(place, name) for place in places)
     return next((value for value in values if value is not None), None)
+
+
+def _entry(place: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    outer, _, inner = name.partition(".")
+    value = place.get(name)
+    return _entry(_nested(place.get(outer)), inner) if value is None and inner else value
+
+
+def _nested(value: object) -> Mapping[str, Any]:
+    """A nested column, which CSV files have as text: JSON or Python's repr."""
+    is_text = isinstance(value, str) and value.lstrip().startswith("{")
+    for parse in (json.loads, ast.literal_eval) if is_text else ():
+        try:
+            value = parse(str(value).strip())
+            break
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return value if isinstance(value, Mapping) else {}
 
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import find_column
 from pipeline.data.examples import Message
 from pipeline.data.rows.shapes import check_columns
 from pipeline.system.errors import ConfigError, DataError
@@ -103,6 +104,8 @@ VERL_ROW = {
         ("def score(completions, scale=2.0): return [scale]", set(), 2.0),
         ("def score(solution_str, ground_truth=None, scale=3.0): return scale", set(), 3.0),
         ("def score(completions, missing): return [0.0 for _ in missing]", {"missing"}, None),
+        ("def score(completions, **k): return [0.0 for _ in k['missing']]", {"missing"}, None),
+        ("def score(completions, **k): return [float(i) for i in k['index']]", {"index"}, 3.0),
     ],
 )
 def test_required_parameters_are_columns_also_of_nested_ones(
@@ -130,3 +133,7 @@ def test_a_setting_may_name_an_entry_of_a_nested_column() -> None:
 
     assert episode.extra == {"reward_model.ground_truth": "7"}
     assert scorer_of(source)([episode]) == [Outcome(1.0)]
+    # A CSV file has nested columns as text; others nest them twice.
+    as_text = {"reward_model": str(VERL_ROW["reward_model"]), "a": {"b": {"c": 1}}}
+    assert find_column(as_text, "ground_truth") == "7"
+    assert find_column(as_text, "a.b.c") == 1

@@ -47,7 +47,7 @@ def read_paths(
     sources = [read_source(path, step=step) for path in paths]
     if fields or kept.needed:
         rows = [row.columns for source in sources for row in (*source.train, *source.eval)]
-        check_columns(rows, fields, kept)
+        notes += check_columns(rows, fields, kept)
     read: list[ReadPath] = []
     for count, source in enumerate(sources, start=1):
         again = any(source.name == other.name for other in sources[: count - 1])

@@ -375,8 +375,8 @@ def _unknown_shape(row: Row, columns: Collection[str]) -> str:
 
 def check_columns(
     rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str], kept: RowColumns | None = None
-) -> None:
-    """Check that some row has each of the required columns.
+) -> list[str]:
+    """Check that some row has each of the required columns; return notes on those that some lack.
 
     Raises:
         DataError: no shape reads a name in `fields`, or no row has a required column.
@@ -390,9 +390,16 @@ def check_columns(
             raise DataError(
                 f"fields: no row has the column {theirs} (for {ours}); there are {names(columns)}"
             )
+    notes: list[str] = []
     for name in sorted(kept.needed if kept else ()):
-        if all(find_column(row, name) is None for row in rows):
+        lacking = sum(find_column(row, name) is None for row in rows)
+        if lacking == len(rows):
             raise DataError(
                 f"no row has the column {name}, which a reward or environment reads; there are"
                 f" {names(columns)}: rename one, or select another column for the reward"
             )
+        if lacking:
+            notes.append(
+                f"{lacking} of {len(rows)} rows have no {name}, which a reward or environment reads"
+            )
+    return notes
