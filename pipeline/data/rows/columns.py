@@ -36,8 +36,10 @@ ROLES: dict[str, Role] = {
 }
 _CALLS = ("tool_calls", "tool_call", "function_call")
 """Keys of a turn with tool calls, and roles of turns whose content is a call."""
-_LEARNED = ("weight", "loss", "train")
+_LEARNED = ("weight", "loss", "train", "training")
 """Keys that say whether a turn is trained, in files for OpenAI, ms-swift and Axolotl."""
+_MASKS = re.compile("train|loss|mask|ignore")
+"""Part of the name of any other key with this meaning, which is refused."""
 _WITH_TEXT = {"content", "value", *_CALLS}
 _OF_TOOLS = ("name", "tool_call_id")
 _KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}
@@ -225,8 +227,13 @@ def _turn(row: Row, name: str, item: object) -> Message:
             f' {{"from": ..., "value": ...}} with {wanted}, got {str(item)[:80]}'
         )
     further = {"assistant": {*REASONING}, "tool": {*_OF_TOOLS}}.get(role, set[str]())
-    known = _KEYS | further
-    row.unused.update(f"{name}[].{key}" for key in turn.keys() - known if turn[key] is not None)
+    unknown = {key for key in turn.keys() - _KEYS - further if turn[key] is not None}
+    if masks := [key for key in unknown if _MASKS.search(str(key))]:
+        raise DataError(
+            f"{row.origin}: {name} has a turn with the key {masks[0]}, which is not supported;"
+            ' mark turns that are not trained on with "weight": 0, or remove the key'
+        )
+    row.unused.update(f"{name}[].{key}" for key in unknown)
     learned = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
     wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
     if wrong:
@@ -235,7 +242,7 @@ def _turn(row: Row, name: str, item: object) -> Message:
             " not (0 or false)"
         )
     if role == "assistant":
-        keys = json.dumps({"tool_calls": calls}, ensure_ascii=False) if calls else ""
+        keys = _as_json(row, {"tool_calls": calls}) if calls else ""
         return Message(role, content, all(learned.values()), reasoning, keys=keys)
     if any(learned.values()):
         row.remarks.add(f"turns of the {role} are marked as trained, but only the assistant's are")
@@ -281,7 +288,13 @@ def with_tools(row: Row, dialogue: Turns) -> Turns:
     schemas = [{"type": "function", "function": function} for function in functions]
     first, *rest = dialogue
     keys = {**json.loads(first.keys or "{}"), "tools": schemas}
-    return (replace(first, keys=json.dumps(keys, ensure_ascii=False)), *rest)
+    return (replace(first, keys=_as_json(row, keys)), *rest)
+
+
+def _as_json(row: Row, value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    require_characters(text, row.origin)  # escapes inside JSON that a column has as text
+    return text
 
 
 def _parsed(value: Any) -> Any:  # noqa: ANN401

@@ -28,7 +28,7 @@ PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
 """Training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
 
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
-_SPACE = re.compile(r"\s*")
+_SPACE = re.compile(r"[\s\ufeff]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
@@ -280,13 +280,15 @@ def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-        reason = _one_line(error)
+        reason = _one_line(error).partition(";")[0]
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
 
 
 def require_characters(value: object, origin: str) -> None:
     """Raise DataError if a text in `value` has an unpaired surrogate, as from a truncated emoji."""
-    half = _SURROGATE.search(json.dumps(value, ensure_ascii=False, default=str))
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    half = _SURROGATE.search(value)
     if half:
         raise DataError(
             f"{origin} has {half[0]!a}, an unpaired surrogate; write the pair or remove it"

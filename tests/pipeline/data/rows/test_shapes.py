@@ -291,7 +291,7 @@ def test_tools_that_can_not_be_read_are_refused(row: dict[str, Any], message: st
         read(**{"messages": turns(("user", "Q"), GOOD_PAIR), **row})
 
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "training"])
 def test_a_turn_that_its_row_marks_is_not_learned(key: str) -> None:
     said = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
     example = read(messages=[said[0], {**said[1], key: False}, said[2], {**said[3], key: True}])
@@ -365,9 +365,17 @@ def test_a_prompt_that_ends_in_an_assistant_turn_is_continued() -> None:
     assert read(prompt=turns(("user", "Q"), ("assistant", " "))) == read(prompt="Q")
 
 
-def test_half_an_emoji_in_turns_as_text_is_refused() -> None:
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": '[{"role": "user", "content": "\\ud83d"}]'},
+        {"prompt": "Q", "tools": '[{"name": "\\ud83d"}]'},
+        {"messages": [{"role": "tool_call", "content": '{"name": "\\ud83d"}'}]},
+    ],
+)
+def test_half_an_emoji_in_json_as_text_is_refused(columns: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"line 17 has .*an unpaired surrogate"):
-        read(prompt='[{"role": "user", "content": "\\ud83d"}]')
+        read(**columns)
 
 
 def test_a_number_beyond_every_float_is_refused() -> None:
@@ -399,6 +407,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
         ({"messages": [{"role": "king", "content": "a"}]}, "a turn in messages must be"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "weight 2"),
+        ({"messages": [{"role": "assistant", "content": "a", "mask": 1}]}, "with the key mask"),
         ({**RATING, "schema": 9}, "rating has schema 9"),
         ({**RATING, "answers": ["good"]}, "a list of objects, each with a text"),
         ({**RATING, "choice": 2}, "kind 'pair' can't have 2 answers and choice 2"),

@@ -191,7 +191,7 @@ def test_a_row_that_json_can_not_hold_is_named(line: str, reason: str, tmp_path:
 
 def test_objects_may_be_indented(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text("\n\n".join(json.dumps(row, indent=2) for row in ROWS))
+    path.write_text("\n\ufeff\n".join(json.dumps(row, indent=2) for row in ROWS))
 
     source = read_source(str(path))
 
