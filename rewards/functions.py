@@ -4,9 +4,10 @@ import ast
 import asyncio
 import hashlib
 import inspect
+import re
 import sys
 import types
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -169,18 +170,11 @@ def read_function(config: RewardConfig) -> FunctionFile:
         )
     read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     needed = tuple(name for name in names if name in read - optional - _GENERATED)
-    if family == "trl" and arguments.kwarg is not None:
-        needed += _subscripts(node, arguments.kwarg.arg)
+    if family == "trl" and arguments.kwarg:
+        pattern = rf"\b{arguments.kwarg.arg}\[['\"](\w+)['\"]\]"
+        needed += tuple(sorted({*re.findall(pattern, ast.unparse(node))} - _TRAINERS_OWN))
     given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
     return FunctionFile(file.file, file.name, file.text, *given)
-
-
-def _subscripts(node: ast.stmt, name: str) -> tuple[str, ...]:
-    """The keys that a function reads as name["key"]."""
-    found = [each for each in ast.walk(node) if isinstance(each, ast.Subscript)]
-    keys = {ast.unparse(each.slice) for each in found if ast.unparse(each.value) == name}
-    known = {repr(each) for each in _TRAINERS_OWN | _GENERATED}
-    return tuple(sorted(ast.literal_eval(key) for key in keys - known if key[:1] in "'\""))
 
 
 def optional_parameters(given: ast.arguments) -> set[str]:
@@ -230,17 +224,13 @@ def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:
         if not file.takes_any:
             arguments = {name: arguments[name] for name in file.parameters if name in arguments}
         returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_result(returned))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
         if isinstance(returned, Mapping):
             returned = next((returned[name] for name in results_in if name in returned), returned)
         return parse_outcomes([returned] if family == "verl" else returned, len(episodes))
 
     return score
-
-
-async def _result(returned: Awaitable[Any]) -> Any:  # noqa: ANN401
-    return await returned
 
 
 def _arguments(
