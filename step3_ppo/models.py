@@ -25,6 +25,7 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
 from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward.forward import (
+    LabelOutputs,
     Policy,
     Scorer,
     base_model,
@@ -197,8 +198,12 @@ class Critic(nn.Module):
         self.scorer = Scorer(model, kernels=kernels)
         self.mean, self.std = stored_normalization(model) if normalize else (0.0, 1.0)
 
-    def forward(self, batch: TokenBatch) -> Float[Tensor, " K"]:
-        """Values, read at the token before each target."""
+    def forward(
+        self, batch: TokenBatch, *, labels: bool = False
+    ) -> Float[Tensor, " K"] | LabelOutputs:
+        """Values, read at the token before each target; with `labels`, the scorer's outputs."""
+        if labels:
+            return self.scorer(batch, labels=True)
         return (self.scorer(batch)[batch.before_targets] - self.mean) / self.std
 
 

@@ -23,10 +23,10 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.hf.chat import load_chat
-from pipeline.models.hf.export import export
 from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints
+from pipeline.run.exporting import export_verified
 from pipeline.run.run import Run
 from pipeline.run.training import check_finite, keeping_best, run_step
 from pipeline.system.logs import Clock
@@ -62,7 +62,7 @@ class Setup:
         """Write the actor with its current weights to the output directory."""
         models = self.models
         directory = self.checkpoints.run.path("actor")
-        export(models.policy, models.tokenizer, directory, weights=models.actor)
+        export_verified(models.policy_passes, models.policy, models.tokenizer, directory)
 
 
 def set_up(
@@ -216,16 +216,18 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
     The actor is the best one, if that is kept, and stays in the engine; the average is over all
     updates, and the critic is the last one.
     """
+    passes = models.policy_passes
     if ema is not None:
         with ema.applied():
-            export(models.policy, models.tokenizer, run.path("ema"), weights=models.actor)
+            export_verified(passes, models.policy, models.tokenizer, run.path("ema"))
     if best.step != run.step:
         best.restore()
-    export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
-    if models.critic is None:
+    export_verified(passes, models.policy, models.tokenizer, run.path("actor"))
+    if models.value_passes is None:
         run.discard("critic")  # left by an earlier run
     else:
-        export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
+        passes, model = models.value_passes, models.value_model
+        export_verified(passes, model, models.tokenizer, run.path("critic"))
 
 
 def main(argv: Sequence[str]) -> None:

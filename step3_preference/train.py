@@ -19,11 +19,12 @@ from torch import Tensor
 from pipeline.cli.options import run_main
 from pipeline.guards.guards import Guards
 from pipeline.models.forward.forward import Policy
-from pipeline.models.hf.export import export, set_stop_tokens
+from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.passes import make_passes
 from pipeline.models.trained import trained_causal_lm, within_context
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.run.exporting import export_verified
 from pipeline.run.run import Run
 from pipeline.run.training import (
     Rows,
@@ -64,7 +65,7 @@ class Setup:
         """Write the actor with its current weights to the output directory."""
         training = self.training
         directory = training.config.output_dir / "actor"
-        export(training.model, training.rows.tokenizer, directory, weights=training.engine)
+        export_verified(training.passes, training.model, training.rows.tokenizer, directory)
 
 
 def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> Setup:

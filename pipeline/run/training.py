@@ -22,12 +22,12 @@ from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompt
 from pipeline.engine.checkpoint.parts import BestWeights, KnowsHealth, Stateful
 from pipeline.engine.engine import Engine
 from pipeline.models.hf.chat import load_chat
-from pipeline.models.hf.export import export
 from pipeline.models.passes import Passes
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import current_mesh, cut_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.run.checkpoints import Checkpoints
+from pipeline.run.exporting import export_verified
 from pipeline.run.run import Run
 from pipeline.system.errors import DivergedError, ModelError
 from pipeline.system.logs import configure_logging
@@ -177,7 +177,7 @@ class Training(Generic[C, R, S]):
 
     def export(self) -> None:
         """Write the model with its current weights to the output directory."""
-        export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
+        export_verified(self.passes, self.model, self.rows.tokenizer, self.config.output_dir)
 
 
 def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> int:

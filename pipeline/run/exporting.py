@@ -1,0 +1,129 @@
+"""Exports at the end of a step, compared with the trained model in plain `transformers`."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
+
+from pipeline.data.batches import TokenBatch, collate, pad
+from pipeline.data.examples import Encoded
+from pipeline.files.safetensors_header import stored_tensors
+from pipeline.models.adapters.quantized import quantized_layers
+from pipeline.models.forward.forward import base_model
+from pipeline.models.hf.directory import are_of_classifier
+from pipeline.models.hf.export import export
+from pipeline.models.hf.load import errors_only, first_words
+from pipeline.models.passes import Passes, evaluating
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
+from pipeline.system.errors import ModelError, is_out_of_memory
+from pipeline.system.memory import available_bytes
+
+logger = logging.getLogger(__name__)
+
+TEXTS = ("The capital of France is Paris, and 12 + 7 is 19.", "Thank you.")
+
+TOLERANCE = 1e-5
+"""Maximum mean difference of fp32 outputs, relative to the largest output, or to 1."""
+
+LOGPROBS, SCORES = "log-probabilities", "scores"
+
+ROUNDED = {LOGPROBS: 2e-2, SCORES: 0.1}
+"""The same for 16-bit or quantized weights, or outputs of a GPU."""
+
+
+def export_verified(
+    passes: Passes, model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
+    """Export `model`, which the engine of `passes` trains, and compare outputs on two short texts.
+
+    A collective. The main process loads the directory by plain `transformers` on the CPU, unless
+    its memory is too small.
+
+    Raises:
+        ModelError: the directory can't be loaded, or its outputs differ from the trained model's.
+    """
+    export(model, tokenizer, directory, weights=passes.engine)
+    plain, world = base_model(model), current_mesh().world
+    kind = SCORES if are_of_classifier([type(plain).__name__]) else LOGPROBS
+    rows = [
+        [*tokenizer.encode(text, add_special_tokens=False), cast("int", tokenizer.eos_token_id)]
+        for text in TEXTS
+    ]
+    batch = collate([Encoded(row, [True] * len(row)) for row in rows])
+    labels = int(plain.config.num_labels or 1) if kind == SCORES else 0
+    ours = _trained_outputs(passes, batch.to(local_device()), labels=labels)
+    is_rounded = next(model.parameters()).dtype != torch.float32 or bool(quantized_layers(model))
+    tolerance = ROUNDED[kind] if is_rounded or ours.device.type != "cpu" else TOLERANCE
+    wrong = _difference(directory, batch, ours.cpu(), kind, tolerance) if world.rank == 0 else ""
+    if wrong := world.gather_objects(wrong)[0]:
+        raise ModelError(
+            f"{directory} {wrong}; this is a bug of the export: please report it; the step's"
+            " checkpoints are complete, and a corrected version exports them with --resume"
+        )
+
+
+def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tensor:
+    """The engine's log-probabilities (K,), or a classifier's logits (B, C). A collective."""
+    engine = passes.engine
+    is_policy = labels == 0
+
+    def found(of: TokenBatch) -> Tensor:
+        if is_policy:
+            return engine(of).logprobs
+        return engine(of, labels=True).logits[of.last_tokens]
+
+    shape = (batch.num_targets,) if is_policy else (len(batch.lengths), labels)
+    with evaluating(engine.model):
+        return passes.forward_everywhere([batch], found, lambda _: shape)[0]
+
+
+def _difference(
+    directory: Path, batch: TokenBatch, ours: Tensor, kind: str, tolerance: float
+) -> str:
+    """How the written model's outputs differ from `ours`; empty if they don't."""
+    began = time.perf_counter()
+    files = {stored.file for stored in stored_tensors(directory).values()}
+    if sum(file.stat().st_size for file in files) > available_bytes():
+        logger.info("%s is not compared with the trained model: memory is too small", directory)
+        return ""
+    try:
+        theirs = _written_outputs(directory, batch, kind)
+    except Exception as error:  # transformers may raise anything
+        if is_out_of_memory(error):
+            raise
+        return f"can't be loaded by transformers ({first_words(error)})"
+    scale = max(1.0, float(ours.abs().max()))
+    error = float((ours - theirs).abs().mean()) / scale
+    if not error <= tolerance:
+        return (
+            f"has other {kind} in transformers than the trained model (mean difference"
+            f" {error:.1e} of {scale:.3g}, more than {tolerance})"
+        )
+    seconds = time.perf_counter() - began
+    logger.info("%s has the trained outputs in transformers (%.1f s)", directory, seconds)
+    return ""
+
+
+@torch.no_grad()
+def _written_outputs(directory: Path, batch: TokenBatch, kind: str) -> Tensor:
+    """Outputs of the directory's model for the padded texts, like `_trained_outputs`."""
+    auto: Any = AutoModelForSequenceClassification if kind == SCORES else AutoModelForCausalLM
+    with errors_only():
+        model = auto.from_pretrained(directory).eval()
+    ids, real = pad(batch.input_ids.split(batch.lengths))
+    padding = model.config.get_text_config().pad_token_id
+    ids = ids if padding is None else ids.masked_fill(~real, padding)
+    logits = model(input_ids=ids, attention_mask=real.long()).logits.float()
+    if kind == SCORES:
+        return logits
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return logprobs[real[:, 1:]]
