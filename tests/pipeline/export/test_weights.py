@@ -111,13 +111,9 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
     with pytest.raises(ModelError, match=r"matches nothing in .*other; it is for another"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
     save_model(tmp_path / "wider", "gpt2", n_inner=48)
-    with pytest.raises(
-        ModelError, match=r"can't be applied to .*wider: .*; pass its base with --base"
-    ):
+    with pytest.raises(ModelError, match=r"can't be applied to .*wider: .*; pass its base with"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
-    with pytest.raises(
-        ModelError, match="is not a local directory; pass the base's directory with"
-    ):
+    with pytest.raises(ModelError, match="not a local directory; pass the base's directory"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
     with pytest.raises(ModelError, match="contains an adapter; merge it with --to merged"):
         run(adapter, "onnx", tmp_path / "out")

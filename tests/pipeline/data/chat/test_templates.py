@@ -190,16 +190,10 @@ def test_a_prompt_may_leave_the_assistants_turn_unopened(template: str) -> None:
 def test_a_prompt_that_opens_thinking_is_followed_by_an_answer_that_closes_it(opening: str) -> None:
     chat_format = with_chatml_tokens(THINKING.replace("OPENING", opening))
 
-    prompt, answer = chat_format.segments((*PROMPT, *RESPONSE))
-    encoded = chat_format.encode(PROMPT, RESPONSE)
-    prompt_ids = chat_format.encode_prompt(PROMPT)
+    prompt, _ = chat_format.segments((*PROMPT, *RESPONSE))
 
     assert prompt.text.rstrip().endswith("<|im_start|>assistant\n<think>")
-    assert answer.text == "\n</think>\n\nFine.<|im_end|>"
-    assert encoded.input_ids[: len(prompt_ids)] == prompt_ids
-    assert encoded.trained == [False] * len(prompt_ids) + [True] * (
-        len(encoded.input_ids) - len(prompt_ids)
-    )
+    assert learned(chat_format, PROMPT, RESPONSE[0]) == ["\n</think>\n\nFine.<|im_end|>"]
 
 
 def test_tokens_do_not_depend_on_the_day() -> None:
@@ -229,9 +223,7 @@ def test_a_turn_that_nothing_ends_is_ended_by_eos() -> None:
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
-    with pytest.raises(
-        DataError, match="renders the start of a dialogue differently when more turns"
-    ):
+    with pytest.raises(DataError, match="renders the start of a dialogue differently when more"):
         with_template(COUNTING)
 
 

@@ -1,4 +1,4 @@
-"""One or two rows in the schema each named data set really has."""
+"""One or two rows of each named data set, with the columns that are read."""
 
 from typing import Any
 
@@ -26,43 +26,24 @@ def texts(example: Example | None) -> tuple[list[str], list[str], list[str]]:
 
 
 WEBGPT = {
-    "question": {"dataset": "eli5", "id": "abc", "full_text": "Why is the sky blue?"},
-    "quotes_0": {"title": ["Sky"], "extract": ["Blue light scatters"]},
-    "answer_0": "Because of scattering [1]. Short waves scatter more [2, 3] (by far).",
-    "tokens_0": {"prefix": [1], "completion": [2]},
+    "question": {"full_text": "Why is the sky blue?"},
+    "answer_0": "Because of waves [1], scattered [2, 3] (by far).",
     "score_0": 0.5,
-    "quotes_1": {"title": ["Sea"], "extract": ["It mirrors"]},
-    "answer_1": "It mirrors the sea.[1]",
-    "tokens_1": {"prefix": [1], "completion": [3]},
+    "answer_1": "It mirrors.[1]",
     "score_1": -0.5,
 }
 SHP = {
-    "post_id": "himc90",
-    "domain": "askacademia_train",
-    "upvote_ratio": 0.99,
-    "history": "In an interview right before receiving the 2013 Nobel prize ...",
-    "c_root_id_A": "fwhqy6l",
-    "c_root_id_B": "fwhmhq1",
-    "score_A": 340,
-    "score_B": 166,
+    "history": "In an interview ...",
     "human_ref_A": "I know it's bad ...",
     "human_ref_B": "Currently wrapping up ...",
     "labels": 1,
-    "seconds_difference": 3048.0,
-    "score_ratio": 2.05,
 }
 MIRACL = {
-    "query_id": "10#0",
     "query": "时间是什么?",
     "positive_passages": [{"docid": "1#0", "title": "时间", "text": "时间是一种尺度。"}],
-    "negative_passages": [
-        {"docid": "2#0", "title": "x", "text": "无关。"},
-        {"docid": "3#0", "title": "y", "text": "也无关。"},
-    ],
+    "negative_passages": [{"text": "无关。"}, {"text": "也无关。"}],
 }
 MKQA = {
-    "example_id": 563260143484355911,
-    "query": "who sings i hear you knocking but you can't come in",
     "queries": {"zh_cn": "谁唱的?", "ja": "誰が歌ってる?", "en": "who sings"},
     "answers": {
         "zh_cn": [{"type": 1, "entity": "Q545186", "text": "戴维·埃德蒙兹", "aliases": []}],
@@ -71,46 +52,33 @@ MKQA = {
     },
 }
 HH_PROMPT = "\n\nHuman: Hello?\n\nAssistant: Hi.\n\nHuman: How are you?\n\nAssistant:"
+HH = (
+    {"prompt": HH_PROMPT, "response": " Fine.", "chosen": " Fine.", "rejected": " Go away."},
+    (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
+)
 
 ROWS = {
-    "Dahoas/rm-static": (
-        {"prompt": HH_PROMPT, "response": " Fine.", "chosen": " Fine.", "rejected": " Go away."},
-        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
-    ),
-    "Dahoas/full-hh-rlhf": (
-        {"prompt": HH_PROMPT, "response": " Fine.", "chosen": " Fine.", "rejected": " Go away."},
-        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
-    ),
+    "Dahoas/rm-static": HH,
+    "Dahoas/full-hh-rlhf": HH,
     "Dahoas/synthetic-instruct-gptj-pairwise": (
         {"prompt": "What is an IRA?", "chosen": "A retirement account.", "rejected": "\nA band.\n"},
         (["What is an IRA?"], ["A retirement account."], ["A band."]),
     ),
     "yitingxie/rlhf-reward-datasets": (
-        {
-            "prompt": "\n\nHuman: Hello?\n\nAssistant: Hi.\n\nHuman: How are you?\n\n",
-            "chosen": "Assistant: Fine.",
-            "rejected": "Assistant: Go away.",
-        },
-        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
+        {"prompt": HH_PROMPT[:-10], "chosen": "Assistant: Fine.", "rejected": "Assistant: No."},
+        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["No."]),
     ),
     "openai/webgpt_comparisons": (
         WEBGPT,
-        (
-            ["Why is the sky blue?"],
-            ["Because of scattering. Short waves scatter more (by far)."],
-            ["It mirrors the sea."],
-        ),
+        (["Why is the sky blue?"], ["Because of waves, scattered (by far)."], ["It mirrors."]),
     ),
     "stanfordnlp/SHP": (
         SHP,
         ([SHP["history"]], ["I know it's bad ..."], ["Currently wrapping up ..."]),
     ),
     "pvduy/sharegpt_alpaca_oa_vicuna_format": (
-        {
-            "prompt": "USER: What is 2 + 2? ASSISTANT: 4. USER: And 3 + 3?\nASSISTANT:",
-            "label": "6.",
-        },
-        (["What is 2 + 2?", "4.", "And 3 + 3?"], ["6."], []),
+        {"prompt": "USER: 2 + 2? ASSISTANT: 4. USER: And 3 + 3?\nASSISTANT:", "label": "6."},
+        (["2 + 2?", "4.", "And 3 + 3?"], ["6."], []),
     ),
     "wangrui6/Zhihu-KOL": (
         {"INSTRUCTION": "怎么说?", "RESPONSE": "这样说。", "SOURCE": "Zhihu", "METADATA": "{}"},
@@ -119,32 +87,17 @@ ROWS = {
     "Cohere/miracl-zh-queries-22-12": (MIRACL, (["时间是什么?"], ["时间是一种尺度。"], ["无关。"])),
     "Cohere/miracl-ja-queries-22-12": (MIRACL, (["时间是什么?"], ["时间是一种尺度。"], ["无关。"])),
     "Hello-SimpleAI/HC3-Chinese": (
-        {
-            "id": "0",
-            "question": "为什么?",
-            "human_answers": ["因为。"],
-            "chatgpt_answers": ["可能。"],
-        },
+        {"question": "为什么?", "human_answers": ["因为。"]},
         (["为什么?"], ["因为。"], []),
     ),
     "mkqa-Chinese": (MKQA, (["谁唱的?"], ["戴维·埃德蒙兹"], [])),
     "mkqa-Japanese": (MKQA, (["誰が歌ってる?"], ["デイヴ・エドモンズ"], [])),
     "lmqg/qg_jaquad": (
-        {
-            "answer": "瀬戸焼",
-            "question": "最古の陶器は?",
-            "sentence": "最古は瀬戸焼である。",
-            "paragraph": "梵鐘は。最古は瀬戸焼である。",
-        },
+        {"question": "最古の陶器は?", "sentence": "最古は瀬戸焼である。"},
         (["最古の陶器は?"], ["最古は瀬戸焼である。"], []),
     ),
     "lmqg/qag_jaquad": (
-        {
-            "answers": ["瀬戸焼", "鐘"],
-            "questions": ["最古の陶器は?", "何?"],
-            "paragraph": "最古は瀬戸焼である。",
-            "paragraph_id": "1",
-        },
+        {"questions": ["最古の陶器は?", "何?"], "paragraph": "最古は瀬戸焼である。"},
         (["最古の陶器は?"], ["最古は瀬戸焼である。"], []),
     ),
 }

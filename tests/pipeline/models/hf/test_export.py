@@ -9,15 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipeline.config import (
-    DataConfig,
-    FrozenModelConfig,
-    LoraConfig,
-    OptimConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import DataConfig, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
@@ -27,7 +21,6 @@ from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.chat import load_chat
 from pipeline.models.hf.export import as_saved, export, set_stop_tokens, stream_export
-from pipeline.models.hf.load import load_classifier
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
@@ -37,21 +30,6 @@ from tests.pipeline.engine.checkpoint.saving import run_processes
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
-
-
-@torch.no_grad()
-def test_an_exported_reward_model_says_the_same_to_the_bit_in_plain_transformers(
-    tmp_path: Path,
-) -> None:
-    plain = tiny_classifier("llama")
-    model = load_classifier(FrozenModelConfig(path=saved(plain, tmp_path / "in")), device=CPU)
-    model.config.update({"score_mean": 0.25, "score_std": 2.0})
-
-    export(model, build_tokenizer(), tmp_path / "out")
-
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert torch.equal(again(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    assert (again.config.score_mean, again.config.score_std) == (0.25, 2.0)
 
 
 def export_recorded(_rank: int, _world_size: int, out: Path, journal: Path) -> None:
