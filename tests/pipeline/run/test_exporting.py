@@ -1,12 +1,11 @@
 """Exports at the end of a step are compared with the trained model in plain `transformers`."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config import ParallelConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import Policy, Scorer, base_model
 from pipeline.models.passes import make_passes
@@ -16,34 +15,26 @@ from pipeline.run.exporting import export_verified
 from pipeline.system.errors import ModelError
 from tests.families import saved, tiny_causal_lm, tiny_classifier
 
-LORA = {"lora": LoraConfig(rank=2, targets=("embed_tokens", "q_proj"))}
+MAKE = {
+    "log-probabilities": (tiny_causal_lm, trained_causal_lm, Policy),
+    "scores": (tiny_classifier, trained_classifier, Scorer),
+}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("task", ["causal", "classifier"])
-def test_an_export_that_differs_from_the_trained_model_is_an_error(
-    task: str, precision: Any, tmp_path: Path
+@pytest.mark.parametrize("kind", MAKE)
+def test_an_export_that_differs_is_an_error(
+    kind: str, precision: Precision, tmp_path: Path
 ) -> None:
-    is_lm, start = task == "causal", tmp_path / "start"
-    make, trained = (
-        (tiny_causal_lm, trained_causal_lm) if is_lm else (tiny_classifier, trained_classifier)
-    )
-    config = TrainedModelConfig(
-        path=saved(make("llama", vocab_size=1280, tie_word_embeddings=True), start),
-        precision=precision,
-        **LORA,
-    )
-    tokenizer = build_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token
-    model = trained(config, tokenizer, device=torch.device("cpu"), seed=0)
-    whole = Policy if is_lm else Scorer
-    passes = make_passes(
-        model, config, ParallelConfig(), current_mesh(), whole, total_steps=1, name="model"
-    )
+    make, trained, wrap = MAKE[kind]
+    path = saved(make("llama", vocab_size=1280), tmp_path / "start")
+    config, parallel = TrainedModelConfig(path=path, precision=precision), ParallelConfig()
+    model = trained(config, build_tokenizer(), device=torch.device("cpu"), seed=0)
+    passes = make_passes(model, config, parallel, current_mesh(), wrap, total_steps=1, name="it")
 
-    export_verified(passes, model, tokenizer, tmp_path / "out")
-    last: Any = base_model(model).base_model
-    last.norm.register_forward_hook(lambda _, __, hidden: 2 * hidden)  # not in the export
+    export_verified(passes, model, build_tokenizer(), tmp_path / "out")
+    norm = base_model(model).get_submodule("model.norm")
+    norm.register_forward_hook(lambda _, __, hidden: 2 * hidden)  # not in the export
 
-    with pytest.raises(ModelError, match="has other"):
-        export_verified(passes, model, tokenizer, tmp_path / "out")
+    with pytest.raises(ModelError, match=f"has other {kind}"):
+        export_verified(passes, model, build_tokenizer(), tmp_path / "out")

@@ -365,17 +365,12 @@ def test_a_prompt_that_ends_in_an_assistant_turn_is_continued() -> None:
     assert read(prompt=turns(("user", "Q"), ("assistant", " "))) == read(prompt="Q")
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"prompt": '[{"role": "user", "content": "\\ud83d"}]'},
-        {"prompt": "Q", "tools": '[{"name": "\\ud83d"}]'},
-        {"messages": [{"role": "tool_call", "content": '{"name": "\\ud83d"}'}]},
-    ],
-)
-def test_half_an_emoji_in_json_as_text_is_refused(columns: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"line 17 has .*an unpaired surrogate"):
-        read(**columns)
+def test_half_an_emoji_in_json_as_text_is_refused() -> None:
+    half = '[{"name": "\\ud83d", "role": "user", "content": "\\ud83d"}]'
+    call = {"messages": [{"role": "tool_call", "content": half}]}
+    for row in ({"prompt": half}, {"prompt": "Q", "tools": half}, call):
+        with pytest.raises(DataError, match=r"line 17 has .*an unpaired surrogate"):
+            read(**row)
 
 
 def test_a_number_beyond_every_float_is_refused() -> None:
