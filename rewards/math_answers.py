@@ -1,4 +1,4 @@
-r"""Numeric answers, compared as exact rational numbers.
+r"""Answers of mathematics: numbers as exact rational numbers, others by `rewards.symbolic`.
 
 The answer of a response is its last \boxed{...}, else what follows its last ####, else its last
 number. Both sides are read in the ways people write a number, and 0.5, 1/2 and \frac{1}{2} are one.
@@ -7,8 +7,10 @@ A percent sign is a unit: 20% is 20, as in GSM8K (Cobbe et al. 2021) and MATH (H
 """
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
+from rewards import symbolic
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
 
@@ -31,44 +33,66 @@ _NUMBER = re.compile(
 _IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
 """A number in a text; a dot that ends a sentence is not followed by digits."""
 
-_UNIT = re.compile(r"\s*(?:%|°|\s[mgshlLKCFJNWVA]|[A-Za-z][A-Za-z.]+(?:[ /][A-Za-z.]+)*)?[²³]?")
-"""Units that may follow a number; a single letter right after it would be a variable: 2x."""
+_FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+
+_UNIT = re.compile(
+    r"\s*(?:%|°|\s[mgshlLKCFJNWVA]|(?![abcxyz]{2,3}\b)[A-Za-z][A-Za-z.]+(?:[ /][A-Za-z.]+)*)?[²³]?"
+)
+"""Units that may follow a number; variables may not: 2x, 3xy."""
+
+_TERM = re.compile(r"\d(?<![A-Za-z\d]\d)[A-Za-z]\b|(?:[-+*/^].*)\b[A-Za-z]\b|\b[A-Za-z]\b.*[-+*/^]")
+"""A left-hand side that is an equation's, 3x - 4y = 7, and not what is computed: x = 7."""
+
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 
 _LATEX_WORDS = (
-    (re.compile(r"\\(?:left|right|displaystyle|[,;:! ])"), ""),
+    (re.compile(r"(?<!\\)\\(?:left|right|displaystyle|[,;:! ])"), ""),
     (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}"), r" \1"),
+    (_TEXT, r" \1"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), "°"),
-    (re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*[23]\s*\}|[23])"), ""),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\?[$£€¥]"), ""),
     (re.compile(r"[\u2212\u2013]"), "-"),
-    (re.compile(r"\*\*"), ""),
+    (re.compile(r"\*\*(?!\w)|(?<!\w)\*\*"), ""),
 )
 """Notation around numbers, and its replacement."""
+
+_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*[23]\s*\}|[23])")
+"""The exponent of a unit."""
+
+_FORMULA_WORDS = (
+    (re.compile(r"\s*\b(?:or|and)\b\s*"), ", "),
+    (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
+    (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
+)
+"""Notation in formulas that is not LaTeX, and its replacement."""
+
+_PROSE = re.compile(r"[A-Za-z]{2,}\s+(?!(?:or|and)\b)[A-Za-z]{2,}")
 
 
 def math_scorer(config: RewardConfig) -> Scorer:
     """1 if the response has the row's answer, else 0.
 
-    A row without an answer, or whose answer is not a rational number, has no reward.
+    A row without an answer, or whose answer is a sentence, has no reward.
     """
     column = config.reads_column or ""
 
     def score(episode: Episode) -> float | None:
-        gold = gold_answer(episode.extra.get(column))
-        return None if gold is None else float(response_answer(episode.response) == gold)
+        gold = episode.extra.get(column)
+        number = gold_answer(gold)
+        if number is not None:
+            return float(response_answer(episode.response) == number)
+        text = "" if gold is None or isinstance(gold, bool) else str(gold)
+        is_prose = _PROSE.search(_TEXT.sub("", text))
+        formula = _marked(text) or ("" if is_prose else text.strip())
+        return float(same_formula(formula, written(episode.response))) if formula else None
 
     return one_by_one(score)
 
 
 def gold_answer(gold: object) -> Fraction | None:
-    r"""The answer in a row: a number, its text, or a solution that ends in #### or \boxed{...}.
-
-    None where there is none. A text with several numbers and no mark is none: its last number
-    may not be the answer.
-    """
+    r"""The number that a row's answer is, or that its last \boxed{} or #### has; else None."""
     if gold is None or isinstance(gold, bool):
         return None
     text = str(gold)
@@ -86,17 +110,35 @@ def marked_answer(response: str) -> Fraction | None:
     return None if marked is None else read_number(marked)
 
 
+def same_formula(gold: str, answer: str) -> bool:
+    """Whether two formulas or words are the same, as they are written or mean the same."""
+    one, other = (_plain(text, _FORMULA_WORDS) for text in (gold, answer))
+    if "".join(one.split()).lower() == "".join(other.split()).lower():
+        return True
+    return max(len(one), len(other)) <= LONGEST and symbolic.equal(one, other)
+
+
+def written(response: str) -> str:
+    r"""The marked answer, else the last formula in dollars, \(\) or \[\], else the last line."""
+    marked = _marked(response)
+    if marked is not None:
+        return marked
+    formulas = [next(filter(None, found.groups())) for found in _FORMULA.finditer(response)]
+    return (formulas or response.strip().splitlines() or [""])[-1]
+
+
 def last_number(response: str) -> Fraction | None:
     """The last number among the words of a response, marked or not."""
-    last = None
-    for match in _IN_TEXT.finditer(_plain(response)):
-        last = match.group()
-    return None if last is None else read_number(last)
+    found = [match.group() for match in _IN_TEXT.finditer(_plain(response))]
+    return read_number(found[-1]) if found else None
 
 
 def read_number(text: str) -> Fraction | None:
     """The number in `text`, which may have a unit or a left-hand side: `x = 3 1/2 cm`."""
-    text = _plain(text).rpartition("=")[2].strip().rstrip(".").strip()
+    left, _, right = _POWER.sub("", _plain(text)).rpartition("=")
+    if _TERM.search(left):
+        return None
+    text = right.strip().rstrip(".").strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()
     match = _NUMBER.match(text)
@@ -108,30 +150,26 @@ def read_number(text: str) -> Fraction | None:
 
 def _value(match: re.Match[str]) -> Fraction | None:
     """The number of a match, without its sign."""
-    above, below, one, other = match.groups()[2:6]
-    if above is None:
-        above, below = one, other
-    if above is not None:
-        return _sum(match["whole"] or "0", above, below)
-    if match["mixed"] is not None:
-        return _sum(match["mixed"], match["above"], match["below"])
-    if match["dividend"] is not None:
-        return _sum("0", match["dividend"], match["divisor"])
+    latex, digits = match.groups()[2:4], match.groups()[4:6]
+    for above, below in (
+        latex,
+        digits,
+        match.group("above", "below"),
+        match.group("dividend", "divisor"),
+    ):
+        if above is not None:
+            divisor, whole = _exact(below), _exact(match["whole"] or match["mixed"] or "0")
+            return None if divisor == 0 else whole + _exact(above) / divisor
     power = int(match["power"] or 0)
     return None if abs(power) > LONGEST else _exact(match["decimal"]) * Fraction(10) ** power
-
-
-def _sum(whole: str, above: str, below: str) -> Fraction | None:
-    divisor = _exact(below)
-    return None if divisor == 0 else _exact(whole) + _exact(above) / divisor
 
 
 def _exact(decimal: str) -> Fraction:
     return Fraction(decimal.replace(",", "").removesuffix("."))
 
 
-def _plain(text: str) -> str:
-    for pattern, meaning in _LATEX_WORDS:
+def _plain(text: str, further: Sequence[tuple[re.Pattern[str], str]] = ()) -> str:
+    for pattern, meaning in (*_LATEX_WORDS, *further):
         text = pattern.sub(meaning, text)
     return text
 

@@ -186,14 +186,10 @@ def score(
     batches = list(batches)
     for source in sources:
         if source.kind == "model":
-            results[source.name] = _score_by_model(source, itertools.chain(*batches))
+            from inference.reward_model import score_responses
+
+            assert source.path is not None
+            dialogues = [(each.prompt, each.response) for batch in batches for each in batch]
+            scores = score_responses(source.path, dialogues)
+            results[source.name] = Scored([*scores], [None] * len(dialogues))
     return batches, {source.name: results[source.name] for source in sources}
-
-
-def _score_by_model(source: RewardConfig, episodes: Iterable[Episode]) -> Scored:
-    """The raw scores of a reward model."""
-    from inference.reward_model import score_responses
-
-    assert source.path is not None
-    dialogues = [(episode.prompt, episode.response) for episode in episodes]
-    return Scored([*score_responses(source.path, dialogues)], [None] * len(dialogues))

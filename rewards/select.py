@@ -215,9 +215,9 @@ def summary(
     lines += [f"skipped     {number:,} with {why}" for why, number in left_out.items()]
     if rows:
         # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only lower it.
-        bound = math.log(n) - (n - 1) / n
         more = "; more if prompts are skipped" if len(rows) < len(candidates) else ""
-        lines.append(f"KL          at most log {n} - {n - 1}/{n} = {bound:.3f} nats{more}")
+        bound = f"log {n} - {n - 1}/{n} = {math.log(n) - (n - 1) / n:.3f} nats{more}"
+        lines.append(f"KL          at most {bound}")
     return lines
 
 

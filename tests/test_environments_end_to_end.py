@@ -26,9 +26,12 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        (("rewards.environments.games", "--rows", "400"), ("--config", "guessing-grpo.yaml")),
         (
-            ("pipeline.demo.arithmetic", "--calculator", "true"),
+            (str(ROOT / "scripts/guessing_rows.py"), "rows", "400"),
+            ("--config", "guessing-grpo.yaml"),
+        ),
+        (
+            ("-m", "pipeline.demo.arithmetic", "--calculator", "true", "--out", "rows"),
             ("--method", "grpo", "--environment", "calculator", "--reward", "math"),
         ),
     ],
@@ -36,8 +39,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 def test_an_example_runs_from_its_rows_to_the_report(
     tmp_path: Path, rows: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
-    module, *settings = rows
-    written = run_command("-m", module, *settings, "--out", "rows", cwd=tmp_path)
+    written = run_command(*rows, cwd=tmp_path)
     assert written.returncode == 0, written.stderr
 
     done = run_command(str(ROOT / "train.py"), *options, *SHORT, cwd=tmp_path)

@@ -20,7 +20,7 @@ def run(directory: Path, *words: str) -> CompletedProcess[str]:
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """GSM8K's form: a solution that ends in the answer; the third has none that can be read."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    answers = ["3 * 6 = 18\n#### 18", "#### 1,000", "either 5 or 6", "#### 7"]
+    answers = ["3 * 6 = 18\n#### 18", "#### 1,000", "either of them", "#### 7"]
     lines = [json.dumps({"question": "How many?", "answer": answer}) for answer in answers]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     return tmp_path
