@@ -249,7 +249,7 @@ class Models:
             models.append(cast("Policy", self.reference.engine.model).model)
         if self.critic is not None:
             models.append(self.value_model)
-        return current_mesh().stages.size == 1 and all(map(is_ragged, models))
+        return all(map(is_ragged, models))
 
     @property
     def trained(self) -> dict[str, Engine]:

@@ -22,12 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.models.adapters.quantized import num_weights
-from pipeline.models.forward.attention import Ragged
 from pipeline.models.forward.forward import (
     SCORE_HEAD,
     Backbone,
     base_model,
     ragged_inputs,
+    ragged_layout,
     require_context,
 )
 from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
@@ -106,8 +106,8 @@ class StageModule(nn.Module):
         """Output of the stage's last block for a batch."""
         plain = base_model(self.model)
         require_context(plain, batch)
-        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
-        return cast("Backbone", plain.base_model)(**ragged_inputs(batch, ragged))[0]
+        inputs = ragged_inputs(batch, ragged_layout(batch, self.kernels))
+        return cast("Backbone", plain.base_model)(**inputs)[0]
 
 
 @dataclass(frozen=True)
