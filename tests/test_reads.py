@@ -9,14 +9,11 @@ import pytest
 from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo.train import train as train_ppo
-from step3_preference.train import train as train_preference
 from tests.reads import Reads
 from tests.step1_sft.test_train import small_task as sft_task
 from tests.step2_reward.test_train import small_task as reward_task
 from tests.step3_ppo.test_every_method import make_config as ppo_method
 from tests.step3_ppo.toy import save_models
-from tests.step3_preference.toy import save_toy
-from tests.step3_preference.toy import toy_config as preference_method
 
 Task = Callable[[Path, int], Any]
 """The settings of a step in a directory, with that many rows in a micro-batch."""
@@ -27,14 +24,6 @@ OF_THE_HOST = {
     "step3_ppo/experience.py: minibatch",
 }
 """These read rows and lengths, which are always on the host."""
-
-
-def _preference(method: str) -> Task:
-    def task(directory: Path, size: int) -> Any:
-        save_toy(directory)
-        return preference_method(directory, method, max_steps=2, micro_batch_size=size)
-
-    return task
 
 
 def _ppo(method: str) -> Task:
@@ -59,13 +48,7 @@ def _reward(directory: Path, size: int) -> Any:
     [
         pytest.param(train_sft, _sft, "learn_from", 2, id="sft"),
         pytest.param(train_reward, _reward, "learn", 2, id="reward"),
-        pytest.param(
-            train_preference, _preference("kto"), "learn", 2, id="kto", marks=pytest.mark.grid
-        ),
         pytest.param(train_ppo, _ppo("ppo"), "update_policy", 4, id="ppo", marks=pytest.mark.grid),
-        pytest.param(
-            train_ppo, _ppo("gspo"), "update_policy", 2, id="gspo", marks=pytest.mark.grid
-        ),
     ],
 )
 def test_more_micro_batches_have_the_host_wait_no_more_often(

@@ -63,7 +63,10 @@ def export_verified(
     ours = _trained_outputs(passes, batch.to(local_device()), labels=labels)
     is_rounded = next(model.parameters()).dtype != torch.float32 or bool(quantized_layers(model))
     tolerance = ROUNDED[kind] if is_rounded or ours.device.type != "cpu" else TOLERANCE
-    wrong = _difference(directory, batch, ours.cpu(), kind, tolerance) if world.rank == 0 else ""
+    wrong = ""
+    if world.rank == 0:
+        trusted = type(plain).__module__.startswith("transformers_modules")
+        wrong = _difference(directory, batch, ours.cpu(), kind, tolerance, trusted=trusted)
     if wrong := world.gather_objects(wrong)[0]:
         raise ModelError(
             f"{directory} {wrong}; this is a bug of the export: please report it; the step's"
@@ -87,7 +90,7 @@ def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tenso
 
 
 def _difference(
-    directory: Path, batch: TokenBatch, ours: Tensor, kind: str, tolerance: float
+    directory: Path, batch: TokenBatch, ours: Tensor, kind: str, tolerance: float, *, trusted: bool
 ) -> str:
     """How the written model's outputs differ from `ours`; empty if they don't."""
     began = time.perf_counter()
@@ -96,7 +99,7 @@ def _difference(
         logger.info("%s is not compared with the trained model: memory is too small", directory)
         return ""
     try:
-        theirs = _written_outputs(directory, batch, kind)
+        theirs = _written_outputs(directory, batch, kind, trusted=trusted)
     except Exception as error:  # transformers may raise anything
         if is_out_of_memory(error):
             raise
@@ -114,11 +117,14 @@ def _difference(
 
 
 @torch.no_grad()
-def _written_outputs(directory: Path, batch: TokenBatch, kind: str) -> Tensor:
-    """Outputs of the directory's model for the padded texts, like `_trained_outputs`."""
+def _written_outputs(directory: Path, batch: TokenBatch, kind: str, *, trusted: bool) -> Tensor:
+    """Outputs of the directory's model for the padded texts, like `_trained_outputs`.
+
+    `trusted` says that the trained model has Python code of its own, which the user trusts.
+    """
     auto: Any = AutoModelForSequenceClassification if kind == SCORES else AutoModelForCausalLM
     with errors_only():
-        model = auto.from_pretrained(directory).eval()
+        model = auto.from_pretrained(directory, trust_remote_code=trusted).eval()
     ids, real = pad(batch.input_ids.split(batch.lengths))
     padding = model.config.get_text_config().pad_token_id
     ids = ids if padding is None else ids.masked_fill(~real, padding)

@@ -4,16 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pipeline.config import ParallelConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import Policy, Scorer, base_model
-from pipeline.models.passes import make_passes
+from pipeline.models.passes import Passes, make_passes
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
 from pipeline.system.errors import ModelError
 from tests.families import saved, tiny_causal_lm, tiny_classifier
+from tests.pipeline.models.hf.test_remote_code import foreign
+
+__all__ = ["foreign"]  # a fixture
 
 MAKE = {
     "log-probabilities": (tiny_causal_lm, trained_causal_lm, Policy),
@@ -21,18 +25,32 @@ MAKE = {
 }
 
 
+def exported(config: TrainedModelConfig, kind: str, out: Path) -> tuple[Passes, nn.Module]:
+    """Export a model of an engine, compared."""
+    _, trained, wrap = MAKE[kind]
+    model = trained(config, build_tokenizer(), device=torch.device("cpu"), seed=0)
+    mesh, parallel = current_mesh(), ParallelConfig()
+    passes = make_passes(model, config, parallel, mesh, wrap, total_steps=1, name="it")
+    export_verified(passes, model, build_tokenizer(), out)
+    return passes, model
+
+
+@pytest.mark.usefixtures("foreign")
+def test_a_model_with_code_of_its_own_is_compared(tmp_path: Path) -> None:
+    config = TrainedModelConfig(path=str(tmp_path / "model"), trust_remote_code=True)
+    exported(config, "log-probabilities", tmp_path / "out")
+    assert (tmp_path / "out" / "own.py").is_file()
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_an_export_that_differs_is_an_error(
     kind: str, precision: Precision, tmp_path: Path
 ) -> None:
-    make, trained, wrap = MAKE[kind]
-    path = saved(make("llama", vocab_size=1280), tmp_path / "start")
-    config, parallel = TrainedModelConfig(path=path, precision=precision), ParallelConfig()
-    model = trained(config, build_tokenizer(), device=torch.device("cpu"), seed=0)
-    passes = make_passes(model, config, parallel, current_mesh(), wrap, total_steps=1, name="it")
+    path = saved(MAKE[kind][0]("llama", vocab_size=1280), tmp_path / "start")
+    config = TrainedModelConfig(path=path, precision=precision)
 
-    export_verified(passes, model, build_tokenizer(), tmp_path / "out")
+    passes, model = exported(config, kind, tmp_path / "out")
     norm = base_model(model).get_submodule("model.norm")
     norm.register_forward_hook(lambda _, __, hidden: 2 * hidden)  # not in the export
 
