@@ -61,7 +61,9 @@ def scored(config: RewardConfig, *, stopped: bool) -> list[float]:
 
 
 def scorer(config: RewardConfig) -> Scorer:
-    return Scorer(load_classifier(FrozenModelConfig(path=config.model.path), device=CPU))
+    return Scorer(
+        load_classifier(FrozenModelConfig(path=config.model.path), device=CPU, num_labels=1)
+    )
 
 
 def test_answers_without_an_end_do_not_enter_the_moments(tmp_path: Path) -> None:

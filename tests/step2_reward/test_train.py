@@ -70,7 +70,7 @@ def logged(config: RewardConfig, name: str) -> list[float]:
 @torch.no_grad()
 def test_accuracy_is_the_share_of_pairs_in_order(tmp_path: Path) -> None:
     config = small_task(tmp_path)
-    model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU)
+    model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU, num_labels=1)
     one, two = random_rows((4, 6))
     scores = Scorer(model).final_scores(collate_rows([Row((one, two), (0.0,))], [0]).tokens)
     better, worse = (one, two) if scores[0] > scores[1] else (two, one)

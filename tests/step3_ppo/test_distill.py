@@ -63,7 +63,7 @@ def test_the_gradient_is_that_of_each_tokens_log_ratio_and_none_later(
 
 @pytest.mark.jobs
 def test_a_student_approaches_a_teacher_that_is_less_certain(toy: Path, tmp_path: Path) -> None:
-    config = taught(toy, tmp_path, rollout_size=64, batch_size=64, micro_batch_size=64)
+    config = taught(toy, tmp_path, rollout_size=128, batch_size=128, micro_batch_size=64)
     config = replace(
         config, actor=replace(config.actor, optim=replace(config.actor.optim, lr=5e-3))
     )
@@ -74,7 +74,7 @@ def test_a_student_approaches_a_teacher_that_is_less_certain(toy: Path, tmp_path
     for seed in range(20):
         rollout = sampled(models, config, seed=seed)
         course.append(kl_statistics(rollout.experience)["kl"])
-        updated(models, rollout, config, rows=range(64))
+        updated(models, rollout, config, rows=range(128))
 
     assert 0 < sum(course[-3:]) < 0.7 * sum(course[:3]), course
 
