@@ -41,7 +41,7 @@ _UNIT = re.compile(
 """Units that may follow a number; variables may not: 2x, 3xy."""
 
 _TERM = re.compile(r"\d(?<![A-Za-z\d]\d)[A-Za-z]\b|(?:[-+*/^].*)\b[A-Za-z]\b|\b[A-Za-z]\b.*[-+*/^]")
-"""A left-hand side that is an equation's, 3x - 4y = 7, and not what is computed: x = 7."""
+"""Matches the left-hand side of an equation, 3x - 4y = 7, but not of an assignment, x = 7."""
 
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 

@@ -101,10 +101,11 @@ def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBat
 
 
 def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]:
-    """Adjacent rows with the same prompt, as many as have `max_tokens` tokens without sharing it.
+    """Divide rows into units of adjacent ones with the same prompt.
 
-    The limit is that of rows with separate prompts, so that logits and activations of responses
-    need no more memory than theirs.
+    A unit has at most `max_tokens` tokens, unless it is a single row. The prompt counts once per
+    row, although it is shared: the responses of a micro-batch then take no more memory than those
+    of separate rows.
     """
     units: list[list[int]] = []
     for run in _same_prompt(rows):
