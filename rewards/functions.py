@@ -171,8 +171,10 @@ def read_function(config: RewardConfig) -> FunctionFile:
     read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     needed = tuple(name for name in names if name in read - optional - _GENERATED)
     if family == "trl" and arguments.kwarg:
-        pattern = rf"\b{arguments.kwarg.arg}\[['\"](\w+)['\"]\]"
-        needed += tuple(sorted({*re.findall(pattern, ast.unparse(node))} - _TRAINERS_OWN))
+        text, kwarg = ast.unparse(node), arguments.kwarg.arg
+        if not re.search(rf"try:| in {kwarg}\b(?!\[)", text):  # else it handles a missing column
+            found = re.findall(rf"\b{kwarg}\['(\w+)'\]", text)
+            needed += tuple(sorted({*found} - _TRAINERS_OWN))
     given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
     return FunctionFile(file.file, file.name, file.text, *given)
 

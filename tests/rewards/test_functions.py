@@ -106,6 +106,7 @@ VERL_ROW = {
         ("def score(completions, missing): return [0.0 for _ in missing]", {"missing"}, None),
         ("def score(completions, **k): return [0.0 for _ in k['missing']]", {"missing"}, None),
         ("def score(completions, **k): return [float(i) for i in k['index']]", {"index"}, 3.0),
+        ("def score(completions, **k): return [k['x'] if 'x' in k else 4.0]", set(), 4.0),
     ],
 )
 def test_required_parameters_are_columns_also_of_nested_ones(
