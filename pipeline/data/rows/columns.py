@@ -38,7 +38,7 @@ _CALLS = ("tool_calls", "tool_call", "function_call")
 """Keys of a turn with tool calls, and roles of turns whose content is a call."""
 _LEARNED = ("weight", "loss", "train", "training")
 """Keys that say whether a turn is trained, in files for OpenAI, ms-swift and Axolotl."""
-_MASKS = re.compile("train|loss|mask|ignore")
+_MASKS = re.compile("(^|_)(train|loss|mask|ignore)")
 """Part of the name of any other key with this meaning, which is refused."""
 _WITH_TEXT = {"content", "value", *_CALLS}
 _OF_TOOLS = ("name", "tool_call_id")

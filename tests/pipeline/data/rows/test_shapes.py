@@ -321,11 +321,11 @@ def test_reasoning_in_a_turn_is_read(turn: dict[str, Any]) -> None:
 
 def test_keys_of_turns_that_nothing_reads_are_reported_like_columns() -> None:
     reading = Reading()
-    said = {"role": "user", "content": "Q", "id": 3, "thinking": None, "reasoning": "no"}
-    row = {"messages": [said, {**turns(GOOD_PAIR)[0], "loss": True}], "topic": "x"}
+    said = {"role": "user", "content": "Q", "strain": 3, "thinking": None, "reasoning": "no"}
+    row = {"messages": [said, {**turns(GOOD_PAIR)[0], "loss": True}], "t": "x"}
 
     assert read_row(Row(row, ""), {}, reading) == Example((QUESTION,), (GOOD,))
-    assert reading.columns - reading.used == {*("messages[].id", "messages[].reasoning", "topic")}
+    assert reading.columns - reading.used == {*("messages[].strain", "messages[].reasoning", "t")}
 
 
 @pytest.mark.parametrize(
