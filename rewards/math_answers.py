@@ -15,7 +15,7 @@ from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
 
 LONGEST = 300
-"""Maximum characters in a number, and its largest power of ten."""
+"""Maximum characters in an answer, and the largest power of ten of a number."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _LATEX = r"\\frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d)\s*(\d))"
@@ -151,12 +151,8 @@ def read_number(text: str) -> Fraction | None:
 def _value(match: re.Match[str]) -> Fraction | None:
     """The number of a match, without its sign."""
     latex, digits = match.groups()[2:4], match.groups()[4:6]
-    for above, below in (
-        latex,
-        digits,
-        match.group("above", "below"),
-        match.group("dividend", "divisor"),
-    ):
+    mixed, quotient = match.group("above", "below"), match.group("dividend", "divisor")
+    for above, below in (latex, digits, mixed, quotient):
         if above is not None:
             divisor, whole = _exact(below), _exact(match["whole"] or match["mixed"] or "0")
             return None if divisor == 0 else whole + _exact(above) / divisor
