@@ -336,7 +336,7 @@ def finish(
             **_before_and_after(before, after),
             ("pairs" if name == "pairs" else "rows"): len(training.held_out),
             "labels": name,
-            "best_step": best.step if config.keep_best else best.last_step,
+            "best_step": best.exported_step,
             **({f"score_{key}": x for key, x in vars(moments).items()} if moments else {}),
             **_trust(measured[0]),
         }

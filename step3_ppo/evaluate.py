@@ -308,7 +308,7 @@ class Evaluator:
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
         run.evaluated(run.step, evaluation, details={"eval_by_prompt": exported})
-        changed = self.best.step != self.best.last_step or guards.stopped
+        changed = self.best.exported_step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.first, changed=changed)
         before = name_start(self.config.actor.path, self.config.base)
         responses = {before: self.before, self.config.step_name: after}

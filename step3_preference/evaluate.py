@@ -245,6 +245,8 @@ class Evaluator:
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
         self.watched = self.held_out.on(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
+        self.rows_at: dict[int, dict[str, float]] = {}
+        """Metrics of the held-out rows by step; without the evaluations of a resumed run."""
 
     @property
     def best(self) -> BestWeights:
@@ -259,7 +261,7 @@ class Evaluator:
             ConfigError: the run resumes and its starting model no longer exists.
         """
         start = checkpoints.require_same_start(self.config.model)
-        self.first = checkpoints.once("rows", self._rows)
+        self.first = self.rows_at[0] = checkpoints.once("rows", self._rows)
         check_start(self.config.model.path, self.first)
         self.before = HeldOutResponses.read(
             checkpoints.once("before", lambda: asdict(self.held_out.answer_all()))
@@ -282,6 +284,7 @@ class Evaluator:
         if not self.training.evaluates_after(step):
             return {}
         figures = self._rows()
+        self.rows_at[step] = {**figures}
         self.best.update(figures["loss"], step=step)
         details: dict[str, object] = {}
         if self.watched.prompts:
@@ -297,8 +300,12 @@ class Evaluator:
 
     def end(self, run: Run, guards: Guards) -> None:
         """Evaluate the exported actor and the base on all prompts; write samples and the result."""
-        rows, after, config = self._rows(), self.held_out.answer_all(), self.config
-        best = self.best
+        best, config = self.best, self.config
+        # A guard that stops the run loads an earlier state.
+        changed = guards.stopped and not best.keep
+        rows = None if changed else self.rows_at.get(best.exported_step)
+        rows = self._rows() if rows is None else rows
+        after = self.held_out.answer_all()
         evaluation = {
             **self._summary(after),
             **{f"{name}_before": self.first[name] for name in ("accuracy", "margin")},
@@ -307,7 +314,7 @@ class Evaluator:
             **{f"{name}_before": self.first[name] for name in ("logp_chosen", "logp_rejected")},
             **{f"{name}_after": rows[name] for name in ("logp_chosen", "logp_rejected")},
             "pairs": len(self.training.held_out),
-            "best_step": best.step if config.keep_best else best.last_step,
+            "best_step": best.exported_step,
         }
         exported = self.held_out.by_prompt(after.sampled)
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
@@ -315,9 +322,8 @@ class Evaluator:
         ended = run.step if guards.stopped else run.total_steps
         run.evaluated(ended, plain, details=details)
         warn_if_not_improved(self.first, rows, best, config)
-        tasks = self.tasks.summary(
-            self.first_tasks, changed=best.step != best.last_step or guards.stopped
-        )
+        changed = best.exported_step != best.last_step or guards.stopped
+        tasks = self.tasks.summary(self.first_tasks, changed=changed)
         before = name_start(config.model.path, config.base)
         responses = {before: self.before, config.step_name: after}
         base = None if before == "base" else responses_of_base(self.held_out, config.base)

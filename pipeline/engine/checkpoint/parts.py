@@ -62,6 +62,11 @@ class BestWeights:
         self.weights: list[Tensor] = []
         """Copies of `engine.masters()`; empty before the first evaluation."""
 
+    @property
+    def exported_step(self) -> int:
+        """Step of the weights to export: the best one, or the last one evaluated."""
+        return self.step if self.keep else self.last_step
+
     def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
         """Keep the current weights if `value` is lower than the best so far.
 
