@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from pipeline.engine.checkpoint.history import candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
-from pipeline.settings.fields import flatten, plain
+from pipeline.settings.fields import flatten, list_settings, plain, without_defaults
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
 from pipeline.system.signals import ExitOnSignal
@@ -270,16 +270,21 @@ class Run:
 def changed_settings(config: StepConfig) -> dict[str, object]:
     """Dotted names and values of the settings that differ from the step's defaults.
 
-    Settings of models that the step does not load are omitted.
+    Settings of models that the step does not load are omitted. Those in a section that is null by
+    default, or in a list, are compared to the defaults of their class.
     """
+    settings = {setting.name: setting for setting in list_settings(type(config))}
     defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
-    unused = config.unused_roles
-    return {
-        name: value
-        for name, value in flatten(plain(config)).items()
-        if (name not in defaults or defaults[name] != value)
-        and name.partition(".")[0] not in unused
-    }
+    changed: dict[str, object] = {}
+    for name, value in flatten(plain(config)).items():
+        setting, section = settings.get(name), name.rpartition(".")[0]
+        default, is_first = defaults.get(name, MISSING), False
+        if setting and section in defaults:  # null by default; its first setting shows it is on
+            default = plain(setting.default)
+            is_first = not any(other.startswith(f"{section}.") for other in changed)
+        if (value != default or is_first) and name.partition(".")[0] not in config.unused_roles:
+            changed[name] = without_defaults(setting and setting.kind, value)
+    return changed
 
 
 def _finite(value: object) -> object:

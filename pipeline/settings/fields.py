@@ -192,9 +192,8 @@ def as_options(config: object) -> list[Option]:
         if name in usual and usual[name] == value:
             continue
         kind = without_none(hints.get(name))
-        item = items_class(kind)
-        if item is not None:
-            words = [json.dumps([_given(each, item) for each in value])]
+        if items_class(kind) is not None:
+            words = [json.dumps(without_defaults(kind, value))]
         elif value is None or isinstance(value, bool):
             words = [json.dumps(value)]
         elif _are_words(value) and typing.get_args(kind)[:1] == (str,):
@@ -207,10 +206,13 @@ def as_options(config: object) -> list[Option]:
     return options
 
 
-def _given(item: Mapping[str, Any], item_class: type) -> dict[str, Any]:
-    """The settings of a list item that differ from the defaults of its class."""
+def without_defaults(kind: object, value: Any) -> Any:  # noqa: ANN401
+    """A list of dataclasses without the settings that have their class's defaults."""
+    item_class = items_class(without_none(kind))
+    if item_class is None:
+        return value
     defaults = {each.name: plain(each.default) for each in dataclasses.fields(item_class)}
-    return {name: value for name, value in item.items() if value != defaults[name]}
+    return [{k: x for k, x in item.items() if x != defaults[k]} for item in value]
 
 
 def _are_words(value: object) -> bool:

@@ -147,9 +147,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     assert f"-m tests.pipeline.toy_step --output_dir {out}/step2_reward" in " ".join(
         said.replace("\\\n", " ").split()
     )
-    assert "  model      embedded, ZeRO stage 0\n" in said
     assert "Memory of each process" in said
-    assert "model              1.0M parameters" in said
     assert "weights                  3.6" in said
 
 

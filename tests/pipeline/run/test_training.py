@@ -16,7 +16,6 @@ from pipeline.run.training import EVALUATIONS, SHARE, evaluation_interval
         (None, 1600, 768 / 16 / 3, 200),  # 8 % of 1600 steps pay for eight of sixteen steps each
         (None, 40, 0.4, 5),
         (None, 4, 0.25, 4),  # one would be 6 %, and the last is due anyway
-        (None, 10_000, 0.01, 1000),
         (0, 800, 1.0, 800),
         (7, 800, 1e9, 7),  # a requested option applies, whatever it costs
     ],
