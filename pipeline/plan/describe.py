@@ -1,9 +1,10 @@
 """Describes the plan of a run: commands, models, data, steps, time, memory.
 
 The time of a step is a coarse count of operations: two per weight and token for a forward pass,
-four for a backward pass, at a fraction of the device's peak, with a minimum time for each block of
-each pass. Unknown quantities, such as the length of responses, are taken from the settings. The
-result is accurate within a factor of two or three.
+four for a backward pass (two if only adapters are trained), at a fraction of the device's peak,
+with a minimum time for each block of each pass. The responses of a group share their prompt.
+Unknown quantities, such as the length of responses, are taken from the settings. The result is
+accurate within a factor of two or three.
 """
 
 import math
@@ -75,20 +76,23 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     generation = work.generation
     new_tokens = RESPONSE * generation.new_tokens if generation is not None else 0.0
     row = prompt_tokens + (new_tokens if work.generates_first else 0.0)
+    group = generation.group_size if generation is not None else 1
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
         """Seconds of `times` forward passes over rows."""
         most = work.micro_batch_size * work.length * work.sequences_per_row
         least = max(1, math.ceil(rows * row / most)) * model.shape.layers * BLOCK_SECONDS
-        return times * max(least, rows * row * 2 * model.parameters / flops)
+        is_judge = model.use.scores and model.trained is None
+        tokens = rows * row if is_judge else rows * (row - (1 - 1 / group) * prompt_tokens)
+        return times * max(least, tokens * 2 * model.parameters / flops)
 
-    def generate(prompts: int) -> float:
+    def generate(prompts: int, group: int = 1) -> float:
         """Seconds to read prompts and to run a pass for each token of the responses."""
         model = next((each for each in models if generation and each.role == generation.role), None)
         if generation is None or model is None:
             return 0.0
         passes = -(-prompts // max(1, min(generation.slots, prompts))) * new_tokens
-        all_tokens = prompts * (prompt_tokens + new_tokens)
+        all_tokens = prompts * (prompt_tokens / group + new_tokens)
         return max(
             passes * model.shape.layers * BLOCK_SECONDS, all_tokens * 2 * model.parameters / flops
         )
@@ -96,18 +100,21 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     rows, held_out = (
         -(-count // work.world) for count in (work.iteration_rows, preview.held_out(config))
     )
-    evaluations = 2 + (steps // config.eval_every if config.eval_every else 0)
+    between = steps // config.eval_every if config.eval_every else 1
     waits = bubble(work.parallel.pp, work.micro_batches)
     learning = [model for model in models if model.trained is not None]
     seconds = START
     for model in learning:
-        recomputes = model.trained is not None and model.trained.gradient_checkpointing
-        passes = forward(model, rows, times=4 if recomputes else 3)
-        seconds += steps * work.epochs * passes / (1 - waits)
+        assert model.trained is not None
+        passes = (2 if model.trained.lora else 3) + model.trained.gradient_checkpointing
+        passes = work.epochs * passes - work.reuses_forward
+        seconds += steps * forward(model, rows, times=passes) / (1 - waits)
     seconds += steps * sum(forward(model, rows, times=model.use.scored) for model in models)
-    if work.generates_first:
-        return seconds + steps * generate(rows) + (1 + 2 * evaluations) * generate(held_out)
-    seconds += evaluations * forward(learning[0], held_out)
+    if work.generates_first:  # before and after, greedy and sampled; sampled by the base
+        complete = 4 + any(model.use.phase_only for model in models)
+        seconds += steps * generate(rows, group) + complete * generate(held_out)
+        return seconds + between * generate(min(rows, held_out))
+    seconds += (1 + between) * forward(learning[0], held_out)
     return seconds + (generate(generation.count) if generation is not None else 0.0)
 
 

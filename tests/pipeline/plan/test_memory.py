@@ -1,18 +1,23 @@
-"""The plan estimates memory first, refuses what can't fit, and chooses on request."""
+"""The plan estimates memory and time, refuses what can't fit, and chooses on request."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from pipeline.budget.fit import shortage
 from pipeline.config import TrainedModelConfig
-from pipeline.plan.describe import describe_plan, refusals
+from pipeline.data.sharing.steps import StageData
+from pipeline.plan.checks import Preview
+from pipeline.plan.describe import describe_plan, estimate, refusals
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 from tests.pipeline.stages import TOY_STAGES
+
+OPT = "facebook/opt-1.3b"
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +40,19 @@ def test_a_plan_for_other_machines_has_their_processes(tmp_path: Path) -> None:
     assert "--nnodes 2" in describe_plan(two)
 
 
+def test_the_prompt_of_a_group_counts_once(tmp_path: Path) -> None:
+    def seconds(group: int, tokens: float) -> Any:
+        words = f"--step 3 --method grpo --reward math --actor-model {OPT} --ppo.group_size {group}"
+        made = plan(tmp_path, f"{words} --ppo.max_steps 1")
+        preview = Preview(StageData([], [], []), row_tokens=tokens)
+        return estimate(made, made.stages[0], preview, flops=1e12)
+
+    two, sixteen = (seconds(group, 1000.0) - seconds(group, 0.0) for group in (2, 16))
+    assert two == pytest.approx(8 * sixteen)
+
+
 def test_what_cant_fit_is_refused_with_the_cheapest_change_that_does(tmp_path: Path) -> None:
-    words = "--step 1 --actor-model facebook/opt-1.3b --plan-for 1xT4-16GB"
+    words = f"--step 1 --actor-model {OPT} --plan-for 1xT4-16GB"
 
     (sentence,) = refusals(plan(tmp_path, words))
 
@@ -65,7 +81,7 @@ def test_a_start_that_cant_fit_ends_before_it_begins(
 @pytest.mark.jobs
 def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
     def chosen(machine: str) -> tuple[TrainedModelConfig, int]:
-        words = f"--step 1 --actor-model facebook/opt-1.3b --plan auto --plan-for {machine}"
+        words = f"--step 1 --actor-model {OPT} --plan auto --plan-for {machine}"
         config = plan(tmp_path, words).configs["step1_sft"]
         assert isinstance(config, SFTConfig)
         return config.model, config.micro_batch_size
@@ -81,7 +97,7 @@ def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("words", ["", "--step 1 --actor-model facebook/opt-1.3b"])
+@pytest.mark.parametrize("words", ["", f"--step 1 --actor-model {OPT}"])
 def test_what_auto_chose_fits_and_is_written_as_a_file(tmp_path: Path, words: str) -> None:
     automatic = plan(tmp_path, f"{words} --plan auto --plan-for 1xRTX3090-24GB+256GB")
 

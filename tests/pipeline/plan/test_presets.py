@@ -42,11 +42,9 @@ def file_of(directory: Path, text: str) -> str:
     ("argv", "text", "config"),
     [
         (("dpo", "--preference.model.path", OWN), "", PreferenceConfig()),
-        (("kto", "--actor-model", OWN), "", PreferenceConfig(method="kto")),
         (("orpo", "--actor-model", OWN), "", PreferenceConfig()),
         (("dpo",), f"preference: {{model: {{path: {OWN}}}}}", PreferenceConfig()),
         (("dpo",), f"methods: {{dpo: {{model: {{path: {OWN}}}}}}}", PreferenceConfig()),
-        (("dpo", "--methods.dpo.model.path", OWN), "", PreferenceConfig()),
         (("grpo", *MATH, "--ppo.actor.path", OWN), "", PPOConfig()),
         (("grpo", *MATH, "--actor-model", OWN), "", PPOConfig()),
     ],
@@ -74,7 +72,6 @@ def test_a_preset_is_for_the_models_that_come_from_the_embedded_one(tmp_path: Pa
     assert plan.notes == ("preset configs/embedded.yaml, for the embedded model: step 1, step 3",)
     assert mixed["step1_sft"]["model.optim.lr"] == 3e-3
     assert mixed["step2_reward"]["model.optim.lr"] == reward.model.optim.lr == 1e-5
-    assert mixed["step2_reward"]["batch_size"] == reward.batch_size
     assert (mixed["step3_ppo"]["actor.optim.lr"], mixed["step3_ppo"]["max_steps"]) == (2e-4, 40)
     assert mixed["step3_ppo"]["critic.optim.lr"] == 9e-6  # which starts from the reward model
     assert all(step["data.path"] == ["embedded"] for step in mixed.values())
