@@ -26,7 +26,7 @@ LATEST = "latest"
 WRITING = ".writing-"
 REMOVING = ".removing-"
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_(\d{8})")
 _BASE = re.compile(r"base-[A-Za-z0-9_.-]+")
 _FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 _LABEL = re.compile(r"([^|\x00-\x1f\x7f]+)\|(\d+):(\d+)(?:@(\d+)/(\d+)/(\d+))?")
@@ -126,7 +126,7 @@ def steps_in(root: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{root} can't be read: {error.strerror}") from error
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+    return sorted(found, reverse=True)
 
 
 def remove(path: Path) -> None:

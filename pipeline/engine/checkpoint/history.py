@@ -14,7 +14,6 @@ from pipeline.engine.checkpoint.format import (
     Manifest,
     remove,
     step_name,
-    step_of,
     steps_in,
 )
 from pipeline.files.durable import replace_durably
@@ -89,7 +88,8 @@ def point_latest(root: Path, step: int) -> None:
 
 def healthy_up_to(root: Path, step: int) -> list[Path]:
     """The checkpoints up to `step` that were saved while the run was healthy, newest first."""
-    return [path for path in steps_in(root) if (step_of(path) or 0) <= step and _is_healthy(path)]
+    newest = step_name(step)
+    return [path for path in steps_in(root) if path.name <= newest and _is_healthy(path)]
 
 
 def needed_for_rollback(root: Path, step: int, *, margin: int | None) -> list[Path]:
@@ -101,7 +101,7 @@ def needed_for_rollback(root: Path, step: int, *, margin: int | None) -> list[Pa
     if margin is None:
         return []
     healthy = healthy_up_to(root, step)
-    behind = [path for path in healthy if (step_of(path) or 0) <= step - margin]
+    behind = [path for path in healthy if path.name <= step_name(step - margin)]
     return [path for path in healthy if path not in behind[1:]]
 
 
@@ -163,5 +163,5 @@ class RollbackRecord:
             point_latest(root, self.step)
         fault_point("rollback.before_removal")
         for path in steps_in(root):
-            if (step_of(path) or 0) > self.step:
+            if path.name > step_name(self.step):
                 remove(path)

@@ -261,11 +261,10 @@ class CheckpointWriter:
         spared = needed_for_rollback(self.root, step, margin=self._margin)
         good = 0
         for path in steps_in(self.root):
-            at = step_of(path) or 0
-            if at > step:
+            if path.name > step_name(step):
                 continue
             if good < self._keep_last:
-                good += at in self._committed or _verifies(path)
+                good += step_of(path) in self._committed or _verifies(path)
             elif path not in spared:
                 remove(path)
         try:
