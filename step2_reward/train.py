@@ -320,7 +320,6 @@ def finish(
     base_model(training.model).config.update(settings)
     training.export()
     moments = None
-    logger.info("weights are exported; measuring their scores on responses and held-out rows")
     if labels.gives_scores:
         moments = measure_scores(
             reward.scorer, rows.chat, rows.data.train, config, reward.objective

@@ -48,11 +48,6 @@ class PassCounts:
     refused: int = 0
     """Number of recordings that failed, or did not reproduce the modules' logits."""
 
-    @property
-    def share_replayed(self) -> float:
-        """Fraction of decoding passes that were replayed; 0 if there were none."""
-        return self.replayed / max(1, self.replayed + self.by_modules)
-
 
 class Stage(Enum):
     """The next kind of pass for a number of rows."""

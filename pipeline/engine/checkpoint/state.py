@@ -5,7 +5,6 @@ stage, on another number of processes and with other units. Each process writes 
 shard of every flat vector, even at stage 0.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -92,9 +91,6 @@ def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: Re
             out[places] = own[begin - low : end - low].to(out.device)
 
 
-logger = logging.getLogger(__name__)
-
-
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """Masters and moments of this process's pieces, and the model's buffers.
 
@@ -136,7 +132,6 @@ def describe(engine: Engine) -> dict[str, Any]:
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
         "scaler": engine.scaler.state_dict(),
-        "moments_kept": engine.optim.moments,
         "moments": sorted({kind for group in engine.groups for kind in group.named_moments()}),
         "counters": {
             name: group.counters() for group in engine.groups for name in group.flat.params
@@ -168,13 +163,6 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
         CheckpointError: the state is from another model.
     """
     _check(engine, described, checkpoint)
-    if described["moments_kept"] != engine.optim.moments:
-        logger.info(
-            "converting the moments of %s from %s to %s",
-            checkpoint.path,
-            described["moments_kept"],
-            engine.optim.moments,
-        )
     engine.zero.check_ready()
     engine.zero.updates += 1
     engine.steps = int(described["steps"])
