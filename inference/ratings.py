@@ -234,9 +234,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def export_rows(words: Sequence[str]) -> None:
-    """One row for each pair, by the majority of its raters, and for each correction."""
+    """Run `export`."""
     count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    files, about = list(words[:count]), (export_rows.__doc__ or "").strip()
+    files = list(words[:count])
+    about = "Write a row for each pair, by the majority of its raters, and for each correction."
     config = read_command(ExportConfig, words[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a file is missing: {USAGE}")
     ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])

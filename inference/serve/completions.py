@@ -394,15 +394,15 @@ class TextReply(Reply):
     def choice(self, number: int, piece: Piece) -> dict[str, Any]:
         """A complete response, after the prompt if it is echoed."""
         index, text, logprobs = number // self.per_prompt, piece.text, None
-        tokens: list[tuple[int, bytes, Reported | None]] = []
         if self.echoes is not None:
             text = self.echoes[index] + text
         if self.fields.logprobs is not None:
+            tokens: list[tuple[int, bytes, Reported | None]] = []
             if self.scores:
                 parts = self.served.view_bytes.of_all(self.prompts[index], begins=True)
                 tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
-            tokens += TextPosition(self.served, begins=False).tokens(piece)
-            logprobs = self._logprobs(TextPosition(self.served, self.echoes is None), tokens)
+            row = TextPosition(self.served, self.begins)
+            logprobs = self._logprobs(row, [*tokens, *row.tokens(piece)])
         return {"index": number, "text": text, "logprobs": logprobs, **self.end(piece)}
 
     def part(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -79,9 +80,8 @@ def on_one_machine(group: Group) -> bool:
     readable = True
     for pid, other_fd, expected in group.gather_objects((os.getpid(), fd, token)):
         try:
-            page = os.open(f"/proc/{pid}/fd/{other_fd}", os.O_RDWR | os.O_CLOEXEC)
-            readable = readable and os.pread(page, len(expected), 0) == expected
-            os.close(page)
+            with Path(f"/proc/{pid}/fd/{other_fd}").open("r+b") as page:
+                readable = readable and page.read(len(expected)) == expected
         except OSError:
             readable = False
     readable = all(group.gather_objects(readable))
