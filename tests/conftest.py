@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
@@ -50,3 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         jobs = Counter(item.path for item in items if item.get_closest_marker("jobs"))
         items.sort(key=lambda item: -jobs[item.path])
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models of step 3."""
+    from tests.step3_ppo.toy import save_models
+
+    directory = tmp_path_factory.mktemp("start")
+    save_models(directory)
+    return directory

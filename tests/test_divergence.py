@@ -17,15 +17,7 @@ from pipeline.report.results import Results, StepResult
 from pipeline.system.errors import EXIT_DIVERGED, DivergedError
 from tests.jobs import run_job
 from tests.sources import ROOT
-from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, run
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    save_models(directory)
-    return directory
 
 
 def spoiled(model: TrainedModelConfig, lr: float) -> TrainedModelConfig:

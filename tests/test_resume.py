@@ -30,7 +30,7 @@ from step3_ppo.train import train as train_ppo
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train as train_preference
 from tests.distributed import run_ranks
-from tests.step3_ppo.toy import FEW, save_models
+from tests.step3_ppo.toy import FEW
 
 DATA = replace(FEW, max_eval_rows=6, max_length=64)
 CUT = 2
@@ -135,13 +135,6 @@ def cut_off(whole: Path, out: Path) -> None:
     (out / "result.json").unlink()
     for path in out.rglob("model.safetensors"):
         path.unlink()
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    save_models(directory)
-    return directory
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from step2_reward.train import train as train_reward
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train as train_ppo
 from tests.distributed import run_ranks
-from tests.step3_ppo.toy import FEW, save_models
+from tests.step3_ppo.toy import FEW
 
 DATA = replace(FEW, max_eval_rows=14, max_length=64)
 SHORT: dict[str, Any] = {"data": DATA, "max_steps": 2, "batch_size": 8, "micro_batch_size": 1}
@@ -89,13 +89,6 @@ def weights(directory: Path) -> dict[str, str]:
     }
     assert found
     return found
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    save_models(directory)
-    return directory
 
 
 OFFLOAD = OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")

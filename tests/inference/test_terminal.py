@@ -2,13 +2,14 @@
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from inference.conversation import Conversation, Terminal
+from inference.conversation import HELP, Conversation, Terminal
 from tests.commands import run_command
 
 Type = Callable[..., list[str]]
@@ -44,13 +45,16 @@ def test_save_writes_the_messages_again_and_again_but_over_no_other_file(
         "Hi",
         f"/save {tmp_path / 'chat.json'}",
         f"/save {tmp_path / 'mine.txt'}",
+        f"/save {tmp_path / 'none' / 'chat.json'}",
     )
 
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert saved == [{"role": m.role, "content": m.content} for m in conversation.messages]
     assert [turn["role"] for turn in saved] == ["system", "user", "assistant"]
     assert (tmp_path / "mine.txt").read_text() == "precious"
-    assert printed[-1].endswith("mine.txt exists; choose another name)")
+    assert printed[1] == f"(saved 1 messages to {tmp_path / 'chat.json'})"
+    assert printed[-2].endswith("mine.txt exists; choose another name)")
+    assert printed[-1].endswith("chat.json can't be written: No such file or directory)")
 
 
 def test_commands_change_the_dialogue_and_its_settings(
@@ -75,7 +79,9 @@ def test_commands_change_the_dialogue_and_its_settings(
         "(/save needs a file name)",
         "Unknown command /none; see /help.",
     ]
-    enter("/system", "Hi", "tell me " * 999, "/quit", "/length 9")
+    told = "\n".join(enter("/system", "Hi", "tell me " * 999, "/help", "/quit", "/length 9"))
+    assert told.startswith("(no system message)\n")
+    assert re.search(rf"\n\(the message has \d+ tokens, .*\)\n{re.escape(HELP)}$", told)
     assert [message.role for message in conversation.messages] == ["user", "assistant"]
     assert conversation.sampling.max_new_tokens == 2
 

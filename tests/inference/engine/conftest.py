@@ -1,8 +1,19 @@
 """Fixtures of the generation tests."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from inference.engine import batch, decoder
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

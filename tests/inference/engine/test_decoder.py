@@ -76,7 +76,7 @@ def test_traces_and_graphs_have_the_tokens_of_the_modules(
         patch.setattr("inference.engine.slots.Decoder", partial(Decoder, capture=traced))
         patch.setenv(SWITCH, "off")  # a trace in place of a graph records operators only
         by_graphs, graph_passes = answered(model, slots=slots)
-    expected, passes = answered(watched(model), slots=slots)
+        expected, passes = answered(watched(model), slots=slots)
 
     for counts in (trace_passes, graph_passes):
         assert counts.replayed > 8

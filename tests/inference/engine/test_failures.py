@@ -1,9 +1,7 @@
 """A pass that fails ends what it was for, once, and leaves nothing behind."""
 
-import gc
 import traceback
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 
 from inference.engine.requests import Ended, Token
 from pipeline.models.forward.forward import cache_name
-from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
+from tests.inference.engine.test_batch import alone, asked, finish, loaded, opened, reasons
 
 FAMILIES = ("llama", "bloom")
 """With slots, and in padded batches."""
@@ -59,6 +57,18 @@ def test_prompts_whose_pass_fails_end_once_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_response_without_a_next_token_ends_alone(family: str, tmp_path: Path) -> None:
+    model = loaded(family, tmp_path)
+    batch = opened(model)
+    bad, good = (batch.submit(asked(number)) for number in (-41, 1))  # no key is negative
+
+    ended = reasons(finish(batch))
+
+    assert (ended[bad], len(ended[good])) == (["error"], 1)
+    assert good.response.ids == alone(model, asked(1)).ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_responses_continue_in_half_the_slots_when_memory_runs_out(
     family: str, tmp_path: Path
 ) -> None:
@@ -85,14 +95,6 @@ def test_responses_continue_in_half_the_slots_when_memory_runs_out(
     for ticket in ours:
         told = [each.id for each in events if isinstance(each, Token) and each.ticket is ticket]
         assert told == ticket.response.ids
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("uncollected")

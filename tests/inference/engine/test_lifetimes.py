@@ -1,8 +1,6 @@
 """Generation frees its memory when it ends, without the cyclic garbage collector."""
 
-import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,6 @@ from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
 from tests.families import saved, tiny_causal_lm
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.jobs

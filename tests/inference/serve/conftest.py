@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.inference.serve.serving import CHROMIUM, Running, serving
+from tests.inference.serve.serving import CHROMIUM, Running, serving, serving_page
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving_page(tmp_path_factory.mktemp("out")) as running:
         yield running
 
 

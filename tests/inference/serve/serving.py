@@ -226,6 +226,13 @@ def chat(text: str = "What is 2 plus 2?", **fields: Any) -> dict[str, Any]:
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
+def make_client(server: Running) -> Any:
+    """A client of OpenAI's package."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
 def events(answer: Answer) -> list[dict[str, Any]]:
     """The objects of a stream that ended as it should."""
     *parts, last, rest = answer.body.decode().split("\n\n")

@@ -1,32 +1,10 @@
 """The page for people who don't see it, see little, or have no mouse."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.inference.serve.serving import Running, in_browser, serving_page
-
-PAIRS = (
-    *(("text", "back"), ("text", "card"), ("text", "mine"), ("dim", "back"), ("dim", "card")),
-    *(("on-accent", "accent"), ("bad", "back"), ("bad", "card"), ("dim", "mine")),
-)
-"""Colours of texts, and what they stand on."""
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance (WCAG 2.2)."""
-    digits = colour.lstrip("#")
-    digits = digits if len(digits) == 6 else "".join(digit * 2 for digit in digits)
-    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving_page(tmp_path_factory.mktemp("out")) as running:
-        yield running
+from tests.inference.serve.serving import Running, in_browser
 
 
 @pytest.mark.serve

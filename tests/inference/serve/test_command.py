@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from inference.serve.command import main
-from inference.serve.models import ModelPath, models_of_run, reward_of_run
+from inference.serve.config import ServeConfig
+from inference.serve.models import ModelPath, models_of_run, paths_to_serve, reward_of_run
 from pipeline.cli.options import run_main
 from tests.inference.serve.serving import CHAT, chat, request_bytes
 from tests.sources import ROOT
@@ -106,6 +107,9 @@ def test_the_models_of_a_run_are_found_with_its_best_one_last(tmp_path: Path) ->
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
         ModelPath("step3_dpo", str(tmp_path / "step3_dpo" / "actor")),
     ]
+    both = ServeConfig(run=tmp_path, path=("one=a", "b/actor", "b/ema", "."))
+    others = {"one": "a", "b": "b/actor", "b-ema": "b/ema", Path.cwd().name: "."}
+    assert paths_to_serve(both) == [*found, *(ModelPath(*each) for each in others.items())]
 
 
 def test_the_reward_model_of_a_run_is_that_of_a_finished_step_2(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 import random
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 from tests.inference.serve.serving import (
     CHAT,
+    COMPLETIONS,
     Running,
     chat,
     events,
@@ -18,6 +20,7 @@ from tests.inference.serve.serving import (
     until,
 )
 
+ECHO = {"model": "tiny", "prompt": "Hi", "echo": True, "logprobs": 0, "max_tokens": 1}
 CANARY = chat("Hello", seed=5, max_tokens=6, logprobs=True)
 
 
@@ -106,7 +109,9 @@ def test_a_server_that_ends_lets_running_requests_end_and_takes_no_new_ones() ->
         connection = server.connect()
         connection.sendall(request_bytes(CHAT, chat(stream=True, max_tokens=60, min_tokens=60)))
         assert until(lambda: server.state.broker.num_open == 1)
-        with server.paused():
+        with server.paused(), server.connect() as scored:
+            scored.sendall(request_bytes(COMPLETIONS, ECHO))
+            assert until(lambda: server.state.broker.num_open == 2)
             server.loop.call_soon_threadsafe(server.server.stop)
             assert until(lambda: server.state.broker.draining)
             refused = post(server, CHAT, chat())
@@ -120,3 +125,30 @@ def test_a_server_that_ends_lets_running_requests_end_and_takes_no_new_ones() ->
     assert refused.status == 503
     assert "shutting down" in refused.error["message"]
     assert events(whole)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_requests_that_wait_or_take_too_long_end() -> None:
+    with serving(slots=1, queue_seconds=0.2, request_seconds=0.4) as server:
+        with server.paused():
+            waited, scored = post(server, CHAT, chat()), post(server, COMPLETIONS, ECHO)
+        connection = server.connect()
+        connection.sendall(request_bytes(CHAT, chat(max_tokens=200, min_tokens=200)))
+        assert until(lambda: server.server._worker._rows)
+        with server.paused():
+            ran = receive(connection)
+        connection.close()
+
+    assert (waited.status, scored.status, ran.status) == (503, 504, 504)
+    assert "no slot was free for 0.2 seconds" in waited.error["message"]
+    for late in (scored, ran):
+        assert "the request took longer than 0.4 seconds" in late.error["message"]
+
+
+def test_a_server_ends_when_generation_fails() -> None:
+    with suppress(RuntimeError), serving() as server:  # the loop that would stop it is closed
+        server.state.models["tiny"].batch.close()
+        failed = post(server, CHAT, chat())
+        assert until(server.loop.is_closed)
+
+    assert failed.status == 500
+    assert "generation has failed; the server is shutting down" in failed.error["message"]

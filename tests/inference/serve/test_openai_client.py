@@ -9,17 +9,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference.serve.models import ServedModel
-from tests.inference.serve.serving import COMPLETIONS, Running, chat, events, post, serving
+from tests.inference.serve.serving import (
+    COMPLETIONS,
+    Running,
+    chat,
+    events,
+    make_client,
+    post,
+    serving,
+)
 
 if TYPE_CHECKING:  # importing it takes half a second, also where tests are only collected
-    import openai
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
-
-def make_client(server: Running) -> "openai.OpenAI":
-    import openai
-
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def plain_copy(served: ServedModel) -> Any:

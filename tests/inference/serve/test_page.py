@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inference.ratings import read_ratings, standing_ratings
-from tests.inference.serve.serving import Running, get, in_browser, serving_page
+from tests.inference.serve.serving import Running, get, in_browser
 
 MARKUP = (
     "<script>window.hit = 1</script>",
@@ -18,12 +18,6 @@ MARKUP = (
     "`<iframe srcdoc='<script>parent.hit=1</script>'>`",
     "<style>*{display:none}</style><a href='javascript:hit=1'>a</a>",
 )
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving_page(tmp_path_factory.mktemp("out")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.inference.serve.serving import COMPLETIONS, Running, post, serving
+from tests.inference.serve.serving import COMPLETIONS, Running, make_client, post, serving
 
 if TYPE_CHECKING:  # importing it takes half a second, also where tests are only collected
-    import openai
     from openai.types.chat import ChatCompletion
 
 Turn = dict[str, str]
@@ -27,12 +26,6 @@ def reusing() -> Iterator[Running]:
 def anew() -> Iterator[Running]:
     with serving(prefix_reuse="off") as running:
         yield running
-
-
-def make_client(server: Running) -> "openai.OpenAI":
-    import openai
-
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def answer(server: Running, messages: Any, **fields: Any) -> "ChatCompletion":

@@ -52,5 +52,22 @@ def test_metrics_count_responses_by_their_reason_to_end() -> None:
         post(running, "/v1/completions", request | {"stop": text[2:4]})
         shown = get(running, "/metrics").body.decode()
 
-    for reason in ("length", "stop"):
-        assert f'rlhf:responses_total{{model_name="tiny",reason="{reason}"}} 1.0' in shown
+    model = 'model_name="tiny"'
+    for line in (
+        f'rlhf:responses_total{{{model},reason="length"}} 1.0',
+        f'rlhf:responses_total{{{model},reason="stop"}} 1.0',
+        f'rlhf:decoding_passes{{by="modules",{model}}} 5.0',
+        f'rlhf:decoding_passes{{by="replay",{model}}} 5.0',
+        f"rlhf:slots{{{model}}} 4.0",
+        f"vllm:prompt_tokens_total{{{model}}} 4.0",
+        f"vllm:prefix_cache_queries_total{{{model}}} 4.0",
+        f"vllm:prefix_cache_hits_total{{{model}}} 1.0",
+        f"vllm:generation_tokens_total{{{model}}} 9.0",
+        f"vllm:num_requests_running{{{model}}} 0.0",
+        f"vllm:num_requests_waiting{{{model}}} 0.0",
+        f"vllm:time_to_first_token_seconds_count{{{model}}} 2.0",
+        f"vllm:time_per_output_token_seconds_count{{{model}}} 7.0",
+        'rlhf:requests_total{route="/v1/completions",status="200"} 2.0',
+        'rlhf:request_seconds_count{route="/v1/completions"} 2.0',
+    ):
+        assert f"{line}\n" in shown, line
