@@ -38,3 +38,18 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ".</s>]]" in out
     assert "row 2" not in out
     assert " are trained, 0 dialogues are longer than 512 tokens" in out
+
+
+def test_step_2_shows_the_ends_of_pairs_and_step_3_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--data-path", write(tmp_path / "rows.jsonl"), "--max-length", "6", "--rows", "2")
+
+    pairs = inspect(capsys, "--step", "2", "--data-split", "0,1,0", *settings)
+    prompts = inspect(capsys, "--step", "3", "--data-split", "0,0,1", *settings)
+
+    for name, text in (("chosen", "Good"), ("rejected", "Bad")):
+        assert len(re.findall(rf"  {name} as 6 tokens, \d trained, \d+ cut off:", pairs)) == 2
+        assert len(re.findall(rf"\[ {text} \d\.</s>]]", pairs)) == 2
+    assert pairs.count(" as ") == 4
+    assert prompts.count(" as ") == prompts.count("  prompt as 6 tokens, 0 trained, ") == 2

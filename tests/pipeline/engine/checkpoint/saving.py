@@ -1,5 +1,6 @@
 """Processes that save checkpoints whose content depends on the step."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -9,12 +10,12 @@ from typing import Any
 
 import torch
 
+from pipeline.engine.checkpoint import history
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Fragment
-from pipeline.engine.checkpoint.history import candidates
 from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.parallel.group import ALONE
 from pipeline.system import faults
-from pipeline.system.errors import CheckpointError
 from tests.distributed import PROCESSES
 
 NUMEL = 10_000
@@ -128,14 +129,15 @@ def visible(root: Path) -> list[str]:
 
 
 def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the first candidate that verifies, and a sentence for each that was skipped."""
+    """Return the first candidate that verifies, and the warnings about those before it."""
     skipped: list[str] = []
-    for path in candidates(root):
-        try:
-            checkpoint = Checkpoint.open(path)
-            checkpoint.verify()
-        except CheckpointError as error:
-            skipped.append(f"{path.name} can't be used: {error}")
-        else:
-            return checkpoint, skipped
-    return None, skipped
+
+    def note(record: logging.LogRecord) -> bool:
+        skipped.append(record.getMessage())
+        return True
+
+    history.logger.addFilter(note)
+    try:
+        return history.newest_on_all(root, ALONE), skipped
+    finally:
+        history.logger.removeFilter(note)

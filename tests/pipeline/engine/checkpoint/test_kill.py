@@ -27,7 +27,6 @@ def test_a_job_killed_at_any_point_of_a_save_loses_that_save_at_most(
 
     assert -9 in codes
     checkpoint, passed_over = newest(tmp_path)
-    assert checkpoint is not None
     assert_holds(checkpoint, 3 if point == "during_prune" else 2)
     assert not passed_over
 
@@ -35,7 +34,6 @@ def test_a_job_killed_at_any_point_of_a_save_loses_that_save_at_most(
 
     assert visible(tmp_path) == ["latest", "step_00000003", "step_00000004"]
     checkpoint, _ = newest(tmp_path)
-    assert checkpoint is not None
     assert_holds(checkpoint, 4)
 
 
@@ -46,7 +44,6 @@ def test_a_rank_that_is_killed_alone_costs_the_others_one_save(tmp_path: Path) -
 
     assert codes[1] == -9
     checkpoint, _ = newest(tmp_path)
-    assert checkpoint is not None
     assert_holds(checkpoint, 1)
 
 
@@ -70,7 +67,6 @@ def test_power_lost_at_any_point_of_a_save_costs_that_save_at_most(
 
     assert -9 in codes
     checkpoint, _ = newest(root)
-    assert checkpoint is not None
     assert_holds(checkpoint, 3 if point == "during_prune" else 2)
 
 
@@ -82,7 +78,6 @@ def test_a_completed_save_survives_a_loss_of_power(tmp_path: Path) -> None:
 
     assert codes == [0, 0]
     checkpoint, _ = newest(root)
-    assert checkpoint is not None
     assert_holds(checkpoint, 3)
     assert (root / "latest").read_text() == "step_00000003\n"
 

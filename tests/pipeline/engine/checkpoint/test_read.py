@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import threading
 import zlib
@@ -147,12 +148,19 @@ def test_tensors_of_the_base_and_of_one_process_are_read_by_their_names(tmp_path
 
 def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     save_on_all(tmp_path, [[Fragment("w", 2, torch.zeros(3))]])
-    checkpoint = Checkpoint.open(tmp_path / "step_00000005")
+    file = tmp_path / "step_00000005" / "rank-00000-of-00001.safetensors"
+    checkpoint = Checkpoint.open(file.parent)
 
     with pytest.raises(CheckpointError, match=r"has no v$"):
         checkpoint.read("v", 0, torch.empty(1))
     with pytest.raises(CheckpointError, match="has only 2 of 4 elements of w starting at 0"):
         checkpoint.read("w", 0, torch.empty(4))
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="can't be read: the file ends at byte"):
+        checkpoint.read("w", 2, torch.empty(3))
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{file} can't be read: No such file or directory"):
+        checkpoint.read("w", 2, torch.empty(3))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pipeline.files.safetensors_header import INDEX, SINGLE, stored_tensors
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.chat import load_chat
-from pipeline.models.hf.export import as_saved, export, set_stop_tokens, stream_export
+from pipeline.models.hf.export import as_saved, can_stream, export, set_stop_tokens, stream_export
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
@@ -69,6 +69,7 @@ def test_an_export_is_to_the_byte_what_save_pretrained_writes(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk but the export's"))
     model = tiny_mixture(family) if family in MIXTURES else tiny_causal_lm(family)
     model.config.pad_token_id = 2
+    assert can_stream(model)
 
     export(model, build_tokenizer(), tmp_path / "ours")
 
