@@ -43,6 +43,9 @@ FILES: dict[str, str | bytes] = {
     "one_prompt.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 30,
     "cut.parquet": "PAR1",
     "bad.csv": 'prompt,chosen\n"a,b\n',
+    "twice.csv": "prompt,prompt\na,b\n",
+    "tie.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c", "tie": "maybe"}\n',
+    "null.jinja": "{{- messages[0].role -}}",
     "bracket.yaml": "ppo: [1\n",
     "twice.yaml": "ppo:\n  kl_coef: 1\n  kl_coef: 2\n",
     "type.yaml": "sft:\n  batch_size: many\n",
@@ -76,12 +79,20 @@ nonsense | 'nonsense' | options start with --
 --data-path one_prompt.jsonl | share one prompt | add more rows
 --data-path cut.parquet | cut.parquet | not a readable parquet file
 --data-path bad.csv | bad.csv line 2 | fix it
+--data-path twice.csv | twice.csv line 1 | needs a unique name
+--data-path tie.jsonl | tie.jsonl line 1 | true or false, got 'maybe'
+--data-path empty_directory | empty_directory contains no | .jsonl
 --data-path good.jsonl:0 | good.jsonl:0 | above 0
 --data-path embedded good.jsonl | embedded | use either it or your own paths
 --data-split 1,2 | --data-split | 3
 --data-path good.jsonl --data-split 1,0,0 | leaves step 2 without rows | raise the step's share
 --fields prompt=nothing --data-path good.jsonl | column nothing | chosen, prompt, rejected
+--fields nothing=prompt --data-path good.jsonl | nothing is unknown | chosen
 --format nothing --data-path good.jsonl | --format nothing | chatml
+--format null.jinja --step 1 | null.jinja | choose another --format
+--format tokenizer --step 1 | the tokenizer has no chat template | a Jinja file
+--step 1 --sft.data.template_args '{"messages": 1}' | template_args messages | can't be set
+--step 1 --sft.data.template_args '{"nothing": 1}' | template_args nothing | check its spelling
 --max-length ten | --max-length | integer
 --config none.yaml | none.yaml | no such file
 --config bracket.yaml | bracket.yaml | not valid YAML in line 2

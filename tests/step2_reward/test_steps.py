@@ -146,6 +146,8 @@ def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardCo
         plain = model(torch.tensor([whole.input_ids[: first[1] + 1]])).logits[0, 0]
     torch.testing.assert_close(plain, logits[first[1]], rtol=1e-4, atol=1e-4)
     assert len(first) == len(second) == 3
+    empty = Encoded([4, 9, 5, 9, 9, 6], [False] + [True] * 5)  # 9 separates
+    assert step_ends(collate([empty]), {9}) == [[3]]
     assert logits[first[1]] < 0 < logits[first[0]]
 
     for how, expected in {

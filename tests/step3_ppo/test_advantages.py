@@ -1,14 +1,12 @@
 """Estimators that compare the responses to a prompt with each other."""
 
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, Rewarded
-from step3_ppo.losses import LOSSES, TrustRegion
 from step3_ppo.methods import ESTIMATOR_NEEDS
 
 GROUPED = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
@@ -104,46 +102,6 @@ def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_other
     )
     torch.testing.assert_close(estimate.advantages, expected, rtol=0, atol=0)
     assert estimate.returns is None
-
-
-def mean_and_true_gradient(name: str, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the expected reward: what an estimator gives in the mean, and the true one.
-
-    The mean is over every group that a policy of three actions can give, by its probability.
-    Rewards are multiples of G (G - 1), so that advantages are whole numbers, exact in float32.
-    """
-    unit = group_size * (group_size - 1)
-    rewards = unit * torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
-    logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64, requires_grad=True)
-    logprobs = logits.log_softmax(dim=0)
-    groups = torch.tensor(list(product(range(3), repeat=group_size)))
-    probability = logprobs.detach()[groups].sum(dim=1).exp()
-
-    returns = rewards[groups].flatten().tolist()
-    advantages = torch.tensor(estimate_returns(name, returns, group_size=group_size)).double()
-    taken = logprobs[groups].flatten()
-    ratio = torch.ones_like(taken)
-    losses = LOSSES["none"].losses(ratio, taken, advantages, TrustRegion(0.2, 0.2))
-    loss = (probability * losses.view_as(groups).mean(dim=1)).sum()
-
-    (found,) = torch.autograd.grad(-loss, logits, retain_graph=True)
-    (expected,) = torch.autograd.grad((logprobs.exp() * rewards).sum(), logits)
-    return found, expected
-
-
-@pytest.mark.parametrize("group_size", [2, 3, 5])
-def test_rloos_mean_gradient_is_that_of_the_expected_reward(group_size: int) -> None:
-    found, expected = mean_and_true_gradient("rloo", group_size)
-
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("group_size", [2, 3, 5])
-def test_dr_grpos_mean_gradient_is_a_known_share_of_it(group_size: int) -> None:
-    found, expected = mean_and_true_gradient("dr_grpo", group_size)
-
-    share = (group_size - 1) / group_size
-    torch.testing.assert_close(found, share * expected, rtol=1e-12, atol=1e-12)
 
 
 def test_dr_grpo_by_hand_and_rloo_of_two_is_twice_that() -> None:

@@ -31,6 +31,13 @@ def losses_at(
     return losses.tolist(), logprobs.grad.tolist()
 
 
+def test_without_a_trust_region_the_gradient_is_the_advantage() -> None:
+    losses, gradients = losses_at("none", [0.5, -1.0, 0.0, 3.0, 0.2], [1.0, -2.0, 0.5, 4.0, 0.0])
+
+    assert losses == pytest.approx([1.5, -6.0, 1.0, -4.0, 0.0])
+    assert gradients == [-1.0, 2.0, -0.5, -4.0, 0.0]
+
+
 def test_gspo_clips_the_geometric_mean_of_a_responses_ratios() -> None:
     first, second = math.log(1.1), math.log(1.5)
     ratios = [2 * first, 0.0, 3 * second, 0.0, 0.0]  # means 1.1 and 1.5, whatever single tokens are
