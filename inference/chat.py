@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     )
     sampling = config.sampling(secrets.randbelow(2**31) if config.seed is None else config.seed)
 
-    from inference.conversation import Conversation, Terminal
+    from inference.conversation import GREETING, Conversation, Terminal
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.models.hf.load import load_for_inference
     from pipeline.system.logs import configure_logging
@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer = load_for_inference(path, precision=config.precision)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(config.system)
-    Terminal(conversation, greeting=TAUGHT if taught_embedded_task(path) else "").run()
+    greeting = f"{TAUGHT}\n{GREETING}" if taught_embedded_task(path) else GREETING
+    Terminal(conversation, greeting=greeting).run()
 
 
 def taught_embedded_task(path: str) -> bool:

@@ -147,10 +147,13 @@ def fit_turns(
     )
 
 
+GREETING = "Type a message, or /help. Ctrl-D leaves."
+
+
 class Terminal:
     """Reads messages and commands from standard input, a terminal or a pipe, until it ends."""
 
-    def __init__(self, conversation: Conversation, *, greeting: str = "") -> None:
+    def __init__(self, conversation: Conversation, *, greeting: str = GREETING) -> None:
         """`greeting` is printed before the first prompt of a terminal."""
         self.conversation = conversation
         self.greeting = greeting
@@ -164,9 +167,7 @@ class Terminal:
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")
-            if self.greeting:
-                self.say(self.greeting)
-            self.say("Type a message, or /help. Ctrl-D leaves.")
+            self.say(self.greeting)
         running = True
         while running:
             try:

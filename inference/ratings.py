@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.cli.options import choose_command, read_command, run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
-from pipeline.files.durable import check_output, sync, write_output
+from pipeline.files.durable import sync, write_output
 from pipeline.system.errors import ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
@@ -220,7 +220,6 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         require(self.out != Path(), "--out is missing: pass the file to write")
-        check_output(self.out, option="--out")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from inference.conversation import GREETING
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
 PROMPT = "You: "
@@ -91,7 +93,7 @@ class Chat:
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     """A chat that waits at its prompt."""
     started = Chat(tmp_path_factory.mktemp("home"))
-    started.until(PROMPT)
+    assert GREETING in started.until(PROMPT)
     yield started
     started.close()
 
