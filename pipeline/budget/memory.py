@@ -4,6 +4,7 @@ The result is an estimate of what the process takes from the system (resident me
 reserved memory on a GPU), within about 15 %. `docs/scaling.md` has a table of the formulas.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,18 @@ TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache"
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", *TRANSIENT, "replica", "copies"),
-    *("graphs", "staging", "runtime", "slack"),
+    *("graphs", "staging", "export", "runtime", "slack"),
 )
 
-RUNTIME_CPU, RUNTIME_GPU = 400 * MIB, 768 * MIB
-"""Bytes of a process before it loads a model: Python, PyTorch and transformers; on a GPU, CUDA."""
+RUNTIME_CPU, RUNTIME_GPU = 512 * MIB, 768 * MIB
+"""Bytes that a process takes without a model: Python, PyTorch and transformers; on a GPU, CUDA."""
 
-SLACK = {"cpu": 0.05, "cuda": 0.10}
+SLACK = {"cpu": 1 / 8, "cuda": 0.10}
+"""What the allocator keeps of freed memory, as a fraction of the temporary memory."""
+
+LEAST_SLACK = {"cpu": 256 * MIB, "cuda": 0}
+"""The minimum of that, in bytes; as in `host_allocator.cpp`."""
+
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
 """Logits computed at once, and per tile if there are more."""
 
@@ -119,7 +125,7 @@ def step_memory(
             check_cut(model.module, work.parallel)
     formulas = {model.role: _ModelMemory(model, work, machine) for model in models}
     present = [each for each in formulas.values() if not each.model.use.phase_only]
-    train = _train(work, present, formulas, saves=config.save_interval is not None)
+    train = _train(work, present, formulas, machine, saves=config.save_interval is not None)
     phases = [_phase("train", train, machine)]
     generation = work.generation
     if generation is not None and generation.role in formulas:
@@ -210,6 +216,8 @@ class _ModelMemory:
         texts = (self.model.use.text_length or 0) if trains else 0
         length = min(max(work.length, texts), shape.context)
         tokens = work.sequences * length
+        if not texts and (trained is not None or not self.model.use.scores):
+            tokens = min(tokens, self._rollout_tokens(length))
         by_tokens = self.tp if work.parallel.sequence else 1
         vector = tokens * shape.hidden * shape.itemsize / by_tokens
         block = tokens * shape.kept * shape.itemsize / self.tp
@@ -226,6 +234,14 @@ class _ModelMemory:
         if not self.model.use.scores:
             targets = work.sequences * min(max(work.targets, texts), length)
             yield Item("logits", self._logits(targets, trains=trains))
+
+    def _rollout_tokens(self, length: int) -> float:
+        """Tokens of all responses of a rollout, whose groups share a prompt; else infinite."""
+        generation = self.work.generation
+        if generation is None or generation.group_size == 1:
+            return math.inf
+        prompts = generation.count / generation.group_size * generation.prompt_length
+        return prompts + generation.count * (length - generation.prompt_length)
 
     def _logits(self, targets: int, *, trains: bool) -> float:
         """Bytes of logits with their gradients, in one pass or in tiles."""
@@ -268,21 +284,22 @@ def _phase(name: Literal["train", "generate"], items: Iterable[Item], machine: M
     every = [item for item in items if item.num_bytes]
     every.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
     every += [Item("runtime", RUNTIME_GPU)] if machine.has_gpu else []
-    share = SLACK["cuda" if machine.has_gpu else "cpu"]
+    kind = "cuda" if machine.has_gpu else "cpu"
     moving = [item for item in every if item.kind in TRANSIENT and item.place == "device"]
     least = sum(item.num_bytes if item.least is None else item.least for item in moving)
-    slack = Item("slack", share * _sum(moving), least=share * least)
-    return Phase(name, (*every, slack))
+    kept, fewest = (max(SLACK[kind] * size, LEAST_SLACK[kind]) for size in (_sum(moving), least))
+    return Phase(name, (*every, Item("slack", kept, least=fewest)))
 
 
 def _train(
     work: Workload,
     present: Sequence[_ModelMemory],
     models: Mapping[str, _ModelMemory],
+    machine: Machine,
     *,
     saves: bool,
 ) -> Iterator[Item]:
-    """Scoring and training; `saves` says whether checkpoints are written at the same time."""
+    """Scoring, training, export; `saves`: whether checkpoints are written at the same time."""
     for each in present:
         yield from each.states()
         if each.model.trained is not None:
@@ -295,7 +312,12 @@ def _train(
     training = [list(each.passes(trains=True)) for each in present if each.model.trained]
     if work.reuses_forward:  # the graphs of all models are in memory together
         training = [[item for items in training for item in items]]
-    yield from max([*scoring, *training], key=_sum, default=[])
+    largest = max([*scoring, *training], key=_sum, default=[])
+    yield from largest
+    # The main process compares an export with a copy that it loads on the CPU, if that fits.
+    exports = (each.model.shape.merged_bytes for each in present if each.model.trained)
+    copy = max(exports, default=0) - (0 if machine.has_gpu else _sum(largest))
+    yield Item("export", max(0, copy), "host" if machine.has_gpu else "device", least=0)
 
 
 def _generate(
@@ -315,8 +337,9 @@ def _sum(items: Iterable[Item]) -> float:
 
 
 def line(memory: StepMemory, machine: Machine) -> str:
-    """The memory of the largest phase."""
-    phases = [phase.least() for phase in memory.phases]
+    """The memory of the largest phase; if it doesn't fit, the minimum that it adapts to."""
+    room = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
+    phases = [p if p.peak("device") <= room else p.least() for p in memory.phases]
     worst = max(phases, key=lambda phase: phase.peak("device"))
     (needed,) = in_words(worst.peak("device"))
     more = " plus uncounted parts" if memory.unknown else ""

@@ -159,7 +159,7 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
         vocabulary=config.vocab_size,
         key_heads=key_heads,
         kv_width=kv_width,
-        kept=_kept_numbers(config, heads * head_dim, kv_width, itemsize),
+        kept=_kept_numbers(config, heads * head_dim, kv_width, itemsize, is_adapted=adapters > 0),
         itemsize=itemsize,
         block_bytes=num_bytes[True],
         root_bytes=num_bytes[False],
@@ -172,11 +172,14 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
     )
 
 
-def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int:
+def _kept_numbers(
+    config: object, queries: int, keys: int, itemsize: int, *, is_adapted: bool
+) -> int:
     """Elements per token that a block saves for backward: inputs of norms, matrices and attention.
 
     Queries and keys count twice where they are rotated; a gated MLP keeps four vectors of its
-    width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32.
+    width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32, and unless its
+    weight is frozen, as under adapters, the normalized input.
     """
     hidden = _size(config, "hidden_size", "d_model", default=1)
     names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
@@ -187,7 +190,7 @@ def _kept_numbers(config: object, queries: int, keys: int, itemsize: int) -> int
     )
     rms = getattr(config, "rms_norm_eps", None) is not None
     rotated = rms or getattr(config, "rope_parameters", None) is not None
-    norms = 2 * hidden * ((3 if itemsize == 4 else 4) if rms else 2)
+    norms = 2 * hidden * ((3 if itemsize == 4 else 4) - is_adapted if rms else 2)
     attention = (queries + 2 * keys) * (2 if rotated else 1) + queries
     vectors = 4 if rms else 1 if activation == "relu" else 5 if "new" in activation else 2
     return norms + attention + vectors * inner

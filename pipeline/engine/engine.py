@@ -24,7 +24,7 @@ from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.setup import build_units, get_placement, store_on_disk
 from pipeline.engine.zero import ZeroModel
 from pipeline.kernels.adamw import AdamW, Launches, Shard
-from pipeline.kernels.host_allocator import keep_freed_memory
+from pipeline.kernels.host_allocator import keep_freed_memory, return_freed_memory
 from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group
@@ -165,6 +165,7 @@ class Engine:
         placement = get_placement(config, device)
         units = build_units(model, config, self.comm, self.pool, placement, tensor)
         self.zero = ZeroModel(model, units, self.comm)
+        return_freed_memory()  # of the weights as they were loaded; the units have copies
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trainable parameters; check lora.targets")

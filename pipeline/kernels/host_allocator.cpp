@@ -106,4 +106,7 @@ extern "C" void install() {
   c10::SetCPUAllocator(allocator, 1);
 }
 
-extern "C" void release() { allocator->release(); }
+extern "C" void release() {
+  allocator->release();
+  malloc_trim(0);
+}

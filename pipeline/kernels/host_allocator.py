@@ -26,6 +26,6 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, before other models are loaded."""
+    """Return freed memory to the system, after a model's weights were copied or before a load."""
     for library in _installed:
         library.release()

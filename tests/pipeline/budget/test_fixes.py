@@ -41,7 +41,6 @@ RECOMPUTED = {"model.gradient_checkpointing": True}
     ("count", "size", "settings"),
     [
         (1, 140, {"micro_batch_size": 4}),  # 100 + 40
-        (1, 117, {"micro_batch_size": 1}),
         (1, 109, {"micro_batch_size": 4, **RECOMPUTED}),  # 100 + 8
         (4, 46, {"micro_batch_size": 2, "model.zero_stage": 2}),  # 25 + 20
         (1, 27, {"micro_batch_size": 1, **RECOMPUTED, "model.zero.offload.optimizer": "cpu"}),

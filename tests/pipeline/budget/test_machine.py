@@ -11,13 +11,9 @@ from pipeline.system.memory import available_bytes
 @pytest.mark.parametrize(
     ("text", "processes", "world", "gpu", "host"),
     [
-        ("8xA100-80GB", 8, 8, 80 * GIB, None),
-        ("1xa100-40gb", 1, 1, 40 * GIB, None),
         ("8xH100-80GB", 8, 8, 80 * GIB, None),
         ("2x8xA100-80GB+1024GB", 8, 16, 80 * GIB, 1024 * GIB),
-        ("4x24GB", 4, 4, 24 * GIB, None),
-        ("4x24-GB+64GB", 4, 4, 24 * GIB, 64 * GIB),
-        ("1xRTX4090-24GB", 1, 1, 24 * GIB, None),
+        ("4x24-gb+64GB", 4, 4, 24 * GIB, 64 * GIB),
     ],
 )
 def test_a_machine_is_written_in_a_word(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from pipeline.budget.fit import CHECKPOINTING, OFFLOADED, changed, of_models, shortage
 from pipeline.budget.machine import GIB, Machine, parse_machine
 from pipeline.budget.memory import Place, step_memory
-from pipeline.config import FrozenModelConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config import DataConfig, FrozenModelConfig, ParallelConfig, TrainedModelConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -77,6 +77,14 @@ def test_offload_moves_states_to_main_memory(llama: str) -> None:
     assert not {"masters", "moments", "gradients"} & device.keys()
     assert host["masters"] == host["gradients"] == 4 * NUMBERS
     assert host["moments"] == 8 * NUMBERS
+
+
+def test_the_check_of_an_export_takes_a_copy_on_the_cpu(llama: str) -> None:
+    cpu = train_kinds(llama, CPU, micro_batch_size=1, data=DataConfig(max_length=8))
+
+    assert cpu["activations"] + cpu["logits"] + cpu["export"] == 4 * NUMBERS
+    assert cpu["slack"] == 2**28  # the least that the allocator keeps
+    assert train_kinds(llama, GPU, "host")["export"] == 2 * NUMBERS
 
 
 def test_tensor_and_pipeline_parallelism_divide_a_model(llama: str) -> None:
