@@ -362,8 +362,8 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
     method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
-            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: lower"
-            " ppo.actor.%s, or inspect the %s",
+            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: train"
+            " longer, lower ppo.actor.%s, or inspect the %s",
             method,
             now,
             start,

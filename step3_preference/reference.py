@@ -104,12 +104,12 @@ def _report(
     name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
 ) -> None:
     _require_some(name, outcomes, number, config)
-    limit, reasons = config.data.max_length, _left_out(outcomes)
-    if outcomes["cut"] or reasons:
-        logger.info(
-            "of %d %s rows, %d lose the start of their prompt at %d tokens; skipped: %s",
-            *(number, name, outcomes["cut"], limit, reasons or "none"),
-        )
+    cut, reasons = outcomes["cut"], _left_out(outcomes)
+    facts = [f"{cut} lose the start of their prompt"] if cut else []
+    facts += [f"{reasons} and are skipped"] if reasons else []
+    if facts:
+        limit, text = config.data.max_length, "; ".join(facts)
+        logger.info("of %d %s rows at data.max_length %d, %s", number, name, limit, text)
 
 
 def _left_out(outcomes: Counter[RowOutcome]) -> str:

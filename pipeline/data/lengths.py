@@ -82,10 +82,11 @@ def report_lengths(
     fits = how.fit(looked_at)
     num_cut = sum(fit.is_cut for fit in fits)
     num_empty = sum(fit.num_targets == 0 for fit in fits)
-    if not num_cut and not num_empty:
-        return
+    longer = f"are longer than data.max_length {data.max_length} and lose their {how.end}"
+    counts = {longer: num_cut, how.empty: num_empty}
+    facts = [f"{count} {what}" for what, count in counts.items() if count]
     of = f"{len(examples)} {name}"
     if len(looked_at) < len(examples):
-        of = f"the {len(looked_at)} {name} inspected, of {len(examples)},"
-    cut = f"{num_cut} of {of} are longer than {data.max_length} tokens and lose their {how.end}"
-    logger.info("%s; %d of them %s", cut, num_empty, how.empty)
+        of = f"{len(looked_at)} of {len(examples)} {name}, which were inspected"
+    if facts:
+        logger.info("of %s, %s", of, ", and ".join(facts))

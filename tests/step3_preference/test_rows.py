@@ -56,8 +56,8 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
     assert row == fit(PAIR, chat, config)[0]
     assert rejected > chosen
     assert (
-        f"of 4 training rows, 1 lose the start of their prompt at {chosen} tokens; skipped: 1 don't"
-        " fit, 1 have equal responses, 1 have a response without trained tokens"
+        f"of 4 training rows at data.max_length {chosen}, 1 lose the start of their prompt; 1 don't"
+        " fit, 1 have equal responses, 1 have a response without trained tokens and are skipped"
     ) in caplog.text
 
 

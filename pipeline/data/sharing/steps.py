@@ -120,7 +120,8 @@ def load_examples(
     else:
         data = _read_and_share(config, kept, earlier, step=step, share=share)
     for note in data.notes:
-        logger.info("data for step %d: %s", step, note)
+        begin = "" if note.startswith("step ") else f"data for step {step}: "
+        logger.info("%s%s", begin, note)
     return data
 
 
@@ -342,10 +343,11 @@ class _Sharing:
             )
         mine = self.in_drawn_order(mine, "order")
         mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
-        parts = ",".join(map(str, self.share.of_steps))
+        parts = "part " if len(self.share.of_steps) == 1 else "parts "
+        parts += ", ".join(map(str, self.share.of_steps))
         self.notes.append(
-            f"step {step} trains on {len(mine)} of {num_rows(len(rows))} (data_split {split}, part"
-            f" {parts})"
+            f"step {step} trains on {len(mine)} of {num_rows(len(rows))} ({parts} of data_split"
+            f" {split})"
         )
         return mine
 
