@@ -79,10 +79,9 @@ def encode_prompts(
             f"every {name} prompt is longer than {setting} {limit} (the shortest has {shortest}"
             " tokens); raise it"
         )
-    logger.info(
-        "skipping %d of %d %s prompts, which are longer than %s %d",
-        *(len(lengths) - len(short), len(lengths), name, setting, limit),
-    )
+    if skipped := len(lengths) - len(short):
+        which = f"{name} prompts, which are longer than {setting} {limit}"
+        logger.info("skipping %d of %d %s", skipped, len(lengths), which)
     return short
 
 

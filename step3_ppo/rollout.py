@@ -236,7 +236,8 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     dead = _dead_groups(models, scores, given, responses, config)
     if dead:
         logger.info(
-            "after %d refills the responses to %d of %d prompts still have equal rewards",
+            "after %d refills the responses to %d of %d prompts still have equal rewards, from"
+            " which nothing is learned",
             refills,
             len(dead),
             config.prompts_per_rollout,

@@ -103,6 +103,8 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
         if maker.number in last_steps(request.output_dir):
             command = [TRAIN, shlex.join(["--output-dir", out, "--resume"])]
     there += " ".join(command) + "`"
+    if stage.number == 3 and maker.number == 2:
+        there += ", or pass another source of rewards by --reward or --reward-function"
     raise ModelError(f"step {stage.number} needs the model of step {maker.number}, and {there}")
 
 

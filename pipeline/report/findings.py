@@ -148,7 +148,7 @@ def _of_preferences(results: Results) -> Iterator[Finding]:
         yield Finding(
             None,
             f"{name}'s implicit rewards put {percent(after)} of{among} held-out pairs in the right"
-            " order, which says nothing of its own answers",
+            " order, which says nothing about the responses that it generates",
         )
 
 

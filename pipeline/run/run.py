@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from pipeline.engine.checkpoint.history import candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
-from pipeline.settings.fields import flatten, list_settings, plain, without_defaults
+from pipeline.settings.fields import changed_values, flatten, plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
 from pipeline.system.signals import ExitOnSignal
@@ -191,7 +191,8 @@ class Run:
             return
         named = {f"eval_{name}": value for name, value in figures.items()}
         self._write(step, named, details or {})
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        known = {name: value for name, value in figures.items() if not math.isnan(value)}
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in known.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def note(self, step: int, name: str, details: Mapping[str, object]) -> None:
@@ -270,21 +271,12 @@ class Run:
 def changed_settings(config: StepConfig) -> dict[str, object]:
     """Dotted names and values of the settings that differ from the step's defaults.
 
-    Settings of models that the step does not load are omitted. Those in a section that is null by
-    default, or in a list, are compared to the defaults of their class.
+    Settings of models that the step does not load are omitted.
     """
-    settings = {setting.name: setting for setting in list_settings(type(config))}
     defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
-    changed: dict[str, object] = {}
-    for name, value in flatten(plain(config)).items():
-        setting, section = settings.get(name), name.rpartition(".")[0]
-        default, is_first = defaults.get(name, MISSING), False
-        if setting and section in defaults:  # null by default; its first setting shows it is on
-            default = plain(setting.default)
-            is_first = not any(other.startswith(f"{section}.") for other in changed)
-        if (value != default or is_first) and name.partition(".")[0] not in config.unused_roles:
-            changed[name] = without_defaults(setting and setting.kind, value)
-    return changed
+    changed = changed_values(config, defaults)
+    unused = config.unused_roles
+    return {name: value for name, value in changed.items() if name.partition(".")[0] not in unused}
 
 
 def _finite(value: object) -> object:

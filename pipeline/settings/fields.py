@@ -188,13 +188,9 @@ def as_options(config: object) -> list[Option]:
     row = getattr(config, "METHODS", {}).get(getattr(config, "method", ""), {})
     usual = flatten(plain(type(config)())) | plain(row)
     options: list[Option] = []
-    for name, value in flatten(plain(config)).items():
-        if name in usual and usual[name] == value:
-            continue
+    for name, value in changed_values(config, usual).items():
         kind = without_none(hints.get(name))
-        if items_class(kind) is not None:
-            words = [json.dumps(without_defaults(kind, value))]
-        elif value is None or isinstance(value, bool):
+        if value is None or isinstance(value, bool):
             words = [json.dumps(value)]
         elif _are_words(value) and typing.get_args(kind)[:1] == (str,):
             words = list(value)
@@ -206,7 +202,26 @@ def as_options(config: object) -> list[Option]:
     return options
 
 
-def without_defaults(kind: object, value: Any) -> Any:  # noqa: ANN401
+def changed_values(config: object, usual: Mapping[str, object]) -> dict[str, Any]:
+    """Settings that differ from `usual`, both by dotted name.
+
+    Those in a section that is null in `usual`, or in a list, are compared to the defaults of their
+    class.
+    """
+    settings = {setting.name: setting for setting in list_settings(type(config))}
+    changed: dict[str, Any] = {}
+    for name, value in flatten(plain(config)).items():
+        setting, section = settings.get(name), name.rpartition(".")[0]
+        default, is_first = usual.get(name, dataclasses.MISSING), False
+        if setting and section in usual:  # its first setting shows that the section is on
+            default = plain(setting.default)
+            is_first = not any(other.startswith(f"{section}.") for other in changed)
+        if value != default or is_first:
+            changed[name] = _without_defaults(setting and setting.kind, value)
+    return changed
+
+
+def _without_defaults(kind: object, value: Any) -> Any:  # noqa: ANN401
     """A list of dataclasses without the settings that have their class's defaults."""
     item_class = items_class(without_none(kind))
     if item_class is None:

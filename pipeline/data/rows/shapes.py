@@ -395,7 +395,7 @@ def check_columns(
         lacking = sum(find_column(row, name) is None for row in rows)
         if lacking == len(rows):
             raise DataError(
-                f"no row has the column {name}, which a reward or environment reads; there are"
+                f"no row has the column {name}, which a reward or environment reads, but only"
                 f" {names(columns)}: rename one, or select another column for the reward"
             )
         if lacking:

@@ -345,10 +345,9 @@ class _Sharing:
         mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
         parts = "part " if len(self.share.of_steps) == 1 else "parts "
         parts += ", ".join(map(str, self.share.of_steps))
-        self.notes.append(
-            f"step {step} trains on {len(mine)} of {num_rows(len(rows))} ({parts} of data_split"
-            f" {split})"
-        )
+        of = f" of {num_rows(len(rows))} ({parts} of data_split {split})"
+        of = of if len(mine) < len(rows) else " rows"
+        self.notes.append(f"step {step} trains on {len(mine)}{of}")
         return mine
 
     def eval_rows(
