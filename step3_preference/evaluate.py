@@ -307,9 +307,11 @@ class Evaluator:
         rows = self._rows() if rows is None else rows
         after = self.held_out.answer_all()
         evaluation = {
+            "accuracy_before": self.first["accuracy"],
+            "accuracy_after": rows["accuracy"],
             **self._summary(after),
-            **{f"{name}_before": self.first[name] for name in ("accuracy", "margin")},
-            **{f"{name}_after": rows[name] for name in ("accuracy", "margin")},
+            "margin_before": self.first["margin"],
+            "margin_after": rows["margin"],
             **{f"{name}_after": rows[name] for name in ("reward_chosen", "reward_rejected")},
             **{f"{name}_before": self.first[name] for name in ("logp_chosen", "logp_rejected")},
             **{f"{name}_after": rows[name] for name in ("logp_chosen", "logp_rejected")},
