@@ -12,9 +12,6 @@ from tests.reads import Reads
 from tests.step1_sft.test_train import small_task as sft_task
 from tests.step2_reward.test_train import small_task as reward_task
 
-Task = Callable[[Path, int], Any]
-"""The settings of a step in a directory, with that many rows in a micro-batch."""
-
 OF_THE_HOST = {
     "pipeline/data/batches.py: collate",
     "pipeline/models/forward/attention.py: _padded",
@@ -39,12 +36,11 @@ def _reward(directory: Path, size: int) -> Any:
     ],
 )
 def test_more_micro_batches_have_the_host_wait_no_more_often(
-    train: Callable[[Any], object], task: Task, within: str, tmp_path: Path
+    train: Callable[..., object], task: Callable[..., Any], within: str, tmp_path: Path
 ) -> None:
     counts: list[dict[str, int]] = []
     for size in (8, 2):
-        directory = tmp_path / str(size)
-        directory.mkdir()
+        (directory := tmp_path / str(size)).mkdir()
         with Reads(within) as found:
             train(task(directory, size))
         counts.append(found.counts)

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from inference.generation import Response
-from step3_ppo.experience import Experience, compute_advantages, score_responses
-from step3_ppo.metrics import rollout_statistics
+from step3_ppo.experience import Experience, Rollout, compute_advantages, score_responses
+from step3_ppo.metrics import group_statistics, rollout_statistics
 from step3_ppo.models import Models
 from step3_ppo.rewards import compute_reward
 from step3_ppo.rollout import generate_responses
@@ -134,7 +134,12 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
     score = torch.tensor([1.0, 0.0, 2.0])
     config = toy_config(toy, whiten_advantages=False, lam=1.0)
 
-    statistics = rollout_statistics(compute_advantages(experience, score, config, kl_coef=0.0))
+    rollout = compute_advantages(experience, score, config, kl_coef=0.0)
+    rollout = replace(rollout, correction=torch.tensor([[1.0], [3.0], [0.0]]) * mask)
+    statistics = rollout_statistics(rollout)
+    rewards, zeros = torch.tensor([1.0, 1, 0, 0, 0, 2, 5, 7]), torch.zeros(8, 1)
+    groups = Rollout(experience, rewards, zeros, zeros, None, torch.arange(8) < 7, group_size=2)
+    shares = {"dead_groups": 0.75, "dead_right": 0.5, "dead_wrong": 0.25}
 
     expected = {
         "score": 3.0,
@@ -152,5 +157,8 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
         "repetition": 0.0,
         "rollout_gap": 0.25,
         "rollout_gap_max": 0.25,
+        "correction": 15 / 8,
+        "correction_effective": 15**2 / (8 * 39),
     }
+    assert group_statistics(groups) == pytest.approx({"group_std": 2**0.5 / 4, **shares})
     assert statistics == pytest.approx(expected, abs=1e-6)
