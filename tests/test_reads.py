@@ -19,20 +19,12 @@ OF_THE_HOST = {
 """These read rows and lengths, which are always on the host."""
 
 
-def _sft(directory: Path, size: int) -> Any:
-    return sft_task(directory, micro_batch_size=size, max_steps=2)
-
-
-def _reward(directory: Path, size: int) -> Any:
-    return reward_task(directory, micro_batch_size=size, max_steps=2)
-
-
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     ("train", "task", "within"),
     [
-        pytest.param(train_sft, _sft, "learn_from", id="sft"),
-        pytest.param(train_reward, _reward, "learn", id="reward"),
+        pytest.param(train_sft, sft_task, "learn_from", id="sft"),
+        pytest.param(train_reward, reward_task, "learn", id="reward"),
     ],
 )
 def test_more_micro_batches_have_the_host_wait_no_more_often(
@@ -42,7 +34,7 @@ def test_more_micro_batches_have_the_host_wait_no_more_often(
     for size in (8, 2):
         (directory := tmp_path / str(size)).mkdir()
         with Reads(within) as found:
-            train(task(directory, size))
+            train(task(directory, micro_batch_size=size, max_steps=2))
         counts.append(found.counts)
 
     few, many = counts
