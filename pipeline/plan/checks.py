@@ -23,7 +23,7 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Example
 from pipeline.data.rows.sources import PAIR_OF_FILES, is_pair_of_files
-from pipeline.data.sharing.steps import StageData, load_examples, of_one_kind
+from pipeline.data.sharing.steps import StageData, check_embedded, load_examples, of_one_kind
 from pipeline.models.hf.directory import check_model_directory
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.plan import Plan
@@ -211,6 +211,10 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(unread=unread)
+    if downloads and all(EMBEDDED in data.path for data, *_ in wanted):
+        for data, _, kept, _ in wanted:
+            check_embedded(data, kept)
+        return Preview(unread="drawn when the step starts")
     first, *_ = [
         load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
         for data, step, kept, share in wanted

@@ -171,6 +171,20 @@ def embedded_examples(
     return train, held_out
 
 
+def check_embedded(config: DataConfig, kept: RowColumns) -> None:
+    """Check settings of the embedded task, as `load_examples` does, without drawing its rows.
+
+    Raises:
+        DataError: it is mixed with other data, or lacks a column that a reward reads.
+    """
+    if config.path != (EMBEDDED,) or config.eval_path:
+        raise DataError(
+            f"data path {EMBEDDED} is the built-in task and can't be mixed with other data; use"
+            " either it or your own paths"
+        )
+    check_columns([{"answer": ""}], {}, kept)
+
+
 def _embedded(
     config: DataConfig,
     kept: RowColumns,
@@ -180,12 +194,7 @@ def _embedded(
     seed: int,
     share: RowShare | None,
 ) -> StageData:
-    if config.path != (EMBEDDED,) or config.eval_path:
-        raise DataError(
-            f"data path {EMBEDDED} is the built-in task and can't be mixed with other data; use"
-            " either it or your own paths"
-        )
-    check_columns([{"answer": ""}], {}, kept)
+    check_embedded(config, kept)
     prompts: list[Example] = []
     train, held_out = embedded_examples(
         step=step, seed=seed, of_steps=share.of_steps if share else None
