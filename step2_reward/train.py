@@ -320,6 +320,7 @@ def finish(
     base_model(training.model).config.update(settings)
     training.export()
     moments = None
+    logger.info("scoring responses and held-out rows with the exported weights")
     if labels.gives_scores:
         moments = measure_scores(
             reward.scorer, rows.chat, rows.data.train, config, reward.objective

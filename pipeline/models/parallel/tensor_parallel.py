@@ -271,6 +271,12 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
     """
     if can_shard(model, group.size):
         cut_layers(model, group, sequence=sequence)
+    else:
+        logger.info(
+            "%s models have no layers that %d processes can share: each has a full copy",
+            model.config.model_type,
+            group.size,
+        )
 
 
 def divide(
