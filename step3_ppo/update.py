@@ -129,6 +129,7 @@ class Update:
 
     metrics: dict[str, float]
     tokens: int
+    """All response tokens, including those excluded from the loss."""
     stopped: bool
     """True if the new policy was too far from the old one, so that no update was made."""
 
@@ -224,7 +225,7 @@ def fit_values(
     )
     for epoch in range(FIRST_EPOCHS):
         for rows in own_minibatches(config, step=0, epoch=epoch):
-            weighting = _weighting(rollout, rows, config)
+            weighting, _ = _weighting(rollout, rows, config)
             parts = _cut_rows(rollout, rows, config)
             _learn_values(models, parts, config, weighting, forward=None)
             models.critic.step()
@@ -270,20 +271,19 @@ def update_minibatch(
     approximate KL to the old policy exceeds 1.5 times the target makes no update and is marked
     `stopped`.
     """
-    weighting = _weighting(rollout, rows, config)
-    num_tokens = weighting.num_tokens
+    weighting, tokens = _weighting(rollout, rows, config)
     minibatches = _cut_rows(rollout, rows, config)
     parts = _learn_policy(models, minibatches, config, weighting, forward=forward)
     if models.critic is not None:
         values = _learn_values(models, minibatches, config, weighting, forward=forward)
         parts = [policy | value for policy, value in zip(parts, values, strict=True)]
-    metrics = _of_all(parts, models, num_tokens=num_tokens)
+    metrics = _of_all(parts, models, num_tokens=weighting.num_tokens)
     metrics |= models.policy_passes.metrics()
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         for engine in models.trained.values():
             engine.discard()
-        return Update(metrics, num_tokens, stopped=True)
+        return Update(metrics, tokens, stopped=True)
 
     metrics["skipped"] = 0.0
     if models.critic is not None:
@@ -295,7 +295,7 @@ def update_minibatch(
     actor = models.actor.step()
     metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
     metrics["skipped"] += float(actor.skipped)
-    return Update(metrics, num_tokens, stopped=False)
+    return Update(metrics, tokens, stopped=False)
 
 
 def _of_all(
@@ -367,19 +367,23 @@ def _cut_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[
     ]
 
 
-def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:
-    """The counts of a minibatch over all processes; tokens excluded from the loss don't count."""
+def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
+    """The counts of a minibatch over all processes, and the number of all its response tokens.
+
+    Tokens that are excluded from the loss don't count.
+    """
     mask = rollout.experience.mask
     index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
-    counts = (lengths * counted).sum(), counted.sum()
-    tokens, responses = current_mesh().data.sums(read_scalars(counts))
-    return Weighting(
+    counts = (lengths * counted).sum(), counted.sum(), lengths.sum()
+    tokens, responses, all_tokens = current_mesh().data.sums(read_scalars(counts))
+    weighting = Weighting(
         config.aggregate,
         num_tokens=max(1, int(tokens)),
         num_responses=max(1, int(responses)),
         max_new_tokens=config.max_new_tokens,
     )
+    return weighting, int(all_tokens)
 
 
 def _learn_policy(

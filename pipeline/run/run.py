@@ -214,7 +214,7 @@ class Run:
             "tokens": self.tokens,
             "mesh": self.mesh.shape,
             "eval": dict(eval),
-            "changed_settings": changed_settings(self.config),
+            "changed_settings": changed_settings(replace(self.config, resume=False)),
             **extra,
         }
         os.fsync(self._metrics.fileno())
