@@ -97,6 +97,8 @@ def test_documents_and_their_copies_are_trained_on_or_held_out(tmp_path: Path) -
     assert not held_out & learned
     assert 25 < len(held_out) < 80
     assert len(learned) > 400
+    few = opened([tmp_path / "a"], eval_fraction=1e-9)
+    assert len(evaluated(few) - trained(few)) == 1
 
 
 def test_a_corpus_that_grows_moves_no_document(tmp_path: Path) -> None:

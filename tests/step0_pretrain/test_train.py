@@ -155,8 +155,7 @@ def test_any_number_of_processes_has_the_same_order_and_the_same_losses(
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) -> None:
-    zero = {"zero_stage": 2}
-    model = replace(small(start, tmp_path).model, **zero)
+    model = replace(small(start, tmp_path).model, zero_stage=2)
     whole = small(start, tmp_path / "whole", model=model)
     run_ranks(train, whole)
     out = tmp_path / "cut"
@@ -171,9 +170,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) 
     ours, theirs = saved(out, 4), saved(whole.output_dir, 4)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert (out / "model.safetensors").read_bytes() == (
-        whole.output_dir / "model.safetensors"
-    ).read_bytes()
+    again, once = (at / "model.safetensors" for at in (out, whole.output_dir))
+    assert again.read_bytes() == once.read_bytes()
     pack_texts(start / "other", 50, seed=9)
     other = replace(whole.data, path=(str(start / "other"),))
     (out / "result.json").unlink()
