@@ -115,4 +115,5 @@ def test_a_command_says_it_in_one_line_and_exits_with_2(tmp_path: Path) -> None:
 
     assert process.returncode == 2, process.stderr
     assert process.stderr.strip().split("\n")[-1].startswith("error: ")
+    assert "or download it again\n" in process.stderr  # the range of fp16 is no reason in fp32
     assert "Traceback" not in process.stderr
