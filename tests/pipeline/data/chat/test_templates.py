@@ -312,7 +312,7 @@ def test_reasoning_apart_from_the_content_is_rendered(
 def test_thinking_behind_a_closed_block_is_refused_for_a_row() -> None:
     chat_format = with_chatml_tokens("{%- set closed = true -%}" + STRIPS_EARLIER)
 
-    with pytest.raises(DataError, match=r"^rows.jsonl line 1: .* closes the thinking"):
+    with pytest.raises(DataError, match=r"^rows.jsonl line 1: chat format tokenizer closes "):
         learned(chat_format, (USER,), Message("assistant", THOUGHT))
     assert learned(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
 
