@@ -1,12 +1,14 @@
 """Write the report of an output directory: `python -m pipeline.report OUT`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.options import run_main
+from pipeline.cli.options import run_main, say
 from pipeline.report.page import write_report
 from pipeline.system.errors import ConfigError
+
+
+USAGE = "usage: python -m pipeline.report OUT, the --output-dir of a run"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -15,9 +17,12 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: no directory was named, or it has no results.
     """
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError("usage: python -m pipeline.report OUT, the --output-dir of a run")
-    sys.stdout.write(f"{write_report(Path(argv[0]))}\n")
+    if list(argv) in (["-h"], ["--help"]):
+        say(USAGE)
+    elif len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError(USAGE)
+    else:
+        say(str(write_report(Path(argv[0]))))
 
 
 if __name__ == "__main__":

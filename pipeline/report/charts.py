@@ -38,6 +38,10 @@ METRICS = {
     "dead_wrong": ("Groups all wrong", "fraction of prompts; they have no gradient"),
     "repetition": ("Repetition", "tokens that end a repeated trigram"),
     "lr": ("Learning rate", ""),
+    "logp_chosen": ("Log-probability, chosen", "nats per token"),
+    "logp_rejected": ("Log-probability, rejected", "nats per token"),
+    "tokens_per_second": ("Speed", "tokens per second"),
+    "memory_gb": ("Memory", "GB, of the largest process"),
 }
 """Metrics with their title and note, most important first; others follow by name."""
 
@@ -109,7 +113,7 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
 """Margins of a picture."""
 
 
@@ -177,8 +181,14 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
     columns = [v for v in ticks(x.low, x.high) if v.is_integer() or not of_steps]
     return [
         *(line.format(LEFT, y(value), x.end) for value in across),
-        *(text.format(LEFT - 6, y(v) + 3.5, "end", tick_label(v)) for v in across),
-        *(text.format(x(v), y.start + 16, "middle", tick_label(v)) for v in columns),
+        *(
+            text.format(LEFT - 6, y(value) + 3.5, "end", label)
+            for value, label in zip(across, tick_labels(across), strict=True)
+        ),
+        *(
+            text.format(x(value), y.start + 16, "middle", label)
+            for value, label in zip(columns, tick_labels(columns), strict=True)
+        ),
     ]
 
 
@@ -217,9 +227,14 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def tick_label(value: float) -> str:
-    """A number formatted in about six characters."""
-    return f"{value / 1e3:.3g}k" if 1e4 <= abs(value) < 1e6 else f"{value:.3g}"
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Short labels, with as many digits as distinguish them."""
+    scaled = [(value / 1e3, "k") if 1e4 <= abs(value) < 1e6 else (value, "") for value in values]
+    for digits in range(3, 8):
+        labels = [f"{number:.{digits}g}{unit}".replace("e-0", "e-") for number, unit in scaled]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
 
 
 def _limits(values: Sequence[float], *, margin: float) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.report.charts import smoothed, step_charts, thinned
+from pipeline.report.charts import smoothed, step_charts, thinned, tick_labels
 from pipeline.report.results import StepResult
 
 
@@ -26,6 +26,11 @@ def test_thinning_keeps_the_one_spike_among_many_steps() -> None:
     assert len(kept) <= 200
     assert (12_345.0, 99.0) in kept
     assert kept == sorted(kept)
+
+
+def test_labels_have_the_digits_that_distinguish_them() -> None:
+    assert tick_labels([2.7812, 2.7814, 30]) == ["2.7812", "2.7814", "30"]
+    assert tick_labels([9.5e-6, 1.05e-5, 12_500]) == ["9.5e-6", "1.05e-5", "12.5k"]
 
 
 def test_a_metric_and_its_evaluation_share_a_chart_and_the_important_ones_come_first() -> None:
