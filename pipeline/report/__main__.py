@@ -7,7 +7,6 @@ from pipeline.cli.options import run_main, say
 from pipeline.report.page import write_report
 from pipeline.system.errors import ConfigError
 
-
 USAGE = "usage: python -m pipeline.report OUT, the --output-dir of a run"
 
 

@@ -1,5 +1,4 @@
 import re
-import resource
 import subprocess
 import sys
 
@@ -14,18 +13,14 @@ from tests.sources import ROOT
 
 
 @pytest.mark.parametrize("command", ["-m step1_sft.train", "-m step3_ppo.train", "train.py"])
-def test_help_starts_at_once_and_without_pytorch(command: str) -> None:
+def test_help_imports_no_large_package(command: str) -> None:
     argv = [sys.executable, "-X", "importtime", *command.split(), "--help"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
 
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert ended.stdout.startswith("usage: python ")
     assert "pipeline.settings" in imported
     assert not {"torch", "transformers", "numpy", "datasets"} & imported
-    # Processor time: the machine may be busy with something else.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sections() -> None:
