@@ -175,7 +175,7 @@ def _notes(
         for role, model in plan.configs[stage.name].used_models().items():
             if earlier := replaced.get(models[stage.section].get(role, "")):
                 lacks = f"{plan.request.output_dir} has no output of step {earlier.number}"
-                yield f"{stage.title} uses {model.path} as its {role}, but {lacks}"
+                yield f"{stage.title} uses {model.path} as its {role}: {lacks}"
     preset = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
     if preset:
         name = EMBEDDED_PRESET.relative_to(ROOT)

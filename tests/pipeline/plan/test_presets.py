@@ -105,7 +105,7 @@ def test_a_reward_model_stands_for_step_2_and_ppo_needs_no_other_step(tmp_path: 
         OWN,
         *["facebook/opt-350m"] * 2,
     ]
-    assert f"step 3 uses {OWN} as its actor, but {tmp_path} has no output" in plan.notes[0]
+    assert f"step 3 uses {OWN} as its actor: {tmp_path} has no output" in plan.notes[0]
     dotted = ("--ppo.actor.path", OWN, "--ppo.reward.path", "facebook/opt-350m")
     assert planned(tmp_path, "--step", "3", *dotted)[1]["step3_ppo"]["critic.path"] == models[3]
     own = planned(tmp_path, *dotted)[1]["step3_ppo"]
