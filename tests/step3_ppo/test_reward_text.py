@@ -11,7 +11,7 @@ from evaluation.held_out import Prompt
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from pipeline.models.hf.chat import decode_response, load_chat
+from pipeline.models.hf.chat import load_chat
 from pipeline.system.errors import ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import score_responses
@@ -45,7 +45,9 @@ def config_with(toy: Path, reward: Path, **changes: object) -> PPOConfig:
 
 
 def dialogues(models: Models) -> list[Prompt]:
-    texts = [(Message("user", "Hi there."),), (Message("user", "How are you?"),)]
+    """Two prompts, of which the second has the beginning of the response."""
+    begun = (Message("user", "How are you?"), Message("assistant", "I am"))
+    texts = [(Message("user", "Hi there."),), begun]
     return [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]
 
 
@@ -58,8 +60,8 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
     assert models.reward.text is not None
     models.reward.text.know(prompts)
     inputs = [prompt.input_ids for prompt in prompts]
-    whole = Response([30, 31, END], [-1.0] * 3, stopped=True)
-    cut_off = Response([40, 41, 42], [-1.0] * 3, stopped=False)
+    whole = Response([38, 31, END], [-1.0] * 3, stopped=True)  # after a space
+    cut_off = Response([38, 41, 42], [-1.0] * 3, stopped=False)
 
     scores = raw_scores(models, inputs, [whole, cut_off], config)
     experience = score_responses(models, inputs, [whole, cut_off], config)
@@ -68,8 +70,9 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
     model = AutoModelForSequenceClassification.from_pretrained(foreign, num_labels=1)
     expected = []
     for prompt, response in zip(prompts, (whole, cut_off), strict=True):
-        said = decode_response(models.tokenizer, response.ids)
-        text = f"<s>[user] {prompt.messages[0].content}</s>[assistant] {said}"
+        asked, *begun = (turn.content for turn in prompt.messages)
+        said = models.tokenizer.decode(response.ids, skip_special_tokens=True)
+        text = f"<s>[user] {asked}</s>[assistant] {''.join([*begun, said]).strip()}"
         text += "</s>" if response.stopped else ""
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         with torch.no_grad():

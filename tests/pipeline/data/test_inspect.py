@@ -30,7 +30,7 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert counts is not None
     assert int(counts[1]) + int(counts[2]) == 10
     assert f"{path}: uses the columns chosen, prompt, rejected" in out
-    assert f"row 1: {path} line " in out
+    assert re.search(rf" ends with </s> \(\d+\)\n\nrow 1: {re.escape(path)} line ", out)
     assert "\nHuman: Ask " not in out  # the embedded tokenizer begins with <s>
     assert "<s>Human: Ask " in out
     assert out.count("Assistant:[[ Good ") == 1
