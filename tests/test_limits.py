@@ -69,7 +69,7 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (PreferenceConfig, {"loss": "kto"}, "weight_chosen weight_rejected", ((0.1, "auto"), (0.0,))),
     (SamplingOptions, {}, "max_new_tokens", COUNT),
     (SamplingOptions, {"max_new_tokens": 8}, "min_new_tokens", ((0, 8), (-1, 9))),
-    (SamplingOptions, {}, "temperature", ((0.0,), (-1e-9,))),
+    (GenerateConfig, GENERATE, "temperature", ((0.0,), (-1e-9,))),
     (SamplingOptions, {}, "top_p", ((1e-9, 1.0), (0.0, 1.001))),
     (SamplingOptions, {}, "top_k", OR_NULL),
     (SamplingOptions, {}, "min_p", SHARE),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from inference.engine.requests import repeated_trigrams
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
@@ -163,3 +164,7 @@ def test_two_processes_sample_what_one_does(tmp_path: Path) -> None:
     first, second = run_ranks(share_of_this_process, tmp_path)
 
     assert {**first, **second} == sampled_share(0, 1, tmp_path)
+
+
+def test_tokens_that_repeat_a_trigram_are_counted() -> None:
+    assert repeated_trigrams([1, 2, 3, 1, 2, 4, 1, 2, 3]) == 1

@@ -58,13 +58,7 @@ def stream(server: Running, **fields: Any) -> "list[ChatCompletionChunk]":
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_stream_joins_to_the_plain_response_of_the_same_seed(server: Running, count: int) -> None:
-    fields: dict[str, Any] = {
-        "seed": 7,
-        "max_tokens": 24,
-        "n": count,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
+    fields = dict[str, Any](seed=7, max_tokens=24, n=count, logprobs=True, top_logprobs=2)
 
     plain = ask(server, **fields)
     chunks = stream(server, **fields, stream_options={"include_usage": True})

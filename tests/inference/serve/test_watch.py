@@ -39,8 +39,11 @@ def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> Non
     assert first["samples"] == [{"prompt": "Hi", "answers": {"base": "Yo"}}]
     assert again["unchanged"] is True
     (tmp_path / "step2_reward" / "diverged.json").write_text('{"sentence": "the loss is NaN"}')
+    guard = {"step": 3, "action": "warn", "sentence": "answers grow", "unit": "step"}
+    warned = lines(1, 2) + json.dumps({"guard": guard})
+    (tmp_path / "step2_reward" / "metrics.jsonl").write_text(warned)
     later = watched.view("", first["version"])
-    assert later["alarms"] == ["the loss is NaN"]
+    assert later["alarms"] == ["the loss is NaN", "step 3, warned: answers grow"]
     assert watched.view("step1_sft", "")["step"] == "step1_sft"
     assert watched.view("../../etc", "")["step"] == "step2_reward"
 
