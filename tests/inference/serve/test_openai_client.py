@@ -88,8 +88,7 @@ def test_a_stream_joins_to_the_plain_response_of_the_same_seed(server: Running, 
         assert [entry["logprob"] for entry in joined] == pytest.approx(
             [entry["logprob"] for entry in whole], abs=1e-4
         )
-    texts = {choice.message.content for choice in plain.choices}
-    assert len(texts) == count  # each is a separate sample
+    assert len({choice.message.content for choice in plain.choices}) == count  # separate samples
 
 
 def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -> None:

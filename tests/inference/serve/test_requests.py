@@ -142,6 +142,7 @@ def test_an_echo_has_the_log_probabilities_of_transformers(server: Running) -> N
         top = [sorted(each.values())[::-1][:2] for each in logprobs["top_logprobs"][1:length]]
         assert torch.tensor(top).allclose(expected.topk(2).values, atol=1e-4)
         assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token is no text
+        assert logprobs["tokens"][:length] == ["<s>", "The", " sun"]
     assert len(longer["logprobs"]["tokens"]) == length + both["usage"]["completion_tokens"]
     parts = events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
     streamed = [part["choices"][0] for part in parts]
