@@ -112,7 +112,8 @@ class OwnTokens:
 
     def _end(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:  # a block may run again in the backward pass
+        runs_again = block.training and getattr(block, "gradient_checkpointing", False)
+        if runs_again and hidden.requires_grad:
             hidden.register_hook(partial(self._begin_again, self._tokens))
         if block is not self._present()[-1]:
             return output
