@@ -230,11 +230,12 @@ def ticks(low: float, high: float) -> list[float]:
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Short labels, with as many digits as distinguish them."""
     scaled = [(value / 1e3, "k") if 1e4 <= abs(value) < 1e6 else (value, "") for value in values]
-    for digits in range(3, 8):
-        labels = [f"{number:.{digits}g}{unit}".replace("e-0", "e-") for number, unit in scaled]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
+
+    def labels(digits: int) -> list[str]:
+        return [f"{number:.{digits}g}{unit}".replace("e-0", "e-") for number, unit in scaled]
+
+    enough = (digits for digits in range(3, 8) if len(set(labels(digits))) == len(values))
+    return labels(next(enough, 8))
 
 
 def _limits(values: Sequence[float], *, margin: float) -> tuple[float, float]:
