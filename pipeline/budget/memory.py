@@ -351,7 +351,7 @@ def line(memory: StepMemory, machine: Machine) -> str:
 
 def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
     """Table of kinds by phases; host memory and disk follow the device."""
-    unit, name = (GIB, "GiB") if memory.peak("device") >= GIB else (MIB, "MiB")
+    unit, name = (GIB, "GiB") if memory.peak("device") >= 10 * GIB else (MIB, "MiB")
 
     def row(name: str, sizes: Iterable[int]) -> str:
         return f"  {name:<18}" + "".join(f"{size / unit:>10.1f}" for size in sizes)
