@@ -31,10 +31,10 @@ RUNTIME_CPU, RUNTIME_GPU = 512 * MIB, 768 * MIB
 """Bytes that a process takes without a model: Python, PyTorch and transformers; on a GPU, CUDA."""
 
 SLACK = {"cpu": 1 / 8, "cuda": 0.10}
-"""What the allocator keeps of freed memory, as a fraction of the temporary memory."""
+"""Freed memory that the allocator keeps, as a fraction of the temporary memory."""
 
 LEAST_SLACK = {"cpu": 256 * MIB, "cuda": 0}
-"""The minimum of that, in bytes; as in `host_allocator.cpp`."""
+"""Minimum of `SLACK` in bytes, the same as in `host_allocator.cpp`."""
 
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
 """Logits computed at once, and per tile if there are more."""
@@ -299,7 +299,7 @@ def _train(
     *,
     saves: bool,
 ) -> Iterator[Item]:
-    """Scoring, training, export; `saves`: whether checkpoints are written at the same time."""
+    """Memory of scoring, training and export; `saves` is true if checkpoints are written."""
     for each in present:
         yield from each.states()
         if each.model.trained is not None:

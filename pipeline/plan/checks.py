@@ -211,6 +211,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(unread=unread)
+    # Nothing reads the preview of a run that starts, and drawing these rows takes seconds.
     if downloads and all(EMBEDDED in data.path for data, *_ in wanted):
         for data, _, kept, _ in wanted:
             check_embedded(data, kept)
