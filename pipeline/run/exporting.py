@@ -113,7 +113,7 @@ def _difference(
             f" {error:.1e} of {scale:.3g}, more than {tolerance})"
         )
     seconds = time.perf_counter() - began
-    logger.info("checked: transformers computes the same with %s (%.1f s)", directory, seconds)
+    logger.info("checked: %s gives the same outputs in transformers (%.1f s)", directory, seconds)
     return ""
 
 
