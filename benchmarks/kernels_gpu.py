@@ -29,7 +29,7 @@ from benchmarks.device import (
     time_call,
 )
 from benchmarks.kernels import BYTES, composed_step, our_step, torch_adamw
-from pipeline.kernels.decode_attention import Scores, decode_attention
+from pipeline.kernels.decode_attention import PAGE, Scores, decode_attention, in_order_of_tokens
 
 BEYOND_CACHE = 256 << 20
 """Bytes of keys and values that timed calls read: several times the cache of an H200."""
@@ -65,14 +65,16 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
     for batch, length in shapes:
         for model, (heads, kv_heads, size) in HEADS.items():
             num_bytes = 4 * batch * length * kv_heads * size
-            shape = (batch, kv_heads, length + 32, size)  # slots are longer than their sequences
+            each = -(-length // PAGE)
+            pages = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
+            shape = (batch * each, kv_heads, PAGE, size)
             caches = [
                 [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
                 for _ in range(1 if tiny else -(-BEYOND_CACHE // num_bytes))
             ]
             query = torch.randn(batch, heads, size, device=DEVICE, dtype=torch.bfloat16)
             lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-            scores = Scores(lengths=lengths, scaling=size**-0.5)
+            scores = Scores(lengths=lengths, pages=pages, scaling=size**-0.5)
 
             ours = [
                 partial(decode_attention, query, *cache, scores, longest=length) for cache in caches
@@ -81,7 +83,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
                 partial(
                     F.scaled_dot_product_attention,
                     query[:, :, None],
-                    *(each[:, :, :length] for each in cache),
+                    *(in_order_of_tokens(stored, pages)[:, :, :length] for stored in cache),
                     enable_gqa=True,
                 )
                 for cache in caches

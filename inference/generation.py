@@ -14,11 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import slot_bytes
+from inference.engine.cache import num_pages, page_bytes
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
 from inference.engine.sampling import Sampler
 from inference.tensor_parallel import get_sharing_group, get_tp_group
+from pipeline.kernels.decode_attention import PAGE
 from pipeline.models.forward.forward import base_model, context_length
 from pipeline.parallel import launched
 from pipeline.parallel.group import Group
@@ -57,7 +58,7 @@ def generate(
         seed: sampling seed.
         top_p: sample only from the most likely tokens that together reach this probability.
         keys: one number for each prompt; their indices if not given.
-        batch_size: sequences computed at once: slots of the key-value cache.
+        batch_size: sequences computed at once.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -89,8 +90,8 @@ def generate_each(
 ) -> Iterator[Finished]:
     """Respond to the prompts like `generate`, yielding each response as it ends.
 
-    Fewer sequences than `batch_size` run at once if the keys and values of that many don't fit in
-    `cache_bytes` (by default, the free memory). `on_token` is called with each prompt index and
+    Fewer sequences than `batch_size` run at once while the keys and values of that many don't fit
+    in `cache_bytes` (by default, the free memory). `on_token` is called with each prompt index and
     token; `stop_when` may end responses in addition to the sampler's stop tokens and the length;
     both need a model on one process. `passes` counts decoding passes.
 
@@ -120,9 +121,16 @@ def generate_each(
             cache_bytes = free_bytes(next(model.parameters()).device)
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         smallest = min(tp_group.gather_objects(cache_bytes))
-        room = slots_within(plain, smallest, num_tokens=longest)
-        num_slots = min(batch_size, room, len(requests))
-        batch = OpenBatch(model, num_slots=num_slots, capacity=longest, passes=passes)
+        num_slots = min(batch_size, len(requests))
+        batch = OpenBatch(
+            model,
+            num_slots=num_slots,
+            capacity=longest,
+            num_pages=min(
+                pages_within(plain, smallest, num_tokens=longest), most_pages(requests, num_slots)
+            ),
+            passes=passes,
+        )
         finished = run_closed(batch, requests, on_token, stop_when)
     return _gather_shares(_own_responses(finished, indices, tp_group), first, sharing)
 
@@ -211,19 +219,34 @@ def run_closed(
                 batch.cancel(ticket)
 
 
-def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
-    """The number of sequences of `num_tokens` tokens whose keys and values fit in `cache_bytes`.
+def most_pages(requests: Sequence[Request], num_slots: int) -> int:
+    """The most pages that the requests need while `num_slots` of them run.
+
+    Sequences share the pages that an equal prompt fills.
+    """
+    prompts = {request.prompt for request in requests}
+    shared = sorted((len(prompt) - 1) // PAGE for prompt in prompts)
+    own = sorted(
+        num_pages(len(request.prompt) + request.max_new_tokens) - (len(request.prompt) - 1) // PAGE
+        for request in requests
+    )
+    return 1 + sum(shared[-num_slots:]) + sum(own[-num_slots:])
+
+
+def pages_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
+    """The number of pages of the cache that fit in `cache_bytes`.
 
     Raises:
-        ConfigError: not even one sequence fits.
+        ConfigError: not even one sequence of `num_tokens` tokens fits.
     """
-    needed = slot_bytes(model, num_tokens)
+    of_page = page_bytes(model)
+    needed = (1 + num_pages(num_tokens)) * of_page
     if needed > cache_bytes:
         raise ConfigError(
             f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, but"
             f" only {cache_bytes:,} are available; lower max_new_tokens or shorten the prompts"
         )
-    return cache_bytes // needed
+    return cache_bytes // of_page
 
 
 def free_bytes(device: torch.device) -> int:

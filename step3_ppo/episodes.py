@@ -10,9 +10,10 @@ from torch import nn
 
 from evaluation.held_out import Prompt
 from inference.engine.batch import OpenBatch
+from inference.engine.cache import num_pages
 from inference.engine.requests import Ended, Request, Ticket
 from inference.engine.sampling import Sampler
-from inference.generation import Response, free_bytes, slots_within
+from inference.generation import Response, free_bytes, pages_within
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
 from pipeline.models.forward.forward import base_model
@@ -142,9 +143,14 @@ def play(
     """
     sampler = Sampler(temperature=temperature, top_p=1.0, seed=seed, stop_ids=tuple(chat.stop_ids))
     free = free_bytes(next(model.parameters()).device)
-    room = slots_within(base_model(model), free, num_tokens=config.max_length)
-    slots = max(1, min(config.generation_batch_size, room, len(prompts)))
-    batch = OpenBatch(model, num_slots=slots, capacity=config.max_length)
+    room = pages_within(base_model(model), free, num_tokens=config.max_length)
+    slots = max(1, min(config.generation_batch_size, len(prompts)))
+    batch = OpenBatch(
+        model,
+        num_slots=slots,
+        capacity=config.max_length,
+        num_pages=min(room, 1 + slots * num_pages(config.max_length)),
+    )
     table = _Table(batch, chat, environments, sampler, Limits.of(config))
     for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
         table.begin(index, prompt, key=key, seed=episode_seed(seed, key // group_size))

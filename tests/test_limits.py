@@ -85,7 +85,6 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (ServeConfig, SERVE, "queue max_tokens_default max_n", COUNT),
     (ServeConfig, SERVE, "drain_seconds", ((0.0,), (-1e-9,))),
     (ServeConfig, SERVE, "cors", ((("http://a:1",), ("https://b",)), (("a//b",), ("http://a/b",)))),
-    (ServeConfig, SERVE, "watch", ((Path(),), (Path("no such directory"),))),
     (InspectConfig, {}, "rows", NOT_BELOW),
 ]
 

@@ -26,6 +26,7 @@ class Ahead:
         rows: repeats the passes; has just computed one.
         tickets: the sequences of its first rows, for which `can_stay_ahead` holds.
         logits: of that pass.
+        room: passes that the pages of the sequences have room for; None if all.
         counts: counts the passes.
     """
 
@@ -36,6 +37,7 @@ class Ahead:
         tickets: Sequence[Ticket],
         logits: Float[Tensor, "B V"],
         *,
+        room: int | None,
         counts: PassCounts,
     ) -> None:
         self.tickets = tickets
@@ -43,10 +45,11 @@ class Ahead:
         self._counts = counts
         self._sampler = tickets[0].sampler
         longest = max(len(each.request.prompt) + len(each.response.ids) for each in tickets)
-        self._room = rows.longest - longest
-        """Passes until a sequence exceeds the graph's length."""
+        self._room = rows.longest - longest if room is None else min(room, rows.longest - longest)
+        """Passes until a sequence exceeds the graph's length or its pages."""
         state = [
-            (_left(each), each.key, each.request.drawn + len(each.response.ids)) for each in tickets
+            (tokens_left(each), each.key, each.request.drawn + len(each.response.ids))
+            for each in tickets
         ]
         words = torch.from_numpy(np.array(state, np.uint64).T.copy().view(np.int64))
         self._state: Int[Tensor, "3 B"] = words.to(logits.device)
@@ -63,7 +66,7 @@ class Ahead:
     def has_next(self) -> bool:
         """Whether another pass is worthwhile: few sequences ended, and another one needs it."""
         is_full = 8 * sum(ticket.ended for ticket in self.tickets) <= len(self.tickets)
-        needed = any(not ticket.ended and _left(ticket) > 0 for ticket in self.tickets)
+        needed = any(not ticket.ended and tokens_left(ticket) > 0 for ticket in self.tickets)
         return self._room > 0 and is_full and needed
 
     @torch.inference_mode()
@@ -97,7 +100,7 @@ class Ahead:
         self._unread.append((tokens, logprobs, event))
 
 
-def _left(ticket: Ticket) -> int:
+def tokens_left(ticket: Ticket) -> int:
     """Maximum number of response tokens after the next one."""
     return ticket.request.max_new_tokens - len(ticket.response.ids) - 1
 

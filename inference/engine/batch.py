@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.engine.ahead import Ahead
+from inference.engine.cache import num_pages as pages_of
 from inference.engine.padded import PaddedRows
 from inference.engine.replay import PassCounts
 from inference.engine.requests import (
@@ -61,6 +62,7 @@ class OpenBatch:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once; halved when memory runs out, which loses no response.
         capacity: maximum tokens per sequence, prompt and response.
+        num_pages: pages of the cache, enough for one sequence; enough for all if not given.
         chunk: maximum prompt tokens per step; `PREFILL` if not given.
         reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
             or ended, of the same `scope`; otherwise only equal prompts share.
@@ -73,6 +75,7 @@ class OpenBatch:
         *,
         num_slots: int,
         capacity: int,
+        num_pages: int | None = None,
         chunk: int | None = None,
         reuses: bool = False,
         passes: PassCounts | None = None,
@@ -86,6 +89,7 @@ class OpenBatch:
         most = PREFILL[next(model.parameters()).device.type]
         self._chunk, self._reuses = (chunk or most, reuses) if fixed else (most, False)
         self.capacity = min(capacity, context_length(plain))
+        self._num_pages = num_pages or 1 + num_slots * pages_of(self.capacity)
         self._vocabulary = len(cast("nn.Embedding", plain.get_input_embeddings()).weight)
         self._submitted: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
@@ -102,6 +106,7 @@ class OpenBatch:
                 self._model,
                 num_slots=self._num_slots,
                 capacity=self.capacity,
+                num_pages=self._num_pages,
                 reuses=self._reuses,
                 passes=self.passes,
             )
@@ -199,6 +204,7 @@ class OpenBatch:
         if not is_out_of_memory(error) or self._num_slots == 1:
             return False
         self._num_slots //= 2
+        self._num_pages = 1 + max((self._num_pages - 1) // 2, pages_of(self.capacity))
         logger.warning("out of memory: generating %d sequences at once", self._num_slots)
         return True
 

@@ -1,18 +1,17 @@
-"""Keys and values of running sequences, in slots of one fixed size.
+"""Keys and values of running sequences, in pages that sequences share (Kwon et al. 2023).
 
 The cache is passed to an unmodified Hugging Face model, whose layers store through it; the layouts
-define the attention of a pass. A forward pass is one row of tokens of any slots. Dimension names:
-S slots, M tokens of a slot, N tokens of a pass, B sequences, G key heads, H query heads, D and E
-head sizes.
+define the attention of a pass. A forward pass is one row of tokens of any sequences. Dimension
+names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a sequence, G key
+heads, H query heads, D and E head sizes.
 """
 
-import ctypes
 import math
 import mmap
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
@@ -23,58 +22,51 @@ from inference.tensor_parallel import kv_heads_here
 from pipeline.kernels.cache_append import append_
 from pipeline.kernels.cache_append import kernel_for as append_kernel_for
 from pipeline.kernels.decode_attention import (
+    PAGE,
     Scores,
     decode_attention,
+    in_order_of_tokens,
     kernel_for,
-    sequence_attention,
 )
-from pipeline.models.forward.attention import KEY_BLOCK, attend_causally, round_up
+from pipeline.models.forward.attention import attend_causally
 
-FEW = 2
-"""Length of a piece up to which the decoding kernel is faster than the sequence kernel."""
-
-HUGE_PAGE = 2 * 2**20
-"""Bytes of a huge page. With ordinary pages a core translates the address of every 4 KiB it
-reads."""
+SPARE = 0
+"""Cache index for the padding of passes. No sequence is given its page."""
 
 
-def slot_width(capacity: int) -> int:
-    """Tokens that a slot has memory for: `capacity` plus one for padding, rounded up to blocks."""
-    return round_up(capacity + 1, KEY_BLOCK)
+def num_pages(tokens: int) -> int:
+    """Pages that hold this number of tokens."""
+    return -(-tokens // PAGE)
 
 
-def slot_bytes(model: PreTrainedModel, capacity: int) -> int:
-    """Bytes per slot on this process: keys and values of all layers."""
+def page_bytes(model: PreTrainedModel) -> int:
+    """Bytes per page on this process: keys and values of all layers."""
     settings = model.config.get_text_config()
     heads, all_heads = kv_heads_here(model), settings.num_attention_heads
     heads = heads or getattr(settings, "num_key_value_heads", None) or all_heads
     size = getattr(settings, "head_dim", None) or settings.hidden_size // all_heads
-    of_token = 2 * settings.num_hidden_layers * heads * size * model.dtype.itemsize
-    return of_token * slot_width(capacity)
+    return 2 * settings.num_hidden_layers * heads * size * model.dtype.itemsize * PAGE
 
 
-class SlotCache(Cache):
-    """The keys and values of S sequences; a slot stores its sequence from the first token on."""
+class PagedCache(Cache):
+    """Keys and values in `num_pages` pages; the first page is for padding."""
 
-    def __init__(self, *, num_slots: int, capacity: int) -> None:
+    def __init__(self, num_pages: int) -> None:
         super().__init__(layers=[])
-        self.num_slots = num_slots
-        self.width = slot_width(capacity)
-        self.spare = self.width - 1
-        """Position for the padding of passes: the last one of slot 0."""
-        self.keys: list[Float[Tensor, "S G M D"]] = []
-        self.values: list[Float[Tensor, "S G M E"]] = []
+        self.num_pages = num_pages
+        self.keys: list[Float[Tensor, "P G T D"]] = []
+        self.values: list[Float[Tensor, "P G T E"]] = []
         self._places: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
-        self._reads_slots = False
+        self._reads_pages = False
         self._rows: dict[int, Int[Tensor, "N G"]] = {}
 
-    def begin(self, places: Int[Tensor, " N"], *, reads_slots: bool) -> None:
-        """Set the cache positions of the next pass's tokens: slot * width + position.
+    def begin(self, places: Int[Tensor, " N"], *, reads_pages: bool) -> None:
+        """Set the cache indices of the next pass's tokens: page * PAGE + offset in the page.
 
-        With `reads_slots` attention is given all slots, else the keys and values of the pass.
+        With `reads_pages` attention is given all pages, else the keys and values of the pass.
         """
         self._places = places
-        self._reads_slots = reads_slots
+        self._reads_pages = reads_pages
         self._rows.clear()
 
     def update(
@@ -87,8 +79,8 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values; called by the model."""
         if layer_idx == len(self.keys):
-            self.keys.append(self._empty(key_states))
-            self.values.append(self._empty(value_states))
+            for stored, new in ((self.keys, key_states), (self.values, value_states)):
+                stored.append(new_zeros(new, self.num_pages, new.shape[1], PAGE, new.shape[3]))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         new = (key_states[0], value_states[0])
         gpu = append_kernel_for((keys, values), new)
@@ -96,77 +88,64 @@ class SlotCache(Cache):
             self._store((keys, values), new)
         else:
             append_((keys, values), new, self._places, gpu=gpu)
-        return (keys, values) if self._reads_slots else (key_states, value_states)
+        return (keys, values) if self._reads_pages else (key_states, value_states)
 
     def _store(
         self,
-        cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
+        cache: tuple[Float[Tensor, "P G T D"], Float[Tensor, "P G T E"]],
         new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     ) -> None:
         """Store keys and values with PyTorch, as the kernel does."""
         num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
-            # One row of D numbers for each slot, head and token.
-            slots, tokens = self._places // self.width, self._places % self.width
+            # One row of D numbers for each page, head and token.
+            pages, tokens = self._places // PAGE, self._places % PAGE
             heads = torch.arange(num_heads, device=self._places.device)
-            first = (slots[:, None] * num_heads + heads) * self.width
+            first = (pages[:, None] * num_heads + heads) * PAGE
             rows = self._rows[num_heads] = (first + tokens[:, None]).flatten()
         for stored, states in zip(cache, new, strict=True):
             size = stored.shape[-1]
             stored.view(-1, size).index_copy_(0, rows, states.transpose(0, 1).reshape(-1, size))
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of slot `source` to slot `target`."""
-        for stored in (*self.keys, *self.values):
-            stored[target, :, :length] = stored[source, :, :length]
-
-    @torch.inference_mode()
-    def swap(self, slots: tuple[int, int], lengths: tuple[int, int]) -> None:
-        """Swap two slots, given their numbers of stored tokens."""
-        if 0 in lengths:
-            source, target = slots[::-1] if lengths[0] == 0 else slots
-            self.copy(source, target, max(lengths))
+    def copy(self, sources: Mapping[int, int]) -> None:
+        """Copy pages, given the source of each target; all are read before any is written."""
+        if not sources:
             return
-        (one, other), length = slots, max(lengths)
         for stored in (*self.keys, *self.values):
-            before = stored[one, :, :length].clone()
-            stored[one, :, :length] = stored[other, :, :length]
-            stored[other, :, :length] = before
+            stored[[*sources]] = stored[[*sources.values()]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return 0: slots have no common length, and positions are passed to the model."""
+        """Return 0: sequences have no common length, and positions are passed to the model."""
         return 0
-
-    def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:
-        # Zeros: uninitialized NaNs would survive the multiplication of masked values by 0.
-        return zeros_in_huge_pages(
-            states, self.num_slots, states.shape[1], self.width, states.shape[3]
-        )
 
 
 class NextToken:
-    """Causal attention of one new token in each of the first B slots.
+    """Causal attention of one new token of each of B sequences.
 
-    More rows than slots are padding; their result is 0, unless there is `out`.
+    Rows of a pass beyond B are padding; their result is 0, unless there is `out`.
     """
 
     is_live = False
-    """Whether lengths are read on the device only."""
+    """Whether lengths and pages are read on the device only."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], pages: Int[np.ndarray, "B L"], device: torch.device
+    ) -> None:
         self.lengths = lengths
-        """Number of tokens in each slot, including the new one."""
+        """Number of tokens of each sequence, including the new one."""
+        self.pages = pages
+        """int32 pages of each sequence, in order; any page beyond its last one."""
         self.device = device
         self._masks: dict[int | None, Float[Tensor, "B 1 1 K"]] = {}
-        self._ends: Int[Tensor, " B"] | None = None
+        self._live: tuple[Int[Tensor, " N"], Int[Tensor, "N L"]] | None = None
 
     def attend(
         self,
         query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M E"],
+        key: Float[Tensor, "P G T D"],
+        value: Float[Tensor, "P G T E"],
         *,
         scaling: float | None,
         sliding_window: int | None,
@@ -177,69 +156,71 @@ class NextToken:
         del dropout  # unused in generation
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if self.is_live or kernel_for(rows, key, value) is not None:
-            count = min(len(rows), len(key))
-            if out is None:
-                out = rows.new_empty(1, *rows.shape)
-                if count < len(rows):
-                    out[0, count:] = 0.0
+            lengths, pages = self.live(len(rows))
             scores = Scores(
-                lengths=self.ends(count),
+                lengths=lengths,
+                pages=pages,
                 scaling=rows.shape[2] ** -0.5 if scaling is None else scaling,
                 sliding_window=sliding_window,
             )
-            longest = min(max(self.lengths), key.shape[2])
-            first = (rows[:count], key[:count], value[:count])
-            decode_attention(*first, scores, longest=longest, out=out[0, :count])
+            out = rows.new_empty(1, *rows.shape) if out is None else out
+            decode_attention(rows, key, value, scores, longest=max(self.lengths), out=out[0])
             return out
-        count, longest = len(self.lengths), round_up(max(self.lengths), KEY_BLOCK)
+        count, pages = len(self.lengths), torch.from_numpy(self.pages).to(self.device)
         if sliding_window not in self._masks:
             self._masks[sliding_window] = self._mask(sliding_window, query.dtype)
         attended = F.scaled_dot_product_attention(
             rows[:count].unflatten(1, (key.shape[1], -1)),  # (B, G, H / G, D)
-            key[:count, :, :longest],
-            value[:count, :, :longest],
+            in_order_of_tokens(key, pages),
+            in_order_of_tokens(value, pages),
             attn_mask=self._masks[sliding_window],
             scale=scaling,
         ).flatten(1, 2)
         result = F.pad(attended, (0, 0, 0, 0, 0, len(rows) - count))[None]
         return result if out is None else out.copy_(result)
 
-    def ends(self, count: int) -> Int[Tensor, " B"]:
-        """One past the last key of each of `count` slots; 0 for padding."""
-        if self._ends is None or self._ends.shape[0] != count:
-            ends = [*self.lengths, *[0] * (count - len(self.lengths))]
-            self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
-        return self._ends
+    def live(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
+        """Lengths and pages of `count` rows on the device, int32; padding has length 0."""
+        if self._live is None or len(self._live[0]) != count:
+            padding = count - len(self.lengths)
+            lengths = torch.tensor([*self.lengths, *[0] * padding], dtype=torch.int32)
+            pages = torch.from_numpy(np.pad(self.pages, ((0, padding), (0, 0))))
+            self._live = lengths.to(self.device), pages.to(self.device)
+        return self._live
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 K"]:
         """Minus infinity at the keys that a token must not attend to."""
         ends = torch.tensor(self.lengths, device=self.device)[:, None]
-        keys = torch.arange(round_up(max(self.lengths), KEY_BLOCK), device=self.device)
+        keys = torch.arange(self.pages.shape[1] * PAGE, device=self.device)
         hidden = (keys >= ends) | (keys < ends - (sliding_window or len(keys)))
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, -math.inf)[:, None, None, :]
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a prompt whose beginning is stored in a slot."""
+    """Consecutive tokens of a prompt whose beginning is stored."""
 
-    slot: int
+    pages: Int[np.ndarray, " L"]
+    """int32 pages of the sequence."""
+
     first: int
     """Position of the first of the tokens."""
+
     length: int
 
 
 class Pieces:
-    """Causal attention of concatenated pieces of several prompts, each to its own slot."""
+    """Causal attention of concatenated pieces of several prompts."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self._pieces = pieces
+        self._pages = [torch.from_numpy(piece.pages).to(device) for piece in pieces]
 
     def attend(
         self,
         query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M E"],
+        key: Float[Tensor, "P G T D"],
+        value: Float[Tensor, "P G T E"],
         *,
         scaling: float | None,
         sliding_window: int | None,
@@ -249,43 +230,31 @@ class Pieces:
         del dropout  # unused in generation
         attended = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         begin = 0
-        for piece in self._pieces:
+        for piece, pages in zip(self._pieces, self._pages, strict=True):
             rows = slice(begin, begin + piece.length)
-            slot = slice(piece.slot, piece.slot + 1)
             begin = rows.stop
-            if piece.length <= FEW and sequence_attention(
-                query[0, :, rows].transpose(0, 1),
-                key[slot],
-                value[slot],
-                first=piece.first,
-                scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
-                sliding_window=sliding_window,
-                out=attended[0, rows],
-            ):
-                continue
             end = piece.first + piece.length
+            read = pages[None, : num_pages(end)]
             attended[:, rows] = attend_causally(
                 query[:, :, rows],
-                key[slot, :, :end],
-                value[slot, :, :end],
+                in_order_of_tokens(key, read)[:, :, :end],
+                in_order_of_tokens(value, read)[:, :, :end],
                 scaling=scaling,
                 sliding_window=sliding_window,
             ).transpose(1, 2)
         return attended
 
 
-def zeros_in_huge_pages(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
-    """Zeros with the dtype and device of `like`, on a CPU in pages of 2 MiB where possible.
+def new_zeros(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
+    """Zeros with the dtype and device of `like`; on a CPU, memory is used where it is written.
 
-    `madvise` is called before the first write, when the system chooses the page size.
+    Zeros, because uninitialized NaNs would survive the multiplication of masked values by 0. With
+    ordinary pages a core would translate the address of every 4 KiB it reads.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    tensor = like.new_empty(shape)
-    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
-        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        size = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE - start
-        if size > 0:  # only a hint: errors are ignored
-            advise = ctypes.CDLL(None).madvise
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor.zero_()
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages
+    memory = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)

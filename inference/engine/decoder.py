@@ -1,8 +1,8 @@
 """Decoding passes, first by the model's modules, then replayed from CUDA graphs or traces.
 
-A graph is one launch instead of hundreds. It reads tokens, cache positions and sequence lengths
-from GPU memory, which one copy fills before each replay. Passes are padded to more rows, so that
-few graphs or traces serve all batches.
+A graph is one launch instead of hundreds. It reads tokens, cache indices, lengths and pages of the
+sequences from GPU memory, which is filled before each replay. Passes are padded to more rows, so
+that few graphs or traces serve all batches.
 """
 
 import gc
@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.engine.cache import NextToken
+from inference.engine.cache import SPARE, NextToken, num_pages
 from inference.engine.replay import (
     Column,
     Pass,
@@ -29,7 +30,7 @@ from inference.engine.replay import (
 )
 from inference.tensor_parallel import get_tp_group, is_of_sharding
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.decode_attention import kernel_for
+from pipeline.kernels.decode_attention import PAGE, kernel_for
 from pipeline.kernels.linear import is_built
 from pipeline.models.forward.attention import round_up
 from pipeline.models.forward.forward import base_model
@@ -64,12 +65,14 @@ class LiveKeys(NextToken):
     is_live = True
 
     def __init__(self, num_rows: int, longest: int, device: torch.device) -> None:
-        super().__init__([longest], device)
-        self.live: Int[Tensor, " N"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        table = np.zeros((num_rows, num_pages(longest)), np.int32)
+        super().__init__([longest], table, device)
+        self.ends: Int[Tensor, " N"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.table: Int[Tensor, "N L"] = torch.from_numpy(table).to(device, copy=True)
 
-    def ends(self, count: int) -> Int[Tensor, " B"]:
-        """One past the last key of each of `count` slots."""
-        return self.live[:count]
+    def live(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
+        """Lengths and pages of `count` rows."""
+        return self.ends[:count], self.table[:count]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:  # noqa: ANN401
         """Compute attention with the kernel.
@@ -107,6 +110,9 @@ class GraphedRows(ReplayedRows):
         )
         self._numbers = self._staged.to(device, copy=True)
         self._layout = LiveKeys(num_rows, longest, device)
+        self._pages = torch.zeros_like(
+            self._layout.table, device="cpu", pin_memory=device.type == "cuda"
+        )
         self.longest = longest
         self._capture = capture
         self._agree = agree
@@ -114,13 +120,16 @@ class GraphedRows(ReplayedRows):
 
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
-        # The last pass's tokens have been read, so its copy from this buffer has finished.
+        # The last pass's tokens have been read, so its copies from these buffers have finished.
         self._staged[:3] = torch.tensor(columns).T
         self._staged[3] = torch.tensor([*layout.lengths, *padding])
         self._numbers.copy_(self._staged, non_blocking=True)
+        pages = torch.from_numpy(layout.pages[:, : self._pages.shape[1]])
+        self._pages[: len(pages), : pages.shape[1]] = pages
+        self._layout.table.copy_(self._pages, non_blocking=True)
 
     def _by_modules(self) -> Float[Tensor, "N V"]:
-        self._layout.live.copy_(self._numbers[3])
+        self._layout.ends.copy_(self._numbers[3])
         return self._modules(self._numbers[:3], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
@@ -152,9 +161,14 @@ class GraphedRows(ReplayedRows):
 
     def advance(self, tokens: Int[Tensor, " B"], moves: Int[Tensor, " B"]) -> None:
         """Set the next tokens of the first rows on the device; add `moves` to their positions."""
-        numbers = self._numbers[:, : len(tokens)]
-        numbers[0] = tokens
-        numbers[1:] += moves
+        ids, positions, places, lengths = self._numbers[:, : len(tokens)]
+        ids.copy_(tokens)
+        positions += moves
+        lengths += moves
+        table = self._layout.table[: len(tokens)]
+        # After the last pass that there is room for, the position may be past the table.
+        last = (positions // PAGE).clamp(max=table.shape[1] - 1)
+        places.copy_(table.gather(1, last[:, None])[:, 0] * PAGE + positions % PAGE)
 
 
 class CudaCapture:
@@ -249,18 +263,17 @@ class Decoder:
         """The rows that replayed the last pass from a graph."""
 
     def __call__(
-        self, columns: Sequence[Column], layout: NextToken, *, spare: int, repeats: bool
+        self, columns: Sequence[Column], layout: NextToken, *, repeats: bool
     ) -> Float[Tensor, "B V"]:
         """Return the logits after each token.
 
         Args:
             columns: token, position and cache index of each row.
             layout: attention of the rows.
-            spare: the cache index for padding.
             repeats: whether the pass may be recorded or replayed.
         """
         count, self.replayed = len(columns), None
-        padding = (columns[-1][0], 0, spare)
+        padding = (columns[-1][0], 0, SPARE)
         if self._replays and repeats:
             rows = self._rows(count, max(layout.lengths))
             is_replay = rows.stage is Stage.REPLAY

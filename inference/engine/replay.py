@@ -488,8 +488,8 @@ class CurrentLayout:
     def attend(
         self,
         query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M E"],
+        key: Float[Tensor, "P G T D"],
+        value: Float[Tensor, "P G T E"],
         *,
         scaling: float | None,
         sliding_window: int | None,
@@ -509,13 +509,11 @@ class CurrentLayout:
                 return attend(self.layout)
             if again is None:
                 rows = query[0].transpose(0, 1)
-                count = min(len(rows), len(key))
-                tensors = (rows[:count], key[:count], value[:count], out[0, :count])
                 settings["scaling"] = query.shape[3] ** -0.5 if scaling is None else scaling
-                call = prepare_attention(*tensors, **settings)
+                call = prepare_attention(rows, key, value, out[0], **settings)
                 again = partial(attend, out=out)
                 if call is not None:
-                    again = lambda layout: call(layout.ends(count))  # noqa: E731
+                    again = lambda layout: call(*layout.live(len(rows)))  # noqa: E731
             again(self.layout)
             return out
 

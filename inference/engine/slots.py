@@ -1,6 +1,11 @@
-"""Continuous batching: sequences have slots, and free slots are refilled while others run."""
+"""Continuous batching: sequences have slots, and free slots are refilled while others run.
 
-from collections.abc import Hashable, Mapping, Sequence
+A sequence takes pages of the cache as it grows. Sequences with a common prefix share the pages that
+the prefix fills. When no page is left, the newest sequence waits again, and is then read again.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,13 +15,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.engine.ahead import Ahead, can_stay_ahead
-from inference.engine.cache import NextToken, Piece, Pieces, SlotCache
+from inference.engine.ahead import Ahead, can_stay_ahead, tokens_left
+from inference.engine.cache import NextToken, PagedCache, Piece, Pieces, num_pages
 from inference.engine.decoder import Decoder
-from inference.engine.replay import Column, CurrentLayout, PassCounts
+from inference.engine.replay import CurrentLayout, PassCounts
 from inference.engine.requests import Ticket, Waiting, as_array
 from inference.tensor_parallel import get_tp_group
 from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.decode_attention import PAGE
 from pipeline.kernels.linear import LinearByKernel
 from pipeline.models.forward.attention import Layout, Ragged
 from pipeline.models.forward.forward import base_model, cache_name
@@ -28,9 +34,36 @@ GROUP_TOKENS = 1024
 """Prompt tokens that must wait before a closed batch interrupts decoding."""
 
 
+class PagePool:
+    """The free pages of a cache, and the number of slots that use each of the others."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, 0, -1))  # the first page is for padding
+        self._uses: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Take free pages for one slot."""
+        pages = [self._free.pop() for _ in range(count)]
+        self.share(pages)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Count one more slot that uses these pages."""
+        self._uses.update(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Count one slot less; pages that no slot uses are free."""
+        self._uses.subtract(pages)
+        self._free += [page for page in reversed(pages) if not self._uses[page]]
+
+
 @dataclass(eq=False)
 class Slot:
-    """A slot of the cache, and the sequence whose keys and values it stores.
+    """One of the sequences that run at once, or an ended one whose keys and values remain.
 
     Prefill reads a prompt up to its last token. The first decoding pass reads that one, so a
     sequence is running as soon as the rest of its prompt is stored.
@@ -40,6 +73,9 @@ class Slot:
 
     ticket: Ticket | None = None
     """The request that occupies the slot; None if it is free."""
+
+    pages: list[int] = field(default_factory=list)
+    """Pages of the cache, in the order of the tokens."""
 
     tokens: Int[np.ndarray, " P"] = field(default_factory=lambda: as_array(()))
     """The stored sequence, or the prompt of a running request."""
@@ -53,7 +89,8 @@ class Slot:
     scope: Hashable = None
     """`Request.scope` of the last request."""
 
-    freed_at: int = 0
+    changed_at: int = 0
+    """Time at which a request got the slot or left it."""
 
     @property
     def left(self) -> int:
@@ -77,6 +114,10 @@ class Slot:
         self.ticket, self.tokens, self.stored = ticket, ticket.prompt, stored
         self.identity, self.scope = ticket.identity, ticket.request.scope
         ticket.num_reused = stored
+
+    def forget(self) -> None:
+        """Store nothing, for no request."""
+        self.ticket, self.tokens, self.stored, self.pages = None, as_array(()), 0, []
 
 
 class PrefixCache:
@@ -144,25 +185,41 @@ class PrefixCache:
 
 
 class Scheduler:
-    """Assigns slots to requests, and chooses the prompt tokens of the next prefill pass.
+    """Assigns slots and pages to requests, and chooses the prompt tokens of the next prefill pass.
 
     Args:
         cache: the keys and values.
+        num_slots: sequences that run at once.
+        capacity: maximum tokens of a sequence; the cache has pages for at least one such sequence.
         reuses: whether prompts reuse any common prefix, rather than only equal prompts.
+        ahead: further tokens for which a running sequence is given pages, if enough are free.
     """
 
-    def __init__(self, cache: SlotCache, *, reuses: bool) -> None:
-        self.slots = [Slot(index) for index in range(cache.num_slots)]
+    def __init__(
+        self, cache: PagedCache, *, num_slots: int, capacity: int, reuses: bool, ahead: int = 0
+    ) -> None:
+        self.slots = [Slot(index) for index in range(num_slots)]
+        self.table: Int[np.ndarray, "S L"] = np.zeros((num_slots, num_pages(capacity)), np.int32)
+        """Pages of each slot."""
         self._cache = cache
+        self._pool = PagePool(cache.num_pages)
+        self._ahead = ahead
         self._prefixes = PrefixCache(self.slots, partial=reuses)
         self._reading: list[Slot] = []
         """Slots whose prompts are being read, in the order of their admission."""
+        self._lacks_pages = False
+        """Whether the oldest request waits for pages, which no request has given back yet."""
         self._clock = 0
+
+    @property
+    def running_slots(self) -> list[Slot]:
+        """The slots of the next decoding pass."""
+        return [slot for slot in self.slots if slot.is_running]
 
     @property
     def running(self) -> list[Ticket]:
         """The requests of the next decoding pass, in the order of their slots."""
-        return [slot.ticket for slot in self.slots if slot.ticket is not None and slot.is_running]
+        return [slot.ticket for slot in self.running_slots if slot.ticket is not None]
 
     @property
     def occupants(self) -> list[Ticket]:
@@ -179,7 +236,7 @@ class Scheduler:
 
         A closed batch waits until an eighth of the slots is free, or prompts that fit fill a pass.
         """
-        if self.is_reading or not waiting:
+        if self.is_reading or not waiting or self._lacks_pages:
             return self.is_reading
         num_free = sum(slot.ticket is None for slot in self.slots)
         if not num_free or not is_closed:
@@ -189,33 +246,89 @@ class Scheduler:
 
     def admit(self, waiting: Waiting) -> None:
         """Give free slots to the oldest requests; those with a pending prefix stay in the queue."""
-        free = sorted(
-            (slot for slot in self.slots if slot.ticket is None), key=lambda slot: slot.freed_at
-        )
+        free = self._by_age(occupied=False)
         reading = {slot.identity: slot.ticket for slot in self._reading if slot.ticket is not None}
-        admitted: list[Ticket] = []
-        for ticket in list(islice(waiting, len(free))):
+        oldest: list[Ticket] = []
+        for ticket in islice(waiting, len(free)):
             if not self._prefixes.is_pending(ticket, reading):
-                del waiting[ticket]
-                admitted.append(ticket)
+                oldest.append(ticket)
                 reading[ticket.identity] = ticket
-        # Reuse stored sequences before their slots are given to other requests.
-        for ticket in sorted(admitted, key=lambda ticket: -self._prefixes.find(ticket)[1]):
-            self._place(ticket, free)
+        if not self._lacks_pages:  # reuse sequences before their slots are given to other requests
+            oldest.sort(key=lambda ticket: -self._prefixes.find(ticket)[1])
+        occupied = [slot.ticket for slot in self.slots if slot.ticket is not None]
+        may_grow = sum(num_pages(len(ticket.prompt)) < pages_of(ticket) for ticket in occupied)
+        available = self._num_available() - may_grow
+        copies: dict[int, int] = {}
+        for ticket in oldest:
+            source, count = self._prefixes.find(ticket)
+            needed = min(num_pages(len(ticket.prompt)) + 1, pages_of(ticket))
+            if source is not None and source.ticket is not None:
+                needed -= count // PAGE
+            self._lacks_pages = needed > available
+            if self._lacks_pages:
+                break
+            available -= needed
+            del waiting[ticket]
+            self._place(ticket, source, count, free, copies)
+        self._cache.copy(copies)
 
-    def _place(self, ticket: Ticket, free: list[Slot]) -> None:
-        """Give a request a slot, the first free one or that of the longest stored prefix."""
-        source, count = self._prefixes.find(ticket)
-        if source is not None and source.ticket is None and 2 * count >= source.stored:
+    def _place(
+        self,
+        ticket: Ticket,
+        source: Slot | None,
+        count: int,
+        free: list[Slot],
+        copies: dict[int, int],
+    ) -> None:
+        """Give a request a slot and pages, the first `count` tokens of which a slot stores.
+
+        The source of each page to copy is added to `copies`.
+        """
+        if source in free and 2 * count >= source.stored:
             slot = source
             free.remove(slot)
         else:
             slot = free.pop(1 if free[0] is source and len(free) > 1 else 0)
-            if source is not None and slot is not source:
-                self._cache.copy(source.index, slot.index, count)
+        whole, stored = count // PAGE, [] if source is None else source.pages[: num_pages(count)]
+        self._pool.share(stored[:whole])
+        self._pool.release(slot.pages)
+        slot.forget()
+        pages = stored[:whole] + self._take(num_pages(len(ticket.prompt)) - whole)
+        for page in stored[whole:]:  # may have been released, but is written after the copy
+            copies[pages[whole]] = copies.get(page, page)
         self._prefixes.assign(slot, ticket, stored=count)
+        self._give(slot, pages)
+        self._stamp(slot)
         if slot.left:
             self._reading.append(slot)
+
+    def grow(self, waiting: Waiting) -> None:
+        """Give running sequences the pages of their next tokens; take them from the newest ones."""
+        for slot in self.slots:
+            if slot.ticket is None or not slot.is_running:
+                continue
+            length = slot.length + 1
+            needed = num_pages(length) - len(slot.pages)
+            while needed > max(0, len(self._pool)) and needed > self._num_available():
+                newest = self._by_age(occupied=True)[-1]
+                self._preempt(newest, waiting)
+            if slot.ticket is None:
+                continue
+            wanted = min(num_pages(length + self._ahead), pages_of(slot.ticket)) - len(slot.pages)
+            count = wanted if wanted <= len(self._pool) else needed
+            if count > 0:
+                self._give(slot, [*slot.pages, *self._take(count)])
+
+    def _preempt(self, slot: Slot, waiting: Waiting) -> None:
+        """Return a request to the head of the queue; its keys and values are lost."""
+        assert slot.ticket is not None
+        slot.ticket.read_again()
+        queue = {slot.ticket: None, **waiting}
+        waiting.clear()
+        waiting.update(queue)
+        self._pool.release(slot.pages)
+        slot.forget()
+        self._reading = [slot for slot in self._reading if slot.ticket is not None]
 
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Free the slots of requests that ended."""
@@ -223,9 +336,40 @@ class Scheduler:
         for slot in self.slots:
             if slot.ticket in ended:
                 self._prefixes.free(slot)
-                self._clock += 1
-                slot.freed_at = self._clock
+                kept = num_pages(slot.stored)
+                self._pool.release(slot.pages[kept:])
+                del slot.pages[kept:]
+                self._stamp(slot)
+                self._lacks_pages = False
         self._reading = [slot for slot in self._reading if slot.ticket is not None]
+
+    def _by_age(self, *, occupied: bool) -> list[Slot]:
+        """The slots with or without a request, the one that changed first before the others."""
+        slots = [slot for slot in self.slots if (slot.ticket is not None) == occupied]
+        return sorted(slots, key=lambda slot: slot.changed_at)
+
+    def _stamp(self, slot: Slot) -> None:
+        self._clock += 1
+        slot.changed_at = self._clock
+
+    def _give(self, slot: Slot, pages: list[int]) -> None:
+        slot.pages = pages
+        self.table[slot.index, : len(pages)] = pages
+
+    def _num_available(self) -> int:
+        """Pages that are free or store nothing but ended sequences."""
+        occupied = {page for slot in self.slots if slot.ticket for page in slot.pages}
+        return self._cache.num_pages - 1 - len(occupied)
+
+    def _take(self, count: int) -> list[int]:
+        """Take pages, if necessary those of the sequences that ended first."""
+        if count > len(self._pool):
+            for slot in self._by_age(occupied=False):
+                self._pool.release(slot.pages)
+                slot.forget()
+                if count <= len(self._pool):
+                    break
+        return self._pool.take(count)
 
     def next_pieces(self, most: int, *, splits: bool) -> list[tuple[Slot, int]]:
         """The slots whose prompts the next pass reads, oldest first, with numbers of tokens.
@@ -247,16 +391,10 @@ class Scheduler:
             slot.stored += count
         self._reading = [slot for slot in self._reading if slot.left]
 
-    def compact(self) -> None:
-        """Move the running sequences to the first slots."""
-        runs = [slot.is_running for slot in self.slots]
-        count = sum(runs)
-        gaps = [self.slots[index] for index in range(count) if not runs[index]]
-        late = [self.slots[index] for index in range(count, len(runs)) if runs[index]]
-        for gap, slot in zip(gaps, late, strict=True):
-            self._cache.swap((gap.index, slot.index), (gap.length, slot.length))
-            gap.index, slot.index = slot.index, gap.index
-            self.slots[gap.index], self.slots[slot.index] = gap, slot
+
+def pages_of(ticket: Ticket) -> int:
+    """Pages of the longest sequence that a request may become."""
+    return num_pages(len(ticket.request.prompt) + ticket.request.max_new_tokens)
 
 
 def common_prefix(one: Int[np.ndarray, " P"], other: Int[np.ndarray, " Q"]) -> int:
@@ -272,9 +410,9 @@ PREFILL = {"cpu": 2048, "cuda": 8192}
 
 
 class SlotModel:
-    """Forward passes of a model that stores its keys and values in slots."""
+    """Forward passes of a model that stores its keys and values in pages."""
 
-    def __init__(self, model: nn.Module, cache: SlotCache, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, cache: PagedCache, device: torch.device) -> None:
         self._model = model
         self._cache = cache
         self._cache_argument = {cache_name(model): cache}
@@ -283,17 +421,17 @@ class SlotModel:
         self._no_mask = torch.ones(1, 1, 1, 1, device=device)
 
     def __call__(
-        self, inputs: Int[Tensor, "3 N"], layout: Layout, *, reads_slots: bool = True, keep: int = 0
+        self, inputs: Int[Tensor, "3 N"], layout: Layout, *, reads_pages: bool = True, keep: int = 0
     ) -> Float[Tensor, "K V"]:
         """Logits after the last `keep` tokens, or after all of them if `keep` is 0.
 
         Args:
             inputs: tokens, positions and cache indices.
             layout: attention of the pass.
-            reads_slots: see `SlotCache.begin`.
+            reads_pages: see `PagedCache.begin`.
             keep: number of tokens.
         """
-        self._cache.begin(inputs[2], reads_slots=reads_slots)
+        self._cache.begin(inputs[2], reads_pages=reads_pages)
         is_recorded = isinstance(layout, CurrentLayout) and layout.recorder is not None
         with LinearByKernel() if self._is_cpu and not is_recorded else nullcontext():
             output = self._model(
@@ -315,17 +453,29 @@ class Slots(Scheduler):
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once.
         capacity: maximum tokens of a sequence, prompt and response.
+        num_pages: pages of the cache.
         reuses: whether prompts reuse any common prefix of the sequences in the slots, rather than
             only equal prompts.
         passes: counts the passes.
     """
 
     def __init__(
-        self, model: nn.Module, *, num_slots: int, capacity: int, reuses: bool, passes: PassCounts
+        self,
+        model: nn.Module,
+        *,
+        num_slots: int,
+        capacity: int,
+        num_pages: int,
+        reuses: bool,
+        passes: PassCounts,
     ) -> None:
         self.device = next(model.parameters()).device
-        self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
-        super().__init__(self.cache, reuses=reuses)
+        self.cache = PagedCache(num_pages)
+        # Passes that run ahead of the host are given no pages.
+        ahead = PAGE if self.device.type == "cuda" else 0
+        super().__init__(
+            self.cache, num_slots=num_slots, capacity=capacity, reuses=reuses, ahead=ahead
+        )
         self._passes = passes
         self._modules = SlotModel(model, self.cache, self.device)
         tp_group = get_tp_group(base_model(model))
@@ -343,6 +493,7 @@ class Slots(Scheduler):
 
         In a closed batch, read all prompts, once enough requests wait for it to pay.
         """
+        self.grow(waiting)
         if self.running and not self.is_due(waiting, is_closed=is_closed):
             return
         self.admit(waiting)
@@ -357,43 +508,43 @@ class Slots(Scheduler):
     def _read(self, pieces: Sequence[tuple[Slot, int]]) -> None:
         """Store the next tokens of each prompt."""
         layout_pieces: list[Piece] = []
-        columns: list[Column] = []
+        columns: list[Int[np.ndarray, "3 N"]] = []
         for slot, count in pieces:
-            assert slot.ticket is not None
-            start, end = slot.index * self.cache.width, slot.stored + count
-            layout_pieces.append(Piece(slot.index, slot.stored, count))
-            columns += [
-                (token, position, start + position)
-                for position, token in enumerate(
-                    slot.ticket.prompt[slot.stored : end].tolist(), slot.stored
-                )
-            ]
-        # On a GPU, one call attends to whole prompts, with the keys of the pass itself.
-        is_whole = self.device.type != "cpu" and not any(piece.first for piece in layout_pieces)
+            layout_pieces.append(Piece(self.table[slot.index], slot.stored, count))
+            positions = np.arange(slot.stored, slot.stored + count)
+            columns.append(np.stack([slot.tokens[positions], *self._places(slot, positions)]))
+        # The keys of the pass itself are those of whole prompts.
+        is_whole = not any(piece.first for piece in layout_pieces)
         layout = (
             Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
             if is_whole
-            else Pieces(layout_pieces)
+            else Pieces(layout_pieces, self.device)
         )
-        inputs = torch.tensor(columns).T.contiguous().to(self.device)
-        self._modules(inputs, layout, reads_slots=not is_whole, keep=1)
+        inputs = torch.from_numpy(np.concatenate(columns, axis=1)).to(self.device)
+        self._modules(inputs, layout, reads_pages=not is_whole, keep=1)
         self._passes.prefill += 1
         self.record_read(pieces)
+
+    def _places(self, slot: Slot, positions: Int[np.ndarray, " N"]) -> Int[np.ndarray, "2 N"]:
+        """The positions, and the cache index of each."""
+        pages = self.table[slot.index, positions // PAGE].astype(np.int64)
+        return np.stack([positions, pages * PAGE + positions % PAGE])
 
     @torch.inference_mode()
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
         """Read the newest token of every running sequence; return the logits of the next ones."""
-        self.compact()
-        running = self.running
-        lengths = [len(ticket.request.prompt) + len(ticket.response.ids) for ticket in running]
-        columns = [
-            (ticket.newest, length - 1, slot * self.cache.width + length - 1)
-            for slot, (ticket, length) in enumerate(zip(running, lengths, strict=True))
-        ]
-        layout = NextToken(lengths, self.device)
+        slots, running = self.running_slots, self.running
+        lengths = [slot.length + 1 for slot in slots]
+        pages = self.table[[slot.index for slot in slots], : max(len(slot.pages) for slot in slots)]
+        last = np.array(lengths) - 1
+        places = pages[np.arange(len(slots)), last // PAGE] * PAGE + last % PAGE
+        tokens = [ticket.newest for ticket in running]
+        columns = list(zip(tokens, last.tolist(), places.tolist(), strict=True))
         # The pass that allocates the cache can't be replayed.
         repeats = bool(self.cache.keys)
-        return running, self._decode(columns, layout, spare=self.cache.spare, repeats=repeats)
+        return running, self._decode(
+            columns, NextToken(lengths, pages, self.device), repeats=repeats
+        )
 
     def go_ahead(self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Ahead | None:
         """Decode these sequences one pass ahead of the host; None if the device can't.
@@ -405,4 +556,9 @@ class Slots(Scheduler):
         rows = self._decode.replayed
         if rows is None or not self._is_alone or not can_stay_ahead(tickets):
             return None
-        return Ahead(rows, tickets, logits, counts=self._passes)
+        rooms = [
+            PAGE * len(slot.pages) - slot.length - 1
+            for slot, ticket in zip(self.running_slots, tickets, strict=True)
+            if PAGE * len(slot.pages) - slot.length - 1 < tokens_left(ticket)
+        ]
+        return Ahead(rows, tickets, logits, room=min(rooms, default=None), counts=self._passes)

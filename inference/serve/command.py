@@ -29,7 +29,6 @@ def main(argv: Sequence[str]) -> None:
         usage=(
             f"{MODULE} inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
             f"{MODULE} inference.serve --run OUT [--SETTING VALUE ...]",
-            f"{MODULE} inference.serve --watch OUT [--SETTING VALUE ...]",
         ),
         about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
         " docs/serving.md.",
@@ -42,12 +41,10 @@ def main(argv: Sequence[str]) -> None:
     from inference.serve.models import load_models, paths_to_serve, reward_of_run
     from inference.serve.server import listen, serve
     from inference.serve.state import State
-    from inference.serve.watch import WatchedRun
 
     paths = paths_to_serve(config)
     configure_logging(is_main=True)
     reward = config.reward or (reward_of_run(config.run) if config.run else None)
-    run = config.watch or config.run
     with closing(listen(config)) as listener:  # before the slow loading of models
         models, served_reward = load_models(config, paths, reward)
         state = State(
@@ -56,7 +53,6 @@ def main(argv: Sequence[str]) -> None:
             models,
             reward=served_reward,
             ratings=_open_ratings(config),
-            watched=None if run is None else WatchedRun(run),
         )
         host, port = listener.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"

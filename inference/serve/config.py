@@ -26,9 +26,6 @@ class ServeConfig:
     reward: str | None = None
     """Reward model, such as OUT/step2_reward, for /v1/score; --run finds its own."""
 
-    watch: Path | None = None
-    """A run's output directory to show while it trains; --run shows its own. Needs no model."""
-
     ratings: Path | None = None
     """File to which ratings are appended; null uses OUT/ratings.jsonl with --run, else none."""
 
@@ -100,7 +97,7 @@ class ServeConfig:
     """Origins of other pages that may use the API, such as https://example.org."""
 
     page: bool = True
-    """Serve the page to chat, compare, rate and watch."""
+    """Serve the page to chat, compare and rate."""
 
     log_requests: bool = True
     """Write a log line for each request, with client, path, status and seconds, without texts."""
@@ -113,12 +110,10 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.path or self.run or self.watch),
+            bool(self.path or self.run),
             "--path is missing: pass a model directory, or --run OUT for the models of a run",
         )
         require(0 <= self.port < 65536, f"port must be in [0, 65535], got {self.port}")
-        if self.watch is not None:
-            require(self.watch.is_dir(), f"watch: no such directory: {self.watch}")
         for name in ("slots", "context", "cache_gib", "prefill_chunk"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import slot_bytes
+from inference.engine.cache import num_pages, page_bytes
 from inference.engine.sampling import Reported, reported
 from inference.replica import weights_hash
 from inference.reward_model import load_scorer
@@ -309,7 +309,7 @@ def load_models(
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
-        weights, cache = in_words(_num_bytes(model), slots * slot_bytes(model, context))
+        weights, cache = in_words(_num_bytes(model), slots * num_pages(context) * page_bytes(model))
         remark(
             f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
             f" {context:,} tokens ({cache} of keys and values)"
@@ -391,9 +391,9 @@ def _plan_slots(
     )
     context = min(limit, config.context or MOST_CONTEXT)
     if config.context is None:  # shorten it rather than fail
-        while context > LEAST_CONTEXT and slot_bytes(model, context) > budget:
+        while context > LEAST_CONTEXT and num_pages(context) * page_bytes(model) > budget:
             context = max(LEAST_CONTEXT, context // 2)
-    slot = slot_bytes(model, context)
+    slot = num_pages(context) * page_bytes(model)
     slots = config.slots or max(1, min(MOST_SLOTS, budget // slot))
     if slots * slot > budget:
         needed, available = in_words(slots * slot, budget)

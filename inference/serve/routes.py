@@ -51,7 +51,6 @@ def build_app(state: State) -> ASGIApp:
         Route("/api/ratings", add_rating, methods=post),
         Route("/api/ratings/undo", undo_rating, methods=post),
         Route("/api/ratings/summary", summary, methods=get),
-        Route("/api/watch", watch, methods=get),
     ]
     pages = page_routes() if state.config.page else []
     app = Starlette(
@@ -206,7 +205,6 @@ async def server(request: Request) -> Response:
             "max_tokens": state.config.max_tokens_default,
             "reward": state.reward is not None,
             "ratings": state.ratings is not None,
-            "watch": state.watched is not None,
         }
     )
 
@@ -258,13 +256,3 @@ def _ratings(state: State) -> RatingsFile:
 def _key_name(request: Request) -> str:
     """Name of the request's key, or an empty string: addresses are not stored."""
     return client_of(request) if request.scope.get("key_name") else ""
-
-
-async def watch(request: Request) -> Response:
-    """`GET /api/watch`: curves, alarms and samples of a run in progress."""
-    watched = get_state(request).watched
-    if watched is None:
-        raise ApiError(404, "no run is watched; start the server with --watch OUT")
-    query = request.query_params
-    step, known = query.get("step", ""), query.get("version", "")
-    return json_response(await asyncio.to_thread(watched.view, step, known))

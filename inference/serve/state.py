@@ -14,7 +14,6 @@ from inference.serve.config import ServeConfig
 from inference.serve.http import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.models import ServedModel, ServedReward
-from inference.serve.watch import WatchedRun
 from inference.serve.worker import Job, Piece, Worker
 from pipeline.data.chat.resolve_format import Argument
 from pipeline.data.examples import Message
@@ -149,7 +148,6 @@ class State:
     models: Mapping[str, ServedModel]
     reward: ServedReward | None = None
     ratings: RatingsFile | None = None
-    watched: WatchedRun | None = None
     created: int = 0
     """Time of its start, in seconds since 1970."""
     metrics: Metrics = field(default_factory=Metrics)

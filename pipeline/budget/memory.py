@@ -45,8 +45,8 @@ CUBLAS = 32 * MIB
 SAMPLED = 16
 """Bytes per logit while a token is sampled."""
 
-PREFILL, SLOT_BLOCK = (2048, 8192), 32
-"""Prompt tokens of a pass on a CPU and on a GPU, and the granularity of cache slots."""
+PREFILL, PAGE = (2048, 8192), 64
+"""Prompt tokens of a pass on a CPU and on a GPU, and tokens of a page of the cache."""
 
 
 @dataclass(frozen=True)
@@ -266,14 +266,17 @@ class _ModelMemory:
         """The cache, the logits that are sampled from, and a pass over prompts."""
         shape = self.model.shape
         longest = min(generation.prompt_length + generation.new_tokens, shape.context)
-        width = -(-(longest + 1) // SLOT_BLOCK) * SLOT_BLOCK
         keys = max(1.0, shape.kv_width / generation.tensor_parallel)
-        slot = width * 2 * shape.layers * keys * shape.itemsize
+        page = PAGE * 2 * shape.layers * keys * shape.itemsize
+        shared = (min(generation.prompt_length, longest) - 1) // PAGE  # by a group's sequences
+        own = -(-longest // PAGE) - shared
+        prompts = -(-generation.slots // generation.group_size)
         if self.machine.has_gpu:  # graphs share the memory of the widest pass
             row = (shape.kept + shape.vocabulary) * shape.itemsize
             yield Item("graphs", CUBLAS + generation.slots * row, least=CUBLAS + row)
         drawn = SAMPLED * shape.vocabulary
-        yield Item("kv_cache", generation.slots * slot, least=slot)
+        num_pages = 1 + prompts * shared + generation.slots * own
+        yield Item("kv_cache", num_pages * page, least=(1 + shared + own) * page)
         yield Item("logits", generation.slots * drawn, least=drawn)
         tokens = min(PREFILL[self.machine.has_gpu], generation.slots * generation.prompt_length)
         yield Item("activations", tokens * shape.kept * shape.itemsize)

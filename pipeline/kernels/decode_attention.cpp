@@ -1,4 +1,4 @@
-// Attention of one new token per sequence over cached keys and values, on the CPU. Reference: decode_attention.py.
+// Attention of one new token per sequence over keys and values in pages, on the CPU. Reference: decode_attention.py.
 //
 // Keys are processed in blocks with an online softmax (Milakov and Gimelshein 2018). Sums are fp32; the lanes of
 // a vector hold consecutive elements of a head. NUMBER is the dtype of all tensors.
@@ -12,23 +12,25 @@ namespace {
 
 struct Attention {  // mirrored in decode_attention.py
     const void* query;       // (rows, heads, size), strides given
-    const void* key;         // (slots, kv_heads, width, size)
+    const void* key;         // (pages, kv_heads, PAGE, size)
     const void* value;
     void* out;               // (rows, heads, size)
-    const int32_t* lengths;  // per row: one past its last visible key; may exceed width
+    const int32_t* lengths;  // per row: one past its last visible key; may exceed its pages
+    const int32_t* pages;    // per row: its pages in the order of its tokens
     int64_t rows;
     int64_t heads;
     int64_t kv_heads;
-    int64_t width;
     int64_t size;            // a multiple of Number::NUMBERS
     int64_t query_row;       // strides, in elements
     int64_t query_head;
-    int32_t next_slot;       // 1 if each row has its own slot, 0 if all rows use the first one
+    int64_t pages_row;
+    int64_t most;            // pages of a row
     int32_t window;          // sliding window in keys; 0 for none
     float scaling;
 };
 
 constexpr int BLOCK = 512;  // keys per softmax block
+constexpr int PAGE = 64;        // tokens of a page; mirrored in decode_attention.py
 constexpr int MOST_SIZE = 256;  // largest head size; mirrored in decode_attention.py
 constexpr int STEP = LANES * Number::NUMBERS;
 
@@ -66,12 +68,11 @@ struct Soon {
     }
 };
 
-// Scores of `count` keys, padded to a full vector with -inf.
+// Scores of `count` keys; writes a whole number of vectors.
 void compute_scores(const Attention& by, const Stored* query, const Stored* key, int count, float* scores, const Soon& soon) {
     for (int t = 0; t < count; t += LANES) {
         soon.fetch(t * by.size, LANES * by.size);
-        Vector scaled = score_tile(query, key + t * by.size, by.size, std::min(LANES, count - t)) * by.scaling;
-        for (int n = count - t; n < LANES; n++) scaled[n] = -INFINITY;
+        const Vector scaled = score_tile(query, key + t * by.size, by.size, std::min(LANES, count - t)) * by.scaling;
         std::memcpy(scores + t, &scaled, sizeof scaled);
     }
 }
@@ -120,24 +121,39 @@ void add_values(const Stored* value, int64_t size, const float* weights, int cou
 
 // Attention of the query heads of a row that share a key head.
 void attend(const Attention& by, int64_t row, int64_t kv_head, std::vector<Head>& heads) {
-    const int64_t length = by.lengths[row], end = std::min(length, by.width);
+    const int64_t length = by.lengths[row], end = std::min(length, by.most * PAGE);
     const int64_t start = by.window > 0 ? std::max<int64_t>(0, length - by.window) : 0;
-    const int64_t at = (row * by.next_slot * by.kv_heads + kv_head) * by.width * by.size;
-    const auto* key = static_cast<const Stored*>(by.key) + at;
-    const auto* value = static_cast<const Stored*>(by.value) + at;
+    const int32_t* pages = by.pages + row * by.pages_row;
+    const int64_t of_head = PAGE * by.size, of_page = by.kv_heads * of_head;
+    const auto* key = static_cast<const Stored*>(by.key) + kv_head * of_head;
+    const auto* value = static_cast<const Stored*>(by.value) + kv_head * of_head;
+    const auto at = [&](uint64_t token) { return pages[token / PAGE] * of_page + int64_t(token % PAGE) * by.size; };
     const int64_t first_head = kv_head * int64_t(heads.size());
     const auto* query = static_cast<const Stored*>(by.query) + row * by.query_row + first_head * by.query_head;
     std::fill(heads.begin(), heads.end(), Head{});
-    float scores[BLOCK];
+    float scores[BLOCK + LANES];
     for (int64_t first = start; first < end; first += BLOCK) {
         const int count = int(std::min<int64_t>(BLOCK, end - first));
-        // Prefetch the next block or the next head's keys; past the last head this has no effect.
-        const int64_t next = (first + BLOCK < end ? first + BLOCK : start + by.width) * by.size;
+        const auto for_pages = [&](auto each) {  // calls each(first key, number of keys) for the part of each page
+            for (int t = 0, part; t < count; t += part) {
+                part = std::min(count - t, PAGE - int((first + t) % PAGE));
+                each(t, part);
+            }
+        };
         for (size_t n = 0; n < heads.size(); n++) {
-            const Soon soon{n == 0 ? value + first * by.size : nullptr, n + 1 == heads.size() ? key + next : nullptr};
-            compute_scores(by, query + int64_t(n) * by.query_head, key + first * by.size, count, scores, soon);
-            const float shrink = softmax_block(scores, count, heads[n]);
-            add_values(value + first * by.size, by.size, scores, count, shrink, heads[n].sums);
+            for_pages([&](int t, int part) {
+                // Prefetch the next block or the next head's keys; past the last head this has no effect.
+                const int64_t now = at(first + t);
+                const int64_t next = first + BLOCK + t < end ? at(first + BLOCK + t) : at(start + t) + of_head;
+                const Soon soon{n == 0 ? value + now : nullptr, n + 1 == heads.size() ? key + next : nullptr};
+                compute_scores(by, query + int64_t(n) * by.query_head, key + now, part, scores + t, soon);
+            });
+            for (int t = count; t % LANES != 0; t++) scores[t] = -INFINITY;
+            float shrink = softmax_block(scores, count, heads[n]);
+            for_pages([&](int t, int part) {
+                add_values(value + at(first + t), by.size, scores + t, part, shrink, heads[n].sums);
+                shrink = 1;
+            });
         }
     }
     auto* out = static_cast<Stored*>(by.out) + (row * by.heads + first_head) * by.size;

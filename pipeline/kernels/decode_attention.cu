@@ -1,14 +1,15 @@
-// Attention of one new token per sequence over its cached keys and values.
+// Attention of one new token per sequence over its keys and values, which are in pages.
 // Reference: decode_attention.py.
 //
-// query and out are (sequence, head, HEAD_SIZE); key and value are (sequence, kv head, token,
+// query and out are (sequence, head, HEAD_SIZE); key and value are (page, kv head, token,
 // HEAD_SIZE); strides are arbitrary, except 1 for the last. A block reads one split of the keys of
 // one sequence and kv head, once for all GROUP query heads that share them, so that the kernel is
 // bound by memory bandwidth. A few lanes read a key together and keep their own online softmax
 // (Milakov & Gimelshein 2018). The results of lanes, warps and, in a second kernel, blocks are
 // combined at the end (Flash-Decoding, Dao et al. 2023).
 //
-// Macros: NUMBER is float, Bf16 or F16; HEAD_SIZE; GROUP is the number of query heads per block.
+// Macros: NUMBER is float, Bf16 or F16; HEAD_SIZE; GROUP is the number of query heads per block;
+// PAGE is the number of tokens of a page.
 #include "prelude.cuh"
 
 #define WARPS 4
@@ -21,9 +22,10 @@ struct DecodeParams {
   void* out;
   float* parts;         // (sequence, head, split, HEAD_SIZE + 2): weighted values, maximum, sum of weights
   const int* lengths;   // (sequence): one past the last key
+  const int* pages;     // (sequence, page): in the order of the sequence's tokens
   i64 query_sequence, query_head, out_sequence, out_head;
-  i64 key_sequence, key_head, key_token, value_sequence, value_head, value_token;
-  int heads_per_kv, blocks_per_kv, capacity, window, num_splits;
+  i64 key_page, key_head, key_token, value_page, value_head, value_token;
+  int heads_per_kv, blocks_per_kv, pages_row, capacity, window, num_splits;
   float scale;
 };
 static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "see decode_attention.py");
@@ -107,19 +109,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
     }
   }
 
-  const NUMBER* key = static_cast<const NUMBER*>(p.key) + sequence * p.key_sequence + kv_head * p.key_head;
-  const NUMBER* value = static_cast<const NUMBER*>(p.value) + sequence * p.value_sequence + kv_head * p.value_head;
+  const NUMBER* key = static_cast<const NUMBER*>(p.key) + kv_head * p.key_head;
+  const NUMBER* value = static_cast<const NUMBER*>(p.value) + kv_head * p.value_head;
+  const int* pages = p.pages + static_cast<i64>(sequence) * p.pages_row;
   for (int from = keys.first; from < keys.end; from += KEYS * AHEAD) {
     uint4 raw_key[AHEAD][OF_LANE], raw_value[AHEAD][OF_LANE];
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
       const int token = from + a * KEYS + key_of_block;
+      const i64 page = token < keys.end ? load_int(pages + token / PAGE) : 0;
+      const NUMBER* of_key = key + page * p.key_page + token % PAGE * p.key_token;
+      const NUMBER* of_value = value + page * p.value_page + token % PAGE * p.value_token;
 #pragma unroll
       for (int i = 0; i < OF_LANE; i++) {
         const int load = lane_of_key + i * LANES;
         const bool real = token < keys.end && load < LOADS;
-        raw_key[a][i] = real ? load16_once(key + token * p.key_token + load * PER_LOAD) : uint4{0, 0, 0, 0};
-        raw_value[a][i] = real ? load16_once(value + token * p.value_token + load * PER_LOAD) : uint4{0, 0, 0, 0};
+        raw_key[a][i] = real ? load16_once(of_key + load * PER_LOAD) : uint4{0, 0, 0, 0};
+        raw_value[a][i] = real ? load16_once(of_value + load * PER_LOAD) : uint4{0, 0, 0, 0};
       }
     }
     float score[AHEAD][GROUP];

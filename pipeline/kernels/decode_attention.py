@@ -1,7 +1,8 @@
-"""Attention of one new token of each sequence to the cache, with a kernel if there is one.
+"""Attention of one new token of each sequence to a paged cache, with a kernel if there is one.
 
-`reference_attention` defines the operator in PyTorch. Dimension names: B sequences, H query heads,
-G heads of keys and values, S slots and M tokens of the cache, D head size.
+`reference_attention` defines the operator in PyTorch. Dimension names: B sequences, L pages of a
+sequence, H query heads, G heads of keys and values, P pages and T tokens of a page of the cache,
+D head size.
 """
 
 import ctypes
@@ -19,6 +20,10 @@ from pipeline.kernels import choice
 from pipeline.kernels.build import FUSED, NUMBERS, Library, bf16_flags, build, parallel
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
+PAGE = 64
+"""Tokens of a page, as in decode_attention.cpp: 16 KiB of a head of 64 fp32 numbers, or of 128 in
+16 bits. With pages of half the size, attention on a CPU takes 10 to 15 % longer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -27,6 +32,9 @@ class Scores:
     lengths: Int[Tensor, " B"]
     """int32. Length of each sequence with the new token: one past the last key it attends to."""
 
+    pages: Int[Tensor, "B L"]
+    """int32. Pages of each sequence, in the order of its tokens; none past its end is read."""
+
     scaling: float
     """Factor of the product of query and key."""
 
@@ -34,10 +42,18 @@ class Scores:
     """Number of last keys that a token attends to."""
 
 
+def in_order_of_tokens(
+    stored: Float[Tensor, "P G T D"], pages: Int[Tensor, "B L"]
+) -> Float[Tensor, "B G L*T D"]:
+    """Copy the keys or values of sequences out of their pages."""
+    found = stored.index_select(0, pages.flatten()).unflatten(0, pages.shape)
+    return found.transpose(1, 2).flatten(2, 3)
+
+
 def reference_attention(
     query: Float[Tensor, "B H D"],
-    key: Float[Tensor, "B G M D"],
-    value: Float[Tensor, "B G M D"],
+    key: Float[Tensor, "P G T D"],
+    value: Float[Tensor, "P G T D"],
     scores: Scores,
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each sequence in PyTorch.
@@ -49,6 +65,7 @@ def reference_attention(
     are not read and may be NaN.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
+    key, value = (in_order_of_tokens(stored, scores.pages) for stored in (key, value))
     tokens = torch.arange(key.shape[2], device=key.device)
     ends = scores.lengths[:, None]
     seen = tokens < ends  # (B, M)
@@ -66,8 +83,8 @@ def reference_attention(
 
 def decode_attention(
     query: Float[Tensor, "B H D"],
-    key: Float[Tensor, "B G M D"],
-    value: Float[Tensor, "B G M D"],
+    key: Float[Tensor, "P G T D"],
+    value: Float[Tensor, "P G T D"],
     scores: Scores,
     *,
     longest: int,
@@ -76,7 +93,7 @@ def decode_attention(
     """Attention of the last token of each sequence, as defined by `reference_attention`.
 
     `longest` is an upper bound of the lengths: the kernel divides its work by it and reads no
-    length on the host; lengths beyond the cache are clamped. The result is written to `out`, which
+    length on the host; lengths beyond the pages are clamped. The result is written to `out`, which
     must be contiguous, if given.
 
     Raises:
@@ -91,44 +108,16 @@ def decode_attention(
         out = query.new_empty(query.shape) if out is None else out
         Prepared(
             kernel, query, key, value, out, scaling=scores.scaling, window=scores.sliding_window
-        )(scores.lengths)
+        )(scores.lengths, scores.pages)
         return out
     result = reference_attention(query, key, value, scores)
     return result if out is None else out.copy_(result)
 
 
-def sequence_attention(
-    query: Float[Tensor, "T H D"],
-    key: Float[Tensor, "1 G M D"],
-    value: Float[Tensor, "1 G M D"],
-    *,
-    first: int,
-    scaling: float,
-    sliding_window: int | None,
-    out: Float[Tensor, "T H D"],
-) -> bool:
-    """Attention of T tokens of one sequence, from position `first` on, by the C++ kernel.
-
-    The result is written to `out`, which must be contiguous; returns False if the kernel doesn't
-    support the tensors.
-
-    Raises:
-        KernelError: kernels are required, and there is none for these tensors.
-    """
-    built = kernel_for(query, key, value)
-    if not isinstance(built, Library) or not out.is_contiguous():
-        return False
-    lengths = torch.arange(first + 1, first + 1 + len(query), dtype=torch.int32)
-    call = Prepared(built, query, key, value, out, scaling=scaling, window=sliding_window)
-    call.arguments.next_slot = 0  # all tokens attend to the first slot
-    call(lengths)
-    return True
-
-
 def prepare(
     query: Float[Tensor, "B H D"],
-    key: Float[Tensor, "B G M D"],
-    value: Float[Tensor, "B G M D"],
+    key: Float[Tensor, "P G T D"],
+    value: Float[Tensor, "P G T D"],
     out: Float[Tensor, "B H D"],
     *,
     scaling: float,
@@ -146,11 +135,9 @@ def prepare(
 
 
 def kernel_for(
-    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Gpu | Library | None:
     """The kernel for these tensors; None if PyTorch is used.
-
-    The cache may have more slots than there are sequences, which use the first ones.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -182,10 +169,11 @@ class Attention(ctypes.Structure):
     """Arguments of a call; decode_attention.cpp has the same structure."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lengths")),
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "width", "size")),
-        *((name, ctypes.c_int64) for name in ("query_row", "query_head")),
-        *((name, ctypes.c_int32) for name in ("next_slot", "window")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "pages")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "size")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "pages_row", "most")),
+        ("window", ctypes.c_int32),
         ("scaling", ctypes.c_float),
     ]
 
@@ -198,10 +186,12 @@ def library(dtype: torch.dtype) -> Library | str:
 
 
 def cpp_refusals(
-    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Iterator[str]:
     """The reasons why the kernel doesn't support these tensors."""
     size = query.shape[2]
+    if key.shape[2] != PAGE:
+        yield f"pages have {key.shape[2]} tokens"
     if query.dtype not in NUMBERS:
         yield f"it supports fp32 and bf16, not {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
@@ -225,8 +215,8 @@ class Prepared:
         self,
         built: Library,
         query: Float[Tensor, "B H D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M D"],
+        key: Float[Tensor, "P G T D"],
+        value: Float[Tensor, "P G T D"],
         out: Float[Tensor, "B H D"],
         *,
         scaling: float,
@@ -242,18 +232,17 @@ class Prepared:
             rows=query.shape[0],
             heads=query.shape[1],
             kv_heads=key.shape[1],
-            width=key.shape[2],
             size=query.shape[2],
             query_row=query.stride(0),
             query_head=query.stride(1),
-            next_slot=1,
             window=window or 0,
             scaling=scaling,
         )
 
-    def __call__(self, lengths: Int[Tensor, " B"]) -> None:
-        """Compute attention from the current contents; a length is one past the last key."""
-        self.arguments.lengths = lengths.data_ptr()
+    def __call__(self, lengths: Int[Tensor, " B"], pages: Int[Tensor, "B L"]) -> None:
+        """Compute attention from the current contents; see `Scores`."""
+        self.arguments.lengths, self.arguments.pages = lengths.data_ptr(), pages.data_ptr()
+        self.arguments.pages_row, self.arguments.most = pages.stride(0), pages.shape[1]
         self._library.decode_attention(
             ctypes.byref(self.arguments), parallel(), ctypes.c_int32(torch.get_num_threads())
         )
@@ -272,6 +261,9 @@ KEYS_OF_SPLIT = 128
 SEQUENCES = 65535
 """Maximum sequences per launch: the largest third dimension of a grid."""
 
+AXES = {3: ("sequence", "head"), 4: ("page", "head", "token")}
+"""Axes with a stride of queries and outputs, and of keys and values."""
+
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative error in norm that the self-test allows: a few times the rounding error."""
 
@@ -281,13 +273,13 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts")),
-        ("lengths", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("lengths", "pages")),
         *((name, ctypes.c_int64) for name in ("query_sequence", "query_head")),
         *((name, ctypes.c_int64) for name in ("out_sequence", "out_head")),
-        *((name, ctypes.c_int64) for name in ("key_sequence", "key_head", "key_token")),
-        *((name, ctypes.c_int64) for name in ("value_sequence", "value_head", "value_token")),
-        *((name, ctypes.c_int) for name in ("heads_per_kv", "blocks_per_kv", "capacity")),
-        *((name, ctypes.c_int) for name in ("window", "num_splits")),
+        *((name, ctypes.c_int64) for name in ("key_page", "key_head", "key_token")),
+        *((name, ctypes.c_int64) for name in ("value_page", "value_head", "value_token")),
+        *((name, ctypes.c_int) for name in ("heads_per_kv", "blocks_per_kv", "pages_row")),
+        *((name, ctypes.c_int) for name in ("capacity", "window", "num_splits")),
         ("scale", ctypes.c_float),
     )
 
@@ -319,12 +311,13 @@ def cuda_macros(dtype: torch.dtype, shape: Shape) -> dict[str, str | int]:
         "NUMBER": DTYPES[dtype],
         "HEAD_SIZE": shape.head_size,
         "GROUP": shape.group,
+        "PAGE": PAGE,
         "PARAMS_BYTES": ctypes.sizeof(Params),
     }
 
 
 def cuda_refusal(
-    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> str | None:
     """The reason why the kernel doesn't support these tensors, if it doesn't."""
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
@@ -333,8 +326,8 @@ def cuda_refusal(
         return f"head sizes {query.shape[2]} and {value.shape[3]}"
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         return f"{query.shape[1]} query heads for {key.shape[1]} key heads"
-    if not 0 < query.shape[0] <= SEQUENCES or not query.shape[1]:
-        return f"no sequences, no heads, or more than {SEQUENCES} sequences"
+    if not 0 < query.shape[0] <= SEQUENCES or not query.shape[1] or key.shape[2] != PAGE:
+        return f"no heads, no or over {SEQUENCES} sequences, or pages of {key.shape[2]} tokens"
     itemsize = query.dtype.itemsize
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         offsets = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]
@@ -349,8 +342,8 @@ def cuda_refusal(
 
 def launch(
     query: Float[Tensor, "B H D"],
-    key: Float[Tensor, "B G M D"],
-    value: Float[Tensor, "B G M D"],
+    key: Float[Tensor, "P G T D"],
+    value: Float[Tensor, "P G T D"],
     scores: Scores,
     *,
     gpu: Gpu,
@@ -378,22 +371,21 @@ def launch(
     parts = None
     if num_splits > 1:
         parts = out.new_empty((batch, heads, num_splits, size + 2), dtype=torch.float32)
+    tensors = {"query": query, "out": out, "key": key, "value": value}
     strides = {
-        f"{name}_{axis}": tensor.stride(place)
-        for name, tensor in (("query", query), ("out", out), ("key", key), ("value", value))
-        for place, axis in enumerate(("sequence", "head", "token")[: tensor.ndim - 1])
+        f"{name}_{axis}": stride
+        for name, tensor in tensors.items()
+        for axis, stride in zip(AXES[tensor.ndim], tensor.stride(), strict=False)
     }
+    tensors |= {"lengths": scores.lengths, "pages": scores.pages}
     params = Params(
-        query=query.data_ptr(),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        out=out.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         parts=None if parts is None else parts.data_ptr(),
-        lengths=scores.lengths.data_ptr(),
         **strides,
         heads_per_kv=shape.heads_per_kv,
         blocks_per_kv=shape.blocks_per_kv,
-        capacity=key.shape[2],
+        pages_row=scores.pages.stride(0),
+        capacity=scores.pages.shape[1] * PAGE,
         window=scores.sliding_window or 0,
         num_splits=num_splits,
         scale=scores.scaling,
@@ -419,16 +411,17 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     dtype = DTYPES_BY_NAME[str(defines["NUMBER"])]
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)
-    scores = Scores(lengths=torch.tensor([1, 37], dtype=torch.int32), scaling=size**-0.5)
+    lengths, pages = torch.tensor([1, 37]).int(), torch.tensor([[4, 0], [3, 1]]).int()
+    scores = Scores(lengths=lengths, pages=pages, scaling=size**-0.5)
     query = torch.randn(2, heads, size, generator=generator).to(dtype)
-    key, value = torch.randn(2, 2, 1, 40, size, generator=generator).to(dtype)
-    for row, length in enumerate(scores.lengths.tolist()):
-        key[row, :, length:] = value[row, :, length:] = torch.nan
+    key, value = torch.randn(2, 5, 1, PAGE, size, generator=generator).to(dtype)
+    for stored in (key, value):
+        stored[4, :, 1:] = stored[1, :, 5:] = stored[0] = stored[2] = torch.nan
     expected = reference_attention(query.double(), key.double(), value.double(), scores)
     query, key, value = (tensor.to(gpu.device) for tensor in (query, key, value))
-    scores = replace(scores, lengths=scores.lengths.to(gpu.device))
+    scores = replace(scores, lengths=lengths.to(gpu.device), pages=pages.to(gpu.device))
     outs = torch.full((2, *query.shape), torch.nan, dtype=dtype, device=gpu.device)
     for num_splits, out in enumerate(outs, start=1):
-        launch(query, key, value, scores, gpu=gpu, longest=40, num_splits=num_splits, out=out)
+        launch(query, key, value, scores, gpu=gpu, longest=37, num_splits=num_splits, out=out)
     errors = [float((out.cpu().double() - expected).norm() / expected.norm()) for out in outs]
     return all(error <= ERROR[dtype] for error in errors)  # False for NaN

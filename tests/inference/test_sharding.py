@@ -168,7 +168,7 @@ def answer() -> dict[str, Any]:
         PROMPTS[rank()],
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=9,
-        cache_bytes=10**4 * (rank() + 1),
+        cache_bytes=10**5 * (rank() + 1),
     )
     answers = {each.index: len(each.response.ids) for each in finished}
     return {"answers": answers, "kv_heads": kv_heads_here(model)}

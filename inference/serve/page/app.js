@@ -3,9 +3,8 @@
 import { chatView } from "./chat.js";
 import { Refused, get, initialize, say, settings } from "./common.js";
 import { compareView, rateView } from "./compare.js";
-import { watchView } from "./watch.js";
 
-const VIEWS = { chat: chatView, compare: compareView, rate: rateView, watch: watchView };
+const VIEWS = { chat: chatView, compare: compareView, rate: rateView };
 let leave = () => {};
 let latest = 0;
 
@@ -21,15 +20,13 @@ async function show() {
     const server = await get("/api/server");
     if (own !== latest) return; // another view was selected in the meantime
     settings.elements.max_tokens.placeholder = server.max_tokens;
-    const talks = server.models.length > 0;
-    const offered = { chat: talks, compare: talks, rate: talks && server.ratings, watch: server.watch };
     const [name, query] = location.hash.slice(1).split("?");
-    const view = VIEWS[name] ? name : talks ? "chat" : "watch";
+    const view = VIEWS[name] ? name : "chat";
     document.title = view[0].toUpperCase() + view.slice(1);
     document.getElementById("title").textContent = document.title; // for screen readers
     for (const link of document.querySelectorAll("nav a")) {
       const target = link.getAttribute("href").slice(1);
-      link.hidden = !offered[target];
+      link.hidden = target === "rate" && !server.ratings;
       if (target === view) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }

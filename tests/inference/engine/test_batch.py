@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import SlotCache, slot_bytes
+from inference.engine.cache import page_bytes
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
-from inference.generation import slots_within
+from inference.generation import pages_within
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ConfigError, DataError
@@ -213,18 +213,15 @@ def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_to
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
-def test_the_memory_of_a_slot_is_what_its_cache_takes(family: str, tmp_path: Path) -> None:
+def test_the_memory_of_a_page_is_what_the_cache_takes(family: str, tmp_path: Path) -> None:
     model = loaded(family, tmp_path)
     batch = opened(model)
     batch.submit(asked(0))
     finish(batch)
 
-    cache, one = batch._rows.cache, slot_bytes(model, 40)
-    assert sum(each.nbytes for each in (*cache.keys, *cache.values)) == 3 * one
-    states = cache.keys[0][:1, :, :1].to("meta")
-    for capacity in range(32, 4097, 8):
-        slots = slots_within(model, 10**7, num_tokens=capacity)
-        stored = SlotCache(num_slots=slots, capacity=capacity)._empty(states)
-        assert stored.nbytes * 2 * len(cache.keys) <= 10**7
-    with pytest.raises(ConfigError, match=f"take {one:,} bytes, but only {one - 1:,}"):
-        slots_within(model, one - 1, num_tokens=40)
+    cache, one = batch._rows.cache, page_bytes(model)
+    # One page for 40 tokens of each of three sequences, and one for padding.
+    assert sum(each.nbytes for each in (*cache.keys, *cache.values)) == 4 * one
+    assert pages_within(model, 4 * one - 1, num_tokens=65) == 3
+    with pytest.raises(ConfigError, match=f"take {3 * one:,} bytes, but only {3 * one - 1:,}"):
+        pages_within(model, 3 * one - 1, num_tokens=65)

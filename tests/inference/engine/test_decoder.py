@@ -146,11 +146,12 @@ def test_a_pass_is_launched_before_the_tokens_of_the_last_one_are_read(
 def test_sequences_that_end_while_the_next_pass_runs_change_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = loaded("llama", tmp_path)
+    model = loaded("llama", tmp_path, max_position_embeddings=512)
     sampler = Sampler(temperature=1.0, seed=3, top_p=0.9, stop_ids=range(2, 10))
+    prompts = [*PROMPTS * 8, *([token] * 240 for token in range(20, 26))]  # a graph has 256 tokens
 
     def sample() -> list[Response]:
-        finished = generate_each(model, PROMPTS * 8, sampler, max_new_tokens=40, batch_size=16)
+        finished = generate_each(model, prompts, sampler, max_new_tokens=40, batch_size=16)
         return [each.response for each in sorted(finished, key=lambda each: each.index)]
 
     with monkeypatch.context() as patch:

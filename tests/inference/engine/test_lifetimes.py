@@ -22,14 +22,14 @@ def test_keys_and_values_go_with_the_answers(
     path = saved(tiny_causal_lm("llama"), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
     alive: list[weakref.ref[Tensor]] = []
-    empty = cache.SlotCache._empty
+    new_zeros = cache.new_zeros
 
-    def watched(slots: cache.SlotCache, states: Tensor) -> Tensor:
-        stored = empty(slots, states)
+    def watched(like: Tensor, *shape: int) -> Tensor:
+        stored = new_zeros(like, *shape)
         alive.append(weakref.ref(stored))
         return stored
 
-    monkeypatch.setattr(cache.SlotCache, "_empty", watched)
+    monkeypatch.setattr(cache, "new_zeros", watched)
     responses = generate(  # that many tokens that passes come from a tape
         model, [[5, 6], [7]], max_new_tokens=9, temperature=0.0, stop_ids=[], seed=0
     )

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import SlotCache
+from inference.engine.cache import PagedCache
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Request, Response, Ticket
 from inference.engine.sampling import Sampler
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> PreTrainedModel:
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
-def opened(model: PreTrainedModel, slots: int = 3, **settings: int) -> OpenBatch:
+def opened(model: PreTrainedModel, slots: int = 3, **settings: int | None) -> OpenBatch:
     return OpenBatch(
         model, num_slots=slots, capacity=CAPACITY, **{"chunk": 32, "reuses": True, **settings}
     )
@@ -82,7 +82,7 @@ def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
 
 
 def test_a_pass_reads_whole_prompts_if_it_splits_none() -> None:
-    scheduler = Scheduler(SlotCache(num_slots=4, capacity=40), reuses=False)
+    scheduler = Scheduler(PagedCache(9), num_slots=4, capacity=64, reuses=False)
     tickets = [Ticket(asked(range(5, 5 + length))) for length in (6, 5, 4, 31)]
     scheduler.admit(dict.fromkeys(tickets))
 
@@ -94,6 +94,46 @@ def test_a_pass_reads_whole_prompts_if_it_splits_none() -> None:
     assert lengths(splits=False) == [5, 4]
     scheduler.free(tickets[:3])
     assert lengths(splits=False) == [10]
+
+
+def test_samples_of_a_prompt_share_the_pages_that_it_fills() -> None:
+    cache = PagedCache(num_pages=40)
+    cache.keys, cache.values = [torch.zeros(40, 1, 64, 1)], [torch.zeros(40, 1, 64, 1)]
+    scheduler = Scheduler(cache, num_slots=8, capacity=192, reuses=False)
+    first, *others = (Ticket(asked(range(5, 145), key=key, length=20)) for key in range(8))
+    waiting = dict.fromkeys([first, *others])
+
+    scheduler.admit(waiting)
+    assert [*waiting] == others  # until the first one has read the prompt
+    assert scheduler.slots[0].pages == [1, 2, 3]
+    cache.keys[0][3, 0, :, 0] = torch.arange(64.0)
+    scheduler.record_read([(scheduler.slots[0], 139)])
+    scheduler.admit(waiting)
+
+    assert [slot.pages[:2] for slot in scheduler.slots] == [[1, 2]] * 8
+    own = [slot.pages[2:] for slot in scheduler.slots]
+    assert own == [[page] for page in range(3, 11)]
+    assert all(torch.equal(cache.keys[0][page], cache.keys[0][3]) for (page,) in own)
+    scheduler.free([first, *others])
+    assert sorted(scheduler._take(39)) == [*range(1, 40)]  # none is lost, nor has two owners
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+def test_without_pages_the_newest_sequences_wait_and_are_read_again(
+    model: PreTrainedModel, reuses: bool
+) -> None:
+    requests = [
+        asked(TEXTS[number % 4][: 20 + 3 * number], key=number, length=140 + 7 * number)
+        for number in range(6)
+    ]
+    batch = opened(model, 4, num_pages=1 + 7, reuses=reuses)  # one sequence may need 7
+
+    tickets = [batch.submit(request) for request in requests]
+    finish(batch)
+
+    assert any(len(ticket.prompt) > len(ticket.request.prompt) for ticket in tickets)
+    for ticket in tickets:
+        assert_same(ticket.response, read_anew(model, ticket.request))
 
 
 def test_samples_of_a_prompt_read_it_once(model: PreTrainedModel) -> None:
@@ -124,13 +164,14 @@ def test_a_next_turn_reads_its_new_messages_only(model: PreTrainedModel) -> None
 
 
 @pytest.mark.jobs
+@pytest.mark.parametrize("num_pages", [None, 1 + 8])
 def test_dialogues_that_come_and_go_have_the_responses_that_each_has_alone(
-    model: PreTrainedModel,
+    model: PreTrainedModel, num_pages: int | None
 ) -> None:
     """Turns, branches, repetitions and system prompts of two clients in three slots."""
     chance = random.Random(0)
     known = [TEXTS[0], TEXTS[3], TEXTS[0] + TEXTS[2], TEXTS[5]]
-    batch = opened(model)
+    batch = opened(model, num_pages=num_pages)
     tickets: list[Ticket] = []
     for number in range(24):
         begin = chance.choice(known)

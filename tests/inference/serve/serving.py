@@ -19,7 +19,6 @@ from inference.serve.config import ServeConfig, read_keys
 from inference.serve.models import ModelPath, load_models
 from inference.serve.server import Server, listen
 from inference.serve.state import State
-from inference.serve.watch import WatchedRun
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_browser = pytest.mark.skipif(
@@ -129,14 +128,9 @@ def serving(
 @contextmanager
 def serving_page(out: Path) -> Iterator[Running]:
     """A server all of whose page's views have something to show; its files go to `out`."""
-    step = out / "step1_sft"
-    step.mkdir()
-    lines = [{"step": number, "loss": 3.0 / number} for number in range(1, 30)]
-    (step / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     two = (ModelPath("first", TINY), ModelPath("second", TINY, seed=1))
     with serving(two, max_tokens_default=12) as running:
         running.state.ratings = RatingsFile(out / "ratings.jsonl")
-        running.state.watched = WatchedRun(out)
         yield running
 
 

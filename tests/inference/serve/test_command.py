@@ -56,7 +56,7 @@ def refused(*argv: str) -> str:
             "error: --context 257 exceeds the 256-token context of embedded; lower it",
         ),
         (
-            ("--path", "embedded", "--port", "0", "--cache-gib", "0.001"),
+            ("--path", "embedded", "--port", "0", "--cache-gib", "0.0001"),
             "error: the keys and values of embedded take",
         ),
         (

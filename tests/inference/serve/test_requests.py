@@ -196,12 +196,11 @@ def test_a_page_that_may_ask_is_told_so(server: Running) -> None:
 
 def test_what_a_server_lacks_is_not_found(server: Running) -> None:
     views = get(server, "/api/server").json
-    has = {"reward": False, "ratings": True, "watch": False}
+    has = {"reward": False, "ratings": True}
     assert views == {"models": [{"id": "tiny"}], "max_tokens": 5, **has}
     kinds = {"/": "text/html", "/page/app.js": "text/javascript", "/page/style.css": "text/css"}
     for path, kind in kinds.items():
         assert get(server, path).headers["content-type"].startswith(kind)
-    assert get(server, "/api/watch").status == 404
     assert get(server, "/no/path").status == 404
     assert get(server, COMPLETIONS).status == 405
     assert post(server, "/v1/score", {"messages": ANSWERED}).status == 404

@@ -1,6 +1,7 @@
 """Cases of decode attention: inputs, specializations, and what is right."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from pipeline.kernels.decode_attention import (
     HEAD_SIZES,
+    PAGE,
     Scores,
     Shape,
     cuda_macros,
@@ -52,28 +54,41 @@ class Inputs:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return (self.query, self.key, self.value, self.scores.lengths)
+        return (self.query, self.key, self.value, self.scores.lengths, self.scores.pages)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """The layout of the slot cache, wider than what is used; what may not be read is NaN."""
+    """Pages of the sequences in any order, more than are used; what may not be read is NaN."""
     generator = torch.Generator().manual_seed(case.seed)
-    batch, width = len(case.lengths), max(case.lengths) + 3
+    batch = len(case.lengths)
+    pages = make_pages(case.lengths, generator)
 
     def cache() -> Tensor:
-        shape = (batch, case.kv_heads, width, case.head_size)
-        stored = torch.randn(shape, generator=generator)
+        stored = torch.full((pages.numel() + 1, case.kv_heads, PAGE, case.head_size), math.nan)
         for row, length in enumerate(case.lengths):
-            stored[row, :, : max(0, length - (case.window or length))] = math.nan
-            stored[row, :, length:] = math.nan
+            for token in range(max(0, length - (case.window or length)), length):
+                live = torch.randn(case.kv_heads, case.head_size, generator=generator)
+                stored[pages[row, token // PAGE], :, token % PAGE] = live
         return stored.to(case.dtype).to(device)
 
     # As the layers of a model give it: (1, head, sequence, size), looked at the other way round.
     shape = (case.heads, batch, case.head_size)
     query = torch.randn(shape, generator=generator).to(case.dtype).to(device).transpose(0, 1)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    scores = Scores(lengths=lengths, scaling=case.head_size**-0.5, sliding_window=case.window)
+    scores = Scores(
+        lengths=lengths,
+        pages=pages.to(device),
+        scaling=case.head_size**-0.5,
+        sliding_window=case.window,
+    )
     return Inputs(query, cache(), cache(), scores)
+
+
+def make_pages(lengths: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Pages of sequences of these lengths, and one more of each, in a random order."""
+    each = max(lengths) // PAGE + 2
+    order = torch.randperm(len(lengths) * each, generator=generator) + 1
+    return order.view(-1, each).int()
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:

@@ -1,7 +1,5 @@
 """Decode attention on the CPU, against float64 and PyTorch."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,34 +8,49 @@ from pipeline.kernels.build import Library
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.decode_attention import (
     MOST_SIZE,
+    PAGE,
     Scores,
     decode_attention,
     kernel_for,
     reference_attention,
-    sequence_attention,
 )
+from tests.pipeline.kernels.decode_attention.cases import make_pages
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 def tensors(
-    lengths: tuple[int, ...], size: int, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = F32
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, keys, values and lengths; unseen keys and values are NaN."""
-    batch, width = len(lengths), max(lengths) + 3
-    query = random(heads, batch, size, seed=1).transpose(0, 1)  # strided, as models have it
-    key, value = (random(batch, kv_heads, width, size, seed=seed) for seed in (2, 3))
+    lengths: tuple[int, ...],
+    size: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dtype: torch.dtype = F32,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Query, keys, values, lengths and pages; unseen keys and values are NaN."""
+    pages = make_pages(lengths, torch.Generator().manual_seed(0))
+    query = random(heads, len(lengths), size, seed=1).transpose(0, 1)  # strided, as models have it
+    shape = (pages.numel() + 1, kv_heads, PAGE, size)
+    key, value = torch.full((2, *shape), torch.nan)
     for row, length in enumerate(lengths):
-        key[row, :, length:] = value[row, :, length:] = torch.nan
-    return query.to(dtype), key.to(dtype), value.to(dtype), torch.tensor(lengths).int()
+        seen = torch.arange(max(0, length - (window or length)), length)
+        for stored, seed in ((key, 2), (value, 3)):
+            live = random(len(seen), kv_heads, size, seed=seed + 2 * row)
+            stored[pages[row, seen // PAGE], :, seen % PAGE] = live
+    return (
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        {"lengths": torch.tensor(lengths).int(), "pages": pages},
+    )
 
 
 @pytest.mark.parametrize("size", [2, 16, 48, 80, 128, 194, 256])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: int) -> None:
-    query, key, value, lengths = tensors((1, 40, 700), size, dtype=dtype)
-    scores = Scores(lengths=lengths, scaling=size**-0.5)
+    query, key, value, cached = tensors((1, 40, 700), size, dtype=dtype)
+    scores = Scores(**cached, scaling=size**-0.5)
     assert isinstance(kernel_for(query, key, value), Library)
 
     out = decode_attention(query, key, value, scores, longest=700)
@@ -50,28 +63,13 @@ def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_windows_and_shared_heads(kv_heads: int) -> None:
-    query, key, value, lengths = tensors((3, 30, 600), 64, heads=6, kv_heads=kv_heads)
-    key[2, :, :570] = value[2, :, :570] = torch.nan
-    scores = Scores(lengths=lengths, scaling=0.1, sliding_window=30)
+    query, key, value, cached = tensors((3, 30, 600), 64, heads=6, kv_heads=kv_heads, window=30)
+    scores = Scores(**cached, scaling=0.1, sliding_window=30)
 
     out = decode_attention(query, key, value, scores, longest=600)
 
     expected = reference_attention(query, key, value, scores)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_tokens_of_one_sequence_attend_as_each_alone() -> None:
-    query, key, value, _ = tensors((530,), 48)
-    query = random(20, 4, 48)
-    out = torch.empty_like(query)
-
-    settings: Any = {"scaling": 0.2, "sliding_window": 70}
-    assert sequence_attention(query, key, value, first=505, out=out, **settings)
-
-    for row in range(20):
-        scores = Scores(lengths=torch.tensor([506 + row]).int(), **settings)
-        alone = reference_attention(query[row : row + 1], key, value, scores)
-        torch.testing.assert_close(out[row : row + 1], alone, atol=1e-5, rtol=1e-5)
 
 
 def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

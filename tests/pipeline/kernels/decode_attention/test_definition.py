@@ -9,7 +9,7 @@ from pipeline.kernels.decode_attention import Scores, choose_splits, decode_atte
 def tensors(heads: int = 4, kv_heads: int = 2, size: int = 64) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, size, generator=generator)
-    key, value = (torch.randn(2, kv_heads, 9, size, generator=generator) for _ in range(2))
+    key, value = (torch.randn(2, kv_heads, 128, size, generator=generator) for _ in range(2))
     return query, key, value
 
 
@@ -19,11 +19,20 @@ def ints(*numbers: int) -> torch.Tensor:
 
 def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
     query, key, value = tensors()
-    scores = Scores(lengths=ints(9, 5), scaling=0.3, sliding_window=4)
+    scores = Scores(
+        lengths=ints(67, 5),
+        pages=torch.stack([ints(3, 1), ints(2, 0)]),
+        scaling=0.3,
+        sliding_window=4,
+    )
+    stored = torch.empty(2, 4, 2, 64, 64)
+    for of, whole in zip(stored, (key, value), strict=True):
+        of[3], of[1] = whole[0].split(64, dim=1)
+        of[2], of[0] = whole[1].split(64, dim=1)
 
-    out = decode_attention(query, key, value, scores, longest=9)
+    out = decode_attention(query, *stored, scores, longest=67)
 
-    for row, (first, end) in enumerate([(5, 9), (1, 5)]):
+    for row, (first, end) in enumerate([(63, 67), (1, 5)]):
         expected = F.scaled_dot_product_attention(
             query[row, :, None],
             key[row, :, first:end],
