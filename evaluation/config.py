@@ -116,7 +116,7 @@ class EvaluationConfig:
         )
         require(
             max(self.k) <= self.num_samples,
-            f"--k {max(self.k)} needs as many responses per question, but --samples is"
+            f"--k {max(self.k)} needs that many responses per question, but --samples is"
             f" {self.samples}; raise --samples",
         )
         require(

@@ -390,7 +390,7 @@ def write_samples(
     *,
     talk: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write each model's first responses, side by side, and those of the talk, for the report."""
+    """Write the report's samples: each model's first responses, and those to `TALK`'s prompts."""
     rows = [
         {
             "prompt": _prompt(prompt, [each.sampled[row] for each in responses.values()]),

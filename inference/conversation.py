@@ -31,7 +31,7 @@ HELP = """\
 Ctrl-C           stop the response"""
 
 ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
-"""Lines that are commands, as in DeepSpeed-Chat."""
+"""Words that are commands without a slash, as in DeepSpeed-Chat."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def same_formula(gold: str, answer: str) -> bool:
 
 
 def written(response: str) -> str:
-    r"""The marked answer, else the last formula in dollars, \(\) or \[\], else the last line."""
+    r"""The marked answer, else the last formula in $...$, \(\) or \[\], else the last line."""
     marked = _marked(response)
     if marked is not None:
         return marked

@@ -467,7 +467,7 @@ def check_first_update(ratio_error: float, models: Models) -> None:
     if ratio_error > limit:
         raise OffPolicyError(
             f"the policy ratio of the first minibatch differs from 1 by {ratio_error:.2g}, above"
-            f" {limit}: training and generation use different policies"
+            f" {limit}: scoring and training differ in masks, positions or precision"
         )
 
 

@@ -77,9 +77,9 @@ class GuardSettings:
     """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = WARNING
-    """A list of signal, limit, window and action, which overrides the default guards, which warn;
-    strict rolls back, none turns them off (docs/guards.md). Guards that stop or roll back need
-    save_every in iterations."""
+    """Changes to the default guards, which warn: a list of signal, limit, window and action; strict
+    rolls back, none disables all (docs/guards.md). Guards that stop or roll back need save_every in
+    iterations."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:

@@ -166,7 +166,7 @@ class Reference:
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
-        """The actor's engine, if the reference is the actor without its adapter."""
+        """Its engine: the actor's if the reference is the actor without its adapter."""
         self.passes = passes
         """The reference's passes."""
 

@@ -1,9 +1,9 @@
 """Keys and values of running sequences, in pages that sequences share (Kwon et al. 2023).
 
-The cache is passed to an unmodified Hugging Face model, whose layers store through it; the layouts
-define the attention of a pass. A forward pass is one row of tokens of any sequences. Dimension
-names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a sequence, G key
-heads, H query heads, D and E head sizes.
+The cache is passed to an unmodified Hugging Face model, whose layers store keys and values in it.
+A pass is one row of tokens from any sequences; `NextToken` and `Pieces` define its attention.
+Dimension names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a
+sequence, G key heads, H query heads, D and E head sizes.
 """
 
 import math
@@ -95,7 +95,7 @@ class PagedCache(Cache):
         cache: tuple[Float[Tensor, "P G T D"], Float[Tensor, "P G T E"]],
         new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     ) -> None:
-        """Store keys and values with PyTorch, as the kernel does."""
+        """Do what the kernel does, with PyTorch operators."""
         num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
@@ -124,7 +124,7 @@ class PagedCache(Cache):
 class NextToken:
     """Causal attention of one new token of each of B sequences.
 
-    Rows of a pass beyond B are padding; their result is 0, unless there is `out`.
+    Rows of a pass beyond B are padding; their result is 0.
     """
 
     is_live = False
@@ -246,10 +246,10 @@ class Pieces:
 
 
 def new_zeros(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
-    """Zeros with the dtype and device of `like`; on a CPU, memory is used where it is written.
+    """Zeros with the dtype and device of `like`; on a CPU, memory is allocated on first write.
 
-    Zeros, because uninitialized NaNs would survive the multiplication of masked values by 0. With
-    ordinary pages a core would translate the address of every 4 KiB it reads.
+    Zeros, because uninitialized NaNs would survive the multiplication of masked values by 0. In
+    huge pages, because with ordinary ones a core translates an address for every 4 KiB.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)

@@ -393,7 +393,7 @@ def fuse_norm(group: Sequence[Call]) -> Replay | None:
 
 
 def fuse_rotation(group: Sequence[Call]) -> Replay | None:
-    """X * cos + (-x2, x1) * sin with the kernel, of halves x1 and x2; None for other calls."""
+    """Rotate by the kernel: x * cos + cat(-x2, x1) * sin, with halves x1 and x2; or return None."""
     pattern, tensors = describe(group)
     if pattern not in ROTATIONS:
         return None

@@ -1,7 +1,7 @@
 """Continuous batching: sequences have slots, and free slots are refilled while others run.
 
 A sequence takes pages of the cache as it grows. Sequences with a common prefix share the pages that
-the prefix fills. When no page is left, the newest sequence waits again, and is then read again.
+the prefix fills. When no page is left, the newest sequence is preempted and later recomputed.
 """
 
 from collections import Counter
@@ -28,10 +28,10 @@ from pipeline.models.forward.attention import Layout, Ragged
 from pipeline.models.forward.forward import base_model, cache_name
 
 REUSE_MIN = 16
-"""Minimum length of a copied prefix: recomputing a shorter one is cheaper."""
+"""Minimum length of a reused prefix: recomputing a shorter one is cheaper."""
 
 GROUP_TOKENS = 1024
-"""Prompt tokens that must wait before a closed batch interrupts decoding."""
+"""Waiting prompt tokens at which a closed batch interrupts decoding."""
 
 
 class PagePool:
@@ -56,16 +56,16 @@ class PagePool:
         self._uses.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one slot less; pages that no slot uses are free."""
+        """Count one slot fewer; pages that no slot uses become free."""
         self._uses.subtract(pages)
         self._free += [page for page in reversed(pages) if not self._uses[page]]
 
 
 @dataclass(eq=False)
 class Slot:
-    """One of the sequences that run at once, or an ended one whose keys and values remain.
+    """A running sequence, an ended one whose keys and values remain, or nothing.
 
-    Prefill reads a prompt up to its last token. The first decoding pass reads that one, so a
+    Prefill reads all but the last token of a prompt. The first decoding pass reads that one, so a
     sequence is running as soon as the rest of its prompt is stored.
     """
 
@@ -116,7 +116,7 @@ class Slot:
         ticket.num_reused = stored
 
     def forget(self) -> None:
-        """Store nothing, for no request."""
+        """Empty the slot: no request, tokens or pages."""
         self.ticket, self.tokens, self.stored, self.pages = None, as_array(()), 0, []
 
 
@@ -191,7 +191,7 @@ class Scheduler:
         cache: the keys and values.
         num_slots: sequences that run at once.
         capacity: maximum tokens of a sequence; the cache has pages for at least one such sequence.
-        reuses: whether prompts reuse any common prefix, rather than only equal prompts.
+        reuses: whether prompts reuse any common prefix, rather than only that of equal prompts.
         ahead: further tokens for which a running sequence is given pages, if enough are free.
     """
 
@@ -208,7 +208,7 @@ class Scheduler:
         self._reading: list[Slot] = []
         """Slots whose prompts are being read, in the order of their admission."""
         self._lacks_pages = False
-        """Whether the oldest request waits for pages, which no request has given back yet."""
+        """Whether a request lacks pages, and none were released since."""
         self._clock = 0
 
     @property
@@ -234,7 +234,7 @@ class Scheduler:
     def is_due(self, waiting: Waiting, *, is_closed: bool) -> bool:
         """Whether decoding is interrupted to admit requests or to read the rest of prompts.
 
-        A closed batch waits until an eighth of the slots is free, or prompts that fit fill a pass.
+        A closed batch waits until an eighth of the slots is free, or `GROUP_TOKENS` fit into them.
         """
         if self.is_reading or not waiting or self._lacks_pages:
             return self.is_reading
@@ -280,7 +280,7 @@ class Scheduler:
         free: list[Slot],
         copies: dict[int, int],
     ) -> None:
-        """Give a request a slot and pages, the first `count` tokens of which a slot stores.
+        """Give a request a slot and pages; `source` stores the first `count` tokens of its prompt.
 
         The source of each page to copy is added to `copies`.
         """
@@ -303,7 +303,7 @@ class Scheduler:
             self._reading.append(slot)
 
     def grow(self, waiting: Waiting) -> None:
-        """Give running sequences the pages of their next tokens; take them from the newest ones."""
+        """Give running sequences pages for their next tokens, preempting the newest if needed."""
         for slot in self.slots:
             if slot.ticket is None or not slot.is_running:
                 continue
@@ -344,7 +344,7 @@ class Scheduler:
         self._reading = [slot for slot in self._reading if slot.ticket is not None]
 
     def _by_age(self, *, occupied: bool) -> list[Slot]:
-        """The slots with or without a request, the one that changed first before the others."""
+        """The slots with or without a request, least recently changed first."""
         slots = [slot for slot in self.slots if (slot.ticket is not None) == occupied]
         return sorted(slots, key=lambda slot: slot.changed_at)
 
@@ -372,9 +372,9 @@ class Scheduler:
         return self._pool.take(count)
 
     def next_pieces(self, most: int, *, splits: bool) -> list[tuple[Slot, int]]:
-        """The slots whose prompts the next pass reads, oldest first, with numbers of tokens.
+        """The slots whose prompts the next pass reads, oldest first, each with its token count.
 
-        Without `splits`, the pass reads none but the first of them in part.
+        Without `splits`, only the first of them may be read in part.
         """
         pieces: list[tuple[Slot, int]] = []
         for slot in self._reading:
@@ -429,7 +429,7 @@ class SlotModel:
             inputs: tokens, positions and cache indices.
             layout: attention of the pass.
             reads_pages: see `PagedCache.begin`.
-            keep: number of tokens.
+            keep: number of last tokens whose logits are returned; 0 for all.
         """
         self._cache.begin(inputs[2], reads_pages=reads_pages)
         is_recorded = isinstance(layout, CurrentLayout) and layout.recorder is not None
@@ -454,8 +454,8 @@ class Slots(Scheduler):
         num_slots: sequences that run at once.
         capacity: maximum tokens of a sequence, prompt and response.
         num_pages: pages of the cache.
-        reuses: whether prompts reuse any common prefix of the sequences in the slots, rather than
-            only equal prompts.
+        reuses: whether prompts reuse any prefix shared with a sequence in a slot, rather than only
+            that of equal prompts.
         passes: counts the passes.
     """
 
@@ -491,7 +491,7 @@ class Slots(Scheduler):
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
         """Give free slots to the oldest requests, and read at most `chunk` prompt tokens.
 
-        In a closed batch, read all prompts, once enough requests wait for it to pay.
+        In a closed batch, read all prompts once enough requests wait to make it worthwhile.
         """
         self.grow(waiting)
         if self.running and not self.is_due(waiting, is_closed=is_closed):
@@ -513,7 +513,7 @@ class Slots(Scheduler):
             layout_pieces.append(Piece(self.table[slot.index], slot.stored, count))
             positions = np.arange(slot.stored, slot.stored + count)
             columns.append(np.stack([slot.tokens[positions], *self._places(slot, positions)]))
-        # The keys of the pass itself are those of whole prompts.
+        # A pass of whole prompts has all the keys that it attends to.
         is_whole = not any(piece.first for piece in layout_pieces)
         layout = (
             Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
@@ -547,7 +547,7 @@ class Slots(Scheduler):
         )
 
     def go_ahead(self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Ahead | None:
-        """Decode these sequences one pass ahead of the host; None if the device can't.
+        """Start decoding one pass ahead of the host; None if this is not possible.
 
         Args:
             tickets: sequences of the last pass.

@@ -359,7 +359,7 @@ class TextReply(Reply):
         self.scores: list[list[Reported | None]] = []
         """Log-probabilities of each prompt, if it is echoed with them."""
         if not given:
-            raise ApiError(400, "prompt is empty; provide a text or token ids", param="prompt")
+            raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):
             raise ApiError(
                 400, "best_of is not supported: omit it, or set it to n", param="best_of"

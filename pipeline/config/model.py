@@ -93,7 +93,7 @@ class LoraConfig:
     """The update is scaled by alpha / rank, or as the variant specifies."""
 
     variant: AdapterVariant = "lora"
-    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 and more (use_rslora)."""
+    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 or more (use_rslora)."""
 
     dropout: float = 0.0
     """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""

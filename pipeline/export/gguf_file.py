@@ -108,8 +108,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     numbered: dict[str, int] = tokenizer.get_vocab()
     if max(numbered.values(), default=0) >= rows:
         raise ModelError(
-            f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens, but the model has"
-            f" {rows} rows; they are from different models"
+            f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens, but the model's"
+            f" embedding has {rows} rows; use the model's own tokenizer"
         )
     by_scores = bool(model.get("byte_fallback"))
     tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows

@@ -35,7 +35,7 @@ class Signals(ABC):
     """The signals of a step: their values and messages."""
 
     OF_THE_START: ClassVar[Sequence[str]]
-    """Initial metrics to which later ones are compared."""
+    """Names of the metrics that are compared with their initial values."""
 
     OF_TRENDS: ClassVar[Sequence[str]] = ()
     """Metrics whose trend over some checks is a signal."""
@@ -100,7 +100,7 @@ class Guards:
     """Steps from one check to the next."""
 
     first: dict[str, float] = field(default_factory=dict)
-    """Metrics of the first check, unless they are given: those in `signals.OF_THE_START`."""
+    """Values of the metrics in `signals.OF_THE_START`: as given, or those of the first check."""
 
     step: int = 0
     """The step of the last check."""

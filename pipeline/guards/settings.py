@@ -14,7 +14,7 @@ from pipeline.system.errors import require
 Action = Literal["none", "warn", "stop", "rollback"]
 
 FEWEST = 3
-"""Minimum checks that show a trend."""
+"""Minimum number of checks for a trend."""
 
 
 @dataclass(frozen=True, kw_only=True)

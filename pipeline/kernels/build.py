@@ -116,7 +116,7 @@ def cache_directory() -> Path | None:
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
             raise PermissionError(f"{directory} is writable by other users")
         if not os.access(directory, os.W_OK):
-            raise PermissionError(f"{directory} can't be written")
+            raise PermissionError(f"{directory} is not writable")
     except (OSError, RuntimeError) as error:
         _warn(f"compiled kernels are not cached: {error}; set {CACHE} to another directory")
         return None

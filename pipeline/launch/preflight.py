@@ -114,7 +114,7 @@ def check_machines(where: Layout, deployment: Deployment, directory: Path) -> La
 
 
 class _Probe:
-    """The check of one machine."""
+    """A running check of one machine."""
 
     def __init__(self, host: Host, command: Sequence[str]) -> None:
         self.host, self.command = host, command

@@ -86,7 +86,7 @@ class _Group:
         self._passed_on = 0
         self._failed: _Command | None = None
         self._deadline = float("inf")
-        """Time at which running commands get a signal, or, after one, lose their connection."""
+        """Time at which running commands are signalled or, if they already were, disconnected."""
 
     def note_signal(self, number: int, _frame: object) -> None:
         """Store a signal for the loop to forward."""

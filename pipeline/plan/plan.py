@@ -204,7 +204,7 @@ def _choose(
         config = configs[stage.name]
         unknown = step_memory(config, machine=machine, origins=origins).unknown
         if unknown:
-            raise ModelError(f"--plan auto can't choose for {stage.title}: {unknown[0]}")
+            raise ModelError(f"--plan auto can't choose settings for {stage.title}: {unknown[0]}")
         chosen[stage.prefix] = choose_settings(config, machine, origins, resolver.given(stage))
     return chosen
 

@@ -376,7 +376,7 @@ def measure_model(config: LabConfig) -> Measured:
     if not rows:
         raise DataError(
             f"data_path {config.data_path}: none of its {len(examples)} rows has"
-            f" {NEEDS[labels.kind]}, which a model of {labels.kind} needs"
+            f" {NEEDS[labels.kind]}, which a model trained on {labels.kind} needs"
         )
     if labels.kind in CLASSES:
         require_listed(rows, labels.classes, "the model's classes")

@@ -84,7 +84,7 @@ class Source:
     """The rows of its test split; empty if it has none."""
 
     splits: str = ""
-    """The splits that were read, of several: `train_sft, for evaluation test_sft`."""
+    """The splits read, if there are others: `train_sft, for evaluation test_sft`."""
 
 
 def read_source(spec: str, *, step: int | None = None) -> Source:
@@ -348,7 +348,9 @@ def choose_splits(
     if len(train) != 1 or train[0] not in splits:
         problem = f"no split {wanted}" if wanted else "no training split"
         if not wanted and all_train:
-            problem = f"several training splits, none of them for step {step}"
+            problem = "several training splits" + (
+                f", none of them for step {step}" if step else ""
+            )
         raise DataError(
             f"data path {name} has {problem}; there are {', '.join(sorted(splits))}: select one,"
             f" such as {name}@{(all_train or sorted(splits))[0]}"

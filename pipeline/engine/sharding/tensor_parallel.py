@@ -166,7 +166,7 @@ def completed(
 def counted(
     gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
 ) -> Float[Tensor, " n"]:
-    """A gradient with zeros for the elements that another process counts."""
+    """The gradient, with zeros for the elements that another process adds to the norm."""
     if group.size == 1 or role == "part":
         return gradient
     if role in ("whole", "partial"):

@@ -239,7 +239,7 @@ def whole_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Floa
 
 
 def reads_whole(classifier: PreTrainedModel) -> bool:
-    """Whether a classifier is an encoder, which reads a whole sequence at once."""
+    """Whether a classifier is an encoder, which attends in both directions."""
     return not hasattr(classifier, SCORE_HEAD)
 
 

@@ -254,7 +254,7 @@ def unlike_causal_attention(model: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one class whose small copies have the same settings: one trial decides for all."""
+    """Models of one class with equal small copies: one trial decides whether all can be packed."""
 
     kind: type[PreTrainedModel]
     text: str
