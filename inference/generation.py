@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.engine.batch import OpenBatch
+from inference.engine.batch import OpenBatch, takes_slots
 from inference.engine.cache import num_pages, page_bytes
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
@@ -121,14 +121,15 @@ def generate_each(
             cache_bytes = free_bytes(next(model.parameters()).device)
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         smallest = min(tp_group.gather_objects(cache_bytes))
+        pages = pages_within(plain, smallest, num_tokens=longest)
         num_slots = min(batch_size, len(requests))
+        if not takes_slots(plain):
+            num_slots = min(num_slots, (pages - 1) // num_pages(longest))
         batch = OpenBatch(
             model,
             num_slots=num_slots,
             capacity=longest,
-            num_pages=min(
-                pages_within(plain, smallest, num_tokens=longest), most_pages(requests, num_slots)
-            ),
+            num_pages=min(pages, most_pages(requests, num_slots)),
             passes=passes,
         )
         finished = run_closed(batch, requests, on_token, stop_when)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from evaluation.held_out import Prompt
-from inference.engine.batch import OpenBatch
+from inference.engine.batch import OpenBatch, takes_slots
 from inference.engine.cache import num_pages
 from inference.engine.requests import Ended, Request, Ticket
 from inference.engine.sampling import Sampler
@@ -145,6 +145,8 @@ def play(
     free = free_bytes(next(model.parameters()).device)
     room = pages_within(base_model(model), free, num_tokens=config.max_length)
     slots = max(1, min(config.generation_batch_size, len(prompts)))
+    if not takes_slots(base_model(model)):
+        slots = min(slots, (room - 1) // num_pages(config.max_length))
     batch = OpenBatch(
         model,
         num_slots=slots,

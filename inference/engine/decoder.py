@@ -162,7 +162,7 @@ class GraphedRows(ReplayedRows):
     def advance(self, tokens: Int[Tensor, " B"], moves: Int[Tensor, " B"]) -> None:
         """Set the next tokens of the first rows on the device; add `moves` to their positions."""
         ids, positions, places, lengths = self._numbers[:, : len(tokens)]
-        ids.copy_(tokens)
+        ids.copy_(torch.where(moves > 0, tokens, ids))  # a row at its limit repeats its last pass
         positions += moves
         lengths += moves
         table = self._layout.table[: len(tokens)]

@@ -4,11 +4,11 @@ A sequence takes pages of the cache as it grows. Sequences with a common prefix 
 the prefix fills. When no page is left, the newest sequence is preempted and later recomputed.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 import torch
@@ -109,6 +109,14 @@ class Slot:
             return self.stored
         return len(self.ticket.request.prompt) + len(self.ticket.response.ids) - 1
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether its request may need another page and has no spare one yet."""
+        if self.ticket is None:
+            return False
+        length = len(self.ticket.request.prompt) + len(self.ticket.response.ids)
+        return len(self.pages) < min(num_pages(length) + 1, pages_of(self.ticket))
+
     def assign(self, ticket: Ticket, *, stored: int) -> None:
         """Assign the slot, which stores the first `stored` tokens of the prompt, to a request."""
         self.ticket, self.tokens, self.stored = ticket, ticket.prompt, stored
@@ -207,9 +215,13 @@ class Scheduler:
         self._prefixes = PrefixCache(self.slots, partial=reuses)
         self._reading: list[Slot] = []
         """Slots whose prompts are being read, in the order of their admission."""
+        self._lacking: Ticket | None = None
+        """The request that last lacked pages."""
         self._lacks_pages = False
-        """Whether a request lacks pages, and none were released since."""
-        self._clock = 0
+        """Whether it lacks them still: none were released since."""
+        self._fit = num_slots
+        """Sequences that had pages when a request last lacked some."""
+        self._clock = itertools.count()
 
     @property
     def running_slots(self) -> list[Slot]:
@@ -234,30 +246,32 @@ class Scheduler:
     def is_due(self, waiting: Waiting, *, is_closed: bool) -> bool:
         """Whether decoding is interrupted to admit requests or to read the rest of prompts.
 
-        A closed batch waits until an eighth of the slots is free, or `GROUP_TOKENS` fit into them.
+        A closed batch waits until an eighth of the slots that have pages is free, or `GROUP_TOKENS`
+        fit into them.
         """
-        if self.is_reading or not waiting or self._lacks_pages:
+        if self.is_reading or not waiting or (self._lacks_pages and self._lacking in waiting):
             return self.is_reading
         num_free = sum(slot.ticket is None for slot in self.slots)
         if not num_free or not is_closed:
             return num_free > 0
-        tokens = sum(len(ticket.prompt) for ticket in islice(waiting, num_free))
-        return 8 * num_free >= len(self.slots) or tokens >= GROUP_TOKENS
+        num_free = max(0, num_free - len(self.slots) + self._fit)
+        tokens = sum(len(ticket.prompt) for ticket in itertools.islice(waiting, num_free))
+        return 8 * num_free >= self._fit or tokens >= GROUP_TOKENS
 
     def admit(self, waiting: Waiting) -> None:
         """Give free slots to the oldest requests; those with a pending prefix stay in the queue."""
         free = self._by_age(occupied=False)
         reading = {slot.identity: slot.ticket for slot in self._reading if slot.ticket is not None}
         oldest: list[Ticket] = []
-        for ticket in islice(waiting, len(free)):
+        for ticket in itertools.islice(waiting, len(free)):
             if not self._prefixes.is_pending(ticket, reading):
                 oldest.append(ticket)
                 reading[ticket.identity] = ticket
-        if not self._lacks_pages:  # reuse sequences before their slots are given to other requests
+        if (
+            self._lacking not in waiting
+        ):  # reuse sequences before their slots are given to other requests
             oldest.sort(key=lambda ticket: -self._prefixes.find(ticket)[1])
-        occupied = [slot.ticket for slot in self.slots if slot.ticket is not None]
-        may_grow = sum(num_pages(len(ticket.prompt)) < pages_of(ticket) for ticket in occupied)
-        available = self._num_available() - may_grow
+        available = self._num_available() - sum(slot.may_grow for slot in self.slots)
         copies: dict[int, int] = {}
         for ticket in oldest:
             source, count = self._prefixes.find(ticket)
@@ -266,11 +280,13 @@ class Scheduler:
                 needed -= count // PAGE
             self._lacks_pages = needed > available
             if self._lacks_pages:
+                self._lacking = ticket
                 break
             available -= needed
             del waiting[ticket]
             self._place(ticket, source, count, free, copies)
         self._cache.copy(copies)
+        self._fit = len(self.occupants) if self._lacks_pages else len(self.slots)
 
     def _place(
         self,
@@ -298,16 +314,18 @@ class Scheduler:
             copies[pages[whole]] = copies.get(page, page)
         self._prefixes.assign(slot, ticket, stored=count)
         self._give(slot, pages)
-        self._stamp(slot)
+        slot.changed_at = next(self._clock)
         if slot.left:
             self._reading.append(slot)
 
     def grow(self, waiting: Waiting) -> None:
         """Give running sequences pages for their next tokens, preempting the newest if needed."""
         for slot in self.slots:
-            if slot.ticket is None or not slot.is_running:
+            if slot.ticket is None:
                 continue
-            length = slot.length + 1
+            length = len(slot.ticket.request.prompt) + len(slot.ticket.response.ids)
+            if length + self._ahead <= PAGE * len(slot.pages) or not slot.is_running:
+                continue
             needed = num_pages(length) - len(slot.pages)
             while needed > max(0, len(self._pool)) and needed > self._num_available():
                 newest = self._by_age(occupied=True)[-1]
@@ -339,7 +357,7 @@ class Scheduler:
                 kept = num_pages(slot.stored)
                 self._pool.release(slot.pages[kept:])
                 del slot.pages[kept:]
-                self._stamp(slot)
+                slot.changed_at = next(self._clock)
                 self._lacks_pages = False
         self._reading = [slot for slot in self._reading if slot.ticket is not None]
 
@@ -347,10 +365,6 @@ class Scheduler:
         """The slots with or without a request, least recently changed first."""
         slots = [slot for slot in self.slots if (slot.ticket is not None) == occupied]
         return sorted(slots, key=lambda slot: slot.changed_at)
-
-    def _stamp(self, slot: Slot) -> None:
-        self._clock += 1
-        slot.changed_at = self._clock
 
     def _give(self, slot: Slot, pages: list[int]) -> None:
         slot.pages = pages
@@ -471,15 +485,15 @@ class Slots(Scheduler):
     ) -> None:
         self.device = next(model.parameters()).device
         self.cache = PagedCache(num_pages)
+        tp_group = get_tp_group(base_model(model))
+        self._is_alone = tp_group.size == 1
         # Passes that run ahead of the host are given no pages.
-        ahead = PAGE if self.device.type == "cuda" else 0
+        ahead = PAGE if self.device.type == "cuda" and self._is_alone else 0
         super().__init__(
             self.cache, num_slots=num_slots, capacity=capacity, reuses=reuses, ahead=ahead
         )
         self._passes = passes
         self._modules = SlotModel(model, self.cache, self.device)
-        tp_group = get_tp_group(base_model(model))
-        self._is_alone = tp_group.size == 1
         self._decode = Decoder(
             self._modules,
             model=model,

@@ -270,7 +270,7 @@ class _ModelMemory:
         page = PAGE * 2 * shape.layers * keys * shape.itemsize
         shared = (min(generation.prompt_length, longest) - 1) // PAGE  # by a group's sequences
         own = -(-longest // PAGE) - shared
-        prompts = -(-generation.slots // generation.group_size)
+        prompts = min(generation.slots, -(-generation.most_at_once // generation.group_size))
         if self.machine.has_gpu:  # graphs share the memory of the widest pass
             row = (shape.kept + shape.vocabulary) * shape.itemsize
             yield Item("graphs", CUBLAS + generation.slots * row, least=CUBLAS + row)

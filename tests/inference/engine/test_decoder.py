@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.engine import decoder, slots
-from inference.engine.decoder import CudaCapture, Decoder
+from inference.engine.decoder import CudaCapture, Decoder, GraphedRows
 from inference.engine.replay import OperatorTrace, PassCounts, ReplayError, TraceRecorder
 from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
@@ -160,6 +161,16 @@ def test_sequences_that_end_while_the_next_pass_runs_change_no_other(
         ours = sample()
 
     assert_close(ours, sample())
+
+
+def test_a_row_at_its_limit_repeats_its_last_pass() -> None:
+    modules: Any = str
+    rows = GraphedRows(modules, 2, longest=64, device=CPU, capture=traced, agree=bool)
+    rows._numbers.copy_(torch.tensor([[5, 6], [10, 20], [10, 20], [11, 21]]))
+
+    rows.advance(torch.tensor([7, 8]), torch.tensor([1, 0]))
+
+    assert rows._numbers.tolist() == [[7, 6], [11, 20], [11, 20], [12, 21]]
 
 
 def off_by(factor: float) -> Capture:

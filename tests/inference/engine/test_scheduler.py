@@ -110,12 +110,35 @@ def test_samples_of_a_prompt_share_the_pages_that_it_fills() -> None:
     scheduler.record_read([(scheduler.slots[0], 139)])
     scheduler.admit(waiting)
 
+    assert not scheduler.is_reading
     assert [slot.pages[:2] for slot in scheduler.slots] == [[1, 2]] * 8
     own = [slot.pages[2:] for slot in scheduler.slots]
     assert own == [[page] for page in range(3, 11)]
     assert all(torch.equal(cache.keys[0][page], cache.keys[0][3]) for (page,) in own)
     scheduler.free([first, *others])
     assert sorted(scheduler._take(39)) == [*range(1, 40)]  # none is lost, nor has two owners
+
+
+def test_a_request_waits_for_pages_that_others_may_need_and_no_longer() -> None:
+    scheduler = Scheduler(PagedCache(1 + 6), num_slots=4, capacity=128, reuses=False)
+    first, second, large, third, last = (
+        Ticket(asked(range(key, key + length), length=60))
+        for key, length in enumerate((50, 51, 65, 52, 53))
+    )
+
+    def admit(*tickets: Ticket) -> list[Ticket]:
+        scheduler.admit(waiting := dict.fromkeys(tickets))
+        scheduler.record_read([(slot, slot.left) for slot in scheduler.slots])
+        return [*waiting]
+
+    assert admit(first, second, large, third) == [third]
+    second.response.ids += [7] * 20
+    scheduler.grow({})
+    scheduler.free([first])
+    assert admit(third) == []  # no other sequence needs one of the last two pages
+    assert admit(last) == [last]
+    assert not scheduler.is_due({last: None}, is_closed=False)
+    assert scheduler.is_due({first: None}, is_closed=False)
 
 
 @pytest.mark.parametrize("reuses", [False, True])
@@ -134,15 +157,6 @@ def test_without_pages_the_newest_sequences_wait_and_are_read_again(
     assert any(len(ticket.prompt) > len(ticket.request.prompt) for ticket in tickets)
     for ticket in tickets:
         assert_same(ticket.response, read_anew(model, ticket.request))
-
-
-def test_samples_of_a_prompt_read_it_once(model: PreTrainedModel) -> None:
-    prompts = [text for text in TEXTS[:4] for _ in range(8)]
-    passes = PassCounts()
-
-    list(generate_each(model, prompts, WARM, max_new_tokens=2, batch_size=64, passes=passes))
-
-    assert passes.prefill == 1
 
 
 def test_a_next_turn_reads_its_new_messages_only(model: PreTrainedModel) -> None:
