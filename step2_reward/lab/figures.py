@@ -66,10 +66,10 @@ def class_report(
     """Metrics of rows with known classes, predicting the most probable class.
 
     Returns:
-        accuracy; macro_recall and macro_f1, means over the classes that have rows; confusion, rows
-            by true class, then by predicted class; and for each class, against all others, its
-            name, rows,
-        precision (0 without a prediction), recall, f1 and auc (None without rows of both kinds).
+        macro_recall and macro_f1, means over the classes that have rows; confusion, rows by true
+            class, then by predicted class; and for each class, against all others, its name, rows,
+            precision (0 without a prediction), recall, f1 and auc (None without rows of both
+            kinds).
     """
     count = len(names)
     predicted = logprobs.argmax(dim=1)
@@ -88,7 +88,6 @@ def class_report(
         )
     present = [figure for figure in figures if figure["rows"]]
     return {
-        "accuracy": (predicted == classes).sum().item() / max(1, len(classes)),
         "macro_recall": sum(figure["recall"] for figure in present) / max(1, len(present)),
         "macro_f1": sum(figure["f1"] for figure in present) / max(1, len(present)),
         "confusion": matrix,

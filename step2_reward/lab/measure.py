@@ -216,7 +216,6 @@ def class_figures(
     """The class report, with the accuracy as a fraction with its interval under `key`."""
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
-    del report["accuracy"]
     return {key: share(float(right), len(classes)), **report}
 
 

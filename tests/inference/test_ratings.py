@@ -109,7 +109,7 @@ def test_agreement_is_that_of_a_table_computed_by_hand() -> None:
         pair(0, id="2", **right_first),  # anna again, alike
         pair(0, id="3", rater="ben"),
         pair(1, id="4", rater="ben", **other, **left_first),
-        pair(0, id="5", rater="anna", **other),
+        pair(0, id="5", rater="anna", **other, shown=[0, 1]),  # by name, not blind
     ]
 
     found = agreement(ratings)

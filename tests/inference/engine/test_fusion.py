@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -22,11 +23,11 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
-def test_norms_and_rotary_embeddings_of_a_model_are_one_call_each() -> None:
+def test_norms_gates_and_rotary_embeddings_of_a_model_are_one_call_each() -> None:
     norm, angles = LlamaRMSNorm(48), torch.randn(1, 5, 16)
 
     def compute(x: Tensor) -> Tensor:
-        heads = norm(x).view(1, 5, 3, 16).transpose(1, 2)
+        heads = (F.silu(norm(x)) * x).view(1, 5, 3, 16).transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(heads, heads[:, :1], angles.cos(), angles.sin())
         return queries * keys
 
@@ -34,7 +35,7 @@ def test_norms_and_rotary_embeddings_of_a_model_are_one_call_each() -> None:
     trace = traced(compute, x)
     x.copy_(torch.randn(1, 5, 48))
 
-    assert len(trace) == 1 + 2 + 1
+    assert len(trace) == 1 + 1 + 2 + 1
     torch.testing.assert_close(trace.replay(), compute(x))
 
 

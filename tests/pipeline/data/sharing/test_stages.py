@@ -86,12 +86,14 @@ def test_a_conversations_branches_stay_together(tmp_path: Path) -> None:
 def test_the_test_split_is_the_evaluation(tmp_path: Path) -> None:
     write(tmp_path / "set" / "train.jsonl", pairs(50))
     write(tmp_path / "set" / "test.jsonl", [*pairs(5, "held"), *pairs(3)])
+    write(tmp_path / "set" / "train_gen.jsonl", pairs(9, "gen"))
 
     data = load(str(tmp_path / "set"), split=(1.0, 0.0, 0.0))
 
     assert sorted(prompts(data.eval)) == [*(f"held{n}" for n in range(5)), "q0", "q1", "q2"]
     assert sorted(prompts(data.train)) == sorted(f"q{n}" for n in range(3, 50))
     assert "dropped 3 rows whose prompt is in the evaluation rows" in data.notes
+    assert f"{tmp_path / 'set'}: step 1 reads the split train, for evaluation test" in data.notes
 
 
 def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,8 @@ def test_the_files_are_the_same_for_any_number_of_workers(tmp_path: Path) -> Non
 
     assert read_texts(files[0]) == [*TEXTS, *TEXTS[::-1]]
     assert written(tmp_path / "1") == written(tmp_path / "2")
+    with ProcessPoolExecutor(1, get_context("spawn"), module._begin_worker) as pool:  # on Ctrl-C
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
 
 
 def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) -> None:

@@ -8,49 +8,26 @@ from pipeline.kernels.build import Library
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.decode_attention import (
     MOST_SIZE,
-    PAGE,
     Scores,
     decode_attention,
     kernel_for,
     reference_attention,
 )
-from tests.pipeline.kernels.decode_attention.cases import make_pages
+from tests.pipeline.kernels.decode_attention.cases import Case, make_inputs
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def tensors(
-    lengths: tuple[int, ...],
-    size: int,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dtype: torch.dtype = F32,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Query, keys, values, lengths and pages; unseen keys and values are NaN."""
-    pages = make_pages(lengths, torch.Generator().manual_seed(0))
-    query = random(heads, len(lengths), size, seed=1).transpose(0, 1)  # strided, as models have it
-    shape = (pages.numel() + 1, kv_heads, PAGE, size)
-    key, value = torch.full((2, *shape), torch.nan)
-    for row, length in enumerate(lengths):
-        seen = torch.arange(max(0, length - (window or length)), length)
-        for stored, seed in ((key, 2), (value, 3)):
-            live = random(len(seen), kv_heads, size, seed=seed + 2 * row)
-            stored[pages[row, seen // PAGE], :, seen % PAGE] = live
-    return (
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
-        {"lengths": torch.tensor(lengths).int(), "pages": pages},
-    )
+def made(case: Case) -> tuple[Tensor, Tensor, Tensor, Scores]:
+    inputs = make_inputs(case, torch.device("cpu"))
+    return inputs.query, inputs.key, inputs.value, inputs.scores
 
 
 @pytest.mark.parametrize("size", [2, 16, 48, 80, 128, 194, 256])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: int) -> None:
-    query, key, value, cached = tensors((1, 40, 700), size, dtype=dtype)
-    scores = Scores(**cached, scaling=size**-0.5)
+    query, key, value, scores = made(Case(dtype, size, 4, 2, (1, 40, 700)))
     assert isinstance(kernel_for(query, key, value), Library)
 
     out = decode_attention(query, key, value, scores, longest=700)
@@ -63,8 +40,7 @@ def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_windows_and_shared_heads(kv_heads: int) -> None:
-    query, key, value, cached = tensors((3, 30, 600), 64, heads=6, kv_heads=kv_heads, window=30)
-    scores = Scores(**cached, scaling=0.1, sliding_window=30)
+    query, key, value, scores = made(Case(F32, 64, 6, kv_heads, (3, 30, 600), window=30))
 
     out = decode_attention(query, key, value, scores, longest=600)
 
@@ -73,7 +49,7 @@ def test_windows_and_shared_heads(kv_heads: int) -> None:
 
 
 def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value, _ = tensors((9, 5), 64)
+    query, key, value, _ = made(Case(F32, 64, 4, 2, (9, 5)))
 
     for other in (
         (query, key.bfloat16(), value),
