@@ -31,14 +31,14 @@ class RowColumns:
     """Whether step 2 trains on `label`, which tells other steps which rows they can use."""
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """A row's columns that have a value."""
+        """Values of the columns that the step reads and the row has."""
         names = self.needed | (columns.keys() if self.all else set())
         values = {name: find_column(columns, name) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """A row's column, or an entry of a nested one: OUTER.INNER, or nested as in verl's rows."""
+    """A row's column, or an entry of a nested one (OUTER.INNER, or as in verl's rows), or None."""
     places = (columns, *(_nested(columns.get(each)) for each in ("reward_model", "extra_info")))
     values = (_entry(place, name) for place in places)
     return next((value for value in values if value is not None), None)
@@ -51,7 +51,7 @@ def _entry(place: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 
 
 def _nested(value: object) -> Mapping[str, Any]:
-    """A nested column, which CSV files have as text: JSON or Python's repr."""
+    """A nested column, parsed if it is text as in CSV files (JSON or Python's repr); else empty."""
     is_text = isinstance(value, str) and value.lstrip().startswith("{")
     for parse in (json.loads, ast.literal_eval) if is_text else ():
         try:
@@ -63,13 +63,13 @@ def _nested(value: object) -> Mapping[str, Any]:
 
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]
-"""The part of a row that a step reads: a response to imitate; a better and a worse one; those,
-ties, labels or ranked responses; the prompt; or single responses, good or bad."""
+"""The part of a row that a step reads: a response to imitate; pairs of a better and a worse one;
+pairs, ties, labels or ranked responses; the prompt; or single responses, good or bad."""
 
 
 @dataclass(frozen=True)
 class RowShare:
-    """The rows that a step takes, if not those of its number and kind."""
+    """The rows that a step takes, if they differ from the default for its number."""
 
     use: RowUse
 

@@ -75,7 +75,7 @@ IGNORED = (
     *("tensorboard.*", "wandb.*", "flops_profiler", "comms_logger", "activation_checkpointing"),
     *("hybrid_engine.*", "dataloader_drop_last"),
 )
-"""Patterns of keys, or of complete sections, that have no effect here; the page has the reasons."""
+"""Patterns of keys or sections that have no effect here; `docs/deepspeed.md` has the reasons."""
 
 SECTIONS = frozenset(
     name.rsplit(".", depth)[0]
@@ -97,7 +97,7 @@ DEEPSPEED_SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-"""DeepSpeed's schedules by our names; here all have a linear warm-up from 0."""
+"""Our names for DeepSpeed's schedules; here all have a linear warm-up from 0."""
 
 IGNORED_PARAMS = ("warmup_type", "warmup_min_lr", "total_num_steps", "last_batch_iteration")
 """Parameters of DeepSpeed's schedules without effect: the run determines the length."""
@@ -108,7 +108,7 @@ IMPLEMENTATION = {
     "bias_correction": True,
     "eps_inside_sqrt": False,
 }
-"""Parameters of AdamW that choose an implementation, or that can have only one value."""
+"""Parameters of AdamW, each with the only value that is accepted here; None accepts any."""
 
 # Defaults of DeepSpeed's constructors.
 WARMUP_STEPS = 1000
@@ -130,7 +130,7 @@ class DeepSpeedFile:
         return None if value == AUTO else _integral(value)
 
     def params(self, key: str) -> dict[str, Any]:
-        """The parameters of the optimizer or schedule, except those that are "auto"."""
+        """The parameters of the optimizer or schedule, except those that are null or "auto"."""
         given = self.acting.get(key) or {}
         if not isinstance(given, Mapping):
             raise self.error(key, f"must contain settings, {{...}}, got {given!r}")
@@ -180,7 +180,7 @@ def deepspeed_layer(
         for each in fields(config_class)
         if section_class(hints[each.name]) is TrainedModelConfig
     ]
-    require(bool(trained), f"--zero-config {path}: no model is trained here")
+    require(bool(trained), f"--zero-config {path}: the step trains no model; remove the option")
     file = read_file(path)
     merged = merge(config_class, layers, overrides, section=section)
     names = ("batch_size", "micro_batch_size")

@@ -56,7 +56,7 @@ class ZeroConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent between processes: bf16 halves the bytes and rounds
     each gradient; gloo, and NCCL with reduction deterministic, then sum in fp32, otherwise NCCL
-    sums in bf16. Within the memory of one machine nothing is rounded."""
+    sums in bf16. Nothing is rounded on the way through shared memory."""
 
     shared_memory: bool = True
     """Let CPU processes of one machine read each other's memory; false sends everything through the

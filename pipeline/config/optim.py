@@ -83,8 +83,8 @@ class OptimConfig:
     def lr_share(self, step: int, *, total_steps: int) -> float:
         """Fraction of the peak learning rate at applied step `step` (from 0).
 
-        A linear warm-up, then the schedule, stretched to end at `final_lr_ratio`. The warm-up is
-        one step ahead of transformers': its first step uses 1 / W of the peak, not 0.
+        A linear warm-up, then the schedule, scaled to end at `final_lr_ratio`. The warm-up, of W
+        steps, is one step ahead of transformers': its first step uses 1 / W of the peak, not 0.
         """
         warmup = self.warmup_steps
         if warmup is None:
@@ -134,7 +134,7 @@ class OptimConfig:
 
 
 DEFAULT_OPTIM = OptimConfig()
-"""The optimizer of a model without its own settings; a step may replace it by its default."""
+"""The optimizer of a model without its own settings; a step may replace it with its own default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class ParallelConfig:
     rank, share the attention heads and the width of the MLPs of each layer; 1 shards no layer."""
 
     sequence: bool = True
-    """With `tp`: shard hidden states between these layers, and their norms, by tokens
+    """With `tp`: shard hidden states between the sharded layers, and norms, by tokens
     (sequence_parallel); false replicates them."""
 
     micro_batches: int | None = None

@@ -48,7 +48,7 @@ class ModelUse:
     """Whether a moving average of its weights is kept, next to the optimizer's states."""
 
     host_copies: int = 0
-    """Copies of its weights in host memory: of the best evaluation, and of the start."""
+    """Number of copies of its weights in host memory: of the best evaluation, and of the start."""
 
     @property
     def learns(self) -> bool:
@@ -61,7 +61,7 @@ class Generation:
     """The responses that a process generates."""
 
     role: str
-    """The model that generates."""
+    """Field of the step's settings that holds the model that generates."""
 
     phase: Literal["each iteration", "after training"]
 
@@ -84,10 +84,10 @@ class Generation:
     """Processes that generate together."""
 
     shared_by: int = 1
-    """Processes, or groups of processes, that share the same responses to generate."""
+    """Number of processes, or groups of processes, among which these responses are divided."""
 
     keeps_replica: bool = False
-    """Whether the weights that generate stay in memory while models train."""
+    """Whether the copy of the weights for generation stays in memory while models train."""
 
     offloads_training: bool = False
     """Whether the optimizers' states leave the GPU while responses are generated."""
@@ -99,13 +99,13 @@ class Generation:
 
     @property
     def slots(self) -> int:
-        """Sequences that a process has in its cache."""
+        """Maximum number of sequences in a process's cache."""
         return min(self.batch_size, self.most_at_once)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The largest work of a process in a step."""
+    """A step's work on the process that has the most."""
 
     world: int
     """Number of processes."""
@@ -117,7 +117,7 @@ class Workload:
     """Models in loading order; the main model of the step precedes other trained ones."""
 
     iteration_rows: int
-    """Responses per rollout, or else rows per optimizer step, over all processes."""
+    """Responses per rollout, or rows per optimizer step if there is none; over all processes."""
 
     batch_size: int
     """Rows per optimizer step, over all processes."""
@@ -255,16 +255,16 @@ class StepConfig(ABC):
         "lora_variant": ("model.lora.variant",),
         "quantize": ("model.quantize",),
     }
-    """Further options, if the step is one of those that run."""
+    """Further options of train.py, for each step that it runs."""
 
     ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Further options if no other step runs."""
+    """Further options of train.py, if it runs no other step."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Settings of each method by name, of a step that has several."""
+    """Settings of each method, by its name; empty for a step without methods."""
 
     AT_LEAST: ClassVar[Mapping[str, str]] = {}
-    """Settings that are raised to another setting if an option sets it."""
+    """Pairs of settings: if an option sets the second, the first is raised to at least that."""
 
     output_dir: Path
     """Directory for config.yaml, metrics.jsonl and the model."""
@@ -383,7 +383,7 @@ class StepConfig(ABC):
 
     @property
     def row_share(self) -> RowShare | None:
-        """The rows that the step takes, if not those of its number and kind."""
+        """The rows that the step takes; None for the default of its number."""
         return None
 
     def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have no corpus
@@ -439,8 +439,8 @@ FREE_SETTINGS = (
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.kernels"),
 )
-"""Settings that may change when a run is resumed: location, memory, speed. If `data.labels` changes
-rows, these differ, which is compared separately."""
+"""Settings that may change when a run is resumed: location, memory, speed. Whether
+`data.labels` changes rows is checked by comparing the rows themselves."""
 
 
 def affects_result(name: str) -> bool:

@@ -53,7 +53,7 @@ struct Vectors {
     const void* gradient;
 };
 
-// Rounds a master to bf16, to nearest with ties away from zero. The result is in the upper 16 bits.
+// Rounds a master weight to bf16, to nearest with ties away from zero. The result is in the upper 16 bits.
 inline uint32_t nearest_weight(float master) {
     return master != master ? 0x7fc00000u : bits_of(master) + 0x8000u;
 }

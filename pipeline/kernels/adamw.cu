@@ -109,7 +109,7 @@ struct Element {
   GRADIENT gradient;
 };
 
-// Rounds a master to bf16, to nearest with ties away from zero.
+// Rounds a master weight to bf16, to nearest with ties away from zero.
 DEVICE u16 nearest_weight(u32 bits) {
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   return static_cast<u16>(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);

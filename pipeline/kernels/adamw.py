@@ -52,19 +52,19 @@ class Weights:
     """A flat vector that AdamW trains, with its Adam moments."""
 
     master: Float[Tensor, " n"]
-    """The fp32 masters; with `low_bits` the model's bf16 weights."""
+    """The fp32 master weights; with `low_bits`, the model's bf16 weights."""
 
     exp_avg: Float[Tensor, " n"]
     """Moving average of the gradient, stored in fp32 or bf16; computed in fp32."""
 
     exp_avg_sq: Float[Tensor, " n"]
-    """Moving average of its square, in the same dtype."""
+    """Moving average of the squared gradient, in the same dtype."""
 
     copy: Float[Tensor, " n"] | None = None
-    """bf16 or fp16: receives the new master, rounded by `round_weights`."""
+    """bf16 or fp16: receives the new master weights, rounded by `round_weights`."""
 
     low_bits: Int16[Tensor, " n"] | None = None
-    """The bits of the fp32 master that the bf16 `master` lacks, from `split_master`."""
+    """The bits of the fp32 master weights that the bf16 `master` lacks, from `split_master`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The vectors that are not None, by name."""
@@ -77,7 +77,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A flat vector to update, with its gradient and its factors of the step's scalars."""
+    """A flat vector to update, with its gradient, learning-rate factor and weight decay."""
 
     weights: Weights
     gradient: Float[Tensor, " n"]
@@ -97,7 +97,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, weights: Weights, gradient: Tensor) -> "Kind":
-        """The formats of these vectors."""
+        """The data types of these vectors."""
         copy = None if weights.copy is None else weights.copy.dtype
         return cls(gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None)
 
@@ -189,11 +189,11 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
 
 
 def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
-    """Round fp32 masters to the nearest value of the model's `dtype`.
+    """Round fp32 master weights to the nearest value of the model's `dtype`.
 
-    In bf16 ties round away from zero. With ties to even, as in fp16, 2^16 + 1 masters would have
-    the same even weight, and 16 more bits could not distinguish them (`split_master`). Infinity and
-    NaN are preserved.
+    In bf16 ties round away from zero. With ties to even, as in fp16, 2^16 + 1 fp32 values would
+    round to the same even one, and 16 more bits could not distinguish them (`split_master`).
+    Infinity and NaN are preserved.
     """
     if dtype == torch.bfloat16:
         # Setting the last bit in the upper half of the interval makes ties round up.
@@ -206,7 +206,7 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
 
 
 def split_master(master: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
-    """Split fp32 into the bf16 of `round_weights` and 16 low bits.
+    """Split fp32 master weights into bf16, rounded by `round_weights`, and 16 low bits.
 
     `join_master` restores it exactly, except for NaN payloads.
     """
@@ -235,7 +235,7 @@ def adamw_(
 
     Raises:
         ValueError: a vector is unsuitable; the message names it.
-        KernelError: `kernels` is required, and no kernel supports them.
+        KernelError: `kernels` is required, and no kernel supports the vectors.
     """
     check(weights, gradient)
     if gradient.numel() == 0:
@@ -514,7 +514,7 @@ def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Compare two steps bitwise, on a vector with a tail."""
+    """Compare two steps bitwise with the reference, on a vector with a tail."""
     gradient_type, moments, copy = (
         DTYPES_BY_NAME[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")
     )

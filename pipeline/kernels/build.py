@@ -90,7 +90,7 @@ def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Librar
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """Context with a file to write; it is flushed and renamed when complete."""
+    """Context with a temporary file to write, which is flushed and renamed to `path` at the end."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     made = Path(name)
     try:
@@ -105,7 +105,7 @@ def complete_file(path: Path) -> Iterator[Path]:
 def cache_directory() -> Path | None:
     """The directory of this user's compiled kernels, created if necessary.
 
-    Since code is loaded from it, None is returned, with a warning, if another user can write there.
+    None, with a warning, if it is unusable or others can write there: code is loaded from it.
     """
     named, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:

@@ -83,7 +83,7 @@ def refusal(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> str | None:
-    """The reason why the kernel doesn't support these tensors, if it doesn't."""
+    """The reason why the kernel doesn't support these tensors; None if it does."""
     for name, stored, new in zip(("keys", "values"), cache, states, strict=True):
         if stored.dtype != new.dtype:
             return f"{name} of {new.dtype} for a cache of {stored.dtype}"
@@ -139,7 +139,7 @@ def _part(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> Part
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Three tokens, one of them outside all slots; keys and values of two sizes."""
+    """Append three tokens, one of them outside all slots; keys and values differ in size."""
     del defines  # one kernel for all dtypes
     keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
     generator = torch.Generator().manual_seed(0)

@@ -21,8 +21,8 @@ from pipeline.kernels.build import FUSED, NUMBERS, Library, bf16_flags, build, p
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 PAGE = 64
-"""Tokens of a page, as in decode_attention.cpp: 16 KiB of a head of 64 fp32 numbers, or of 128 in
-16 bits. With pages of half the size, attention on a CPU takes 10 to 15 % longer."""
+"""Tokens of a page, as in decode_attention.cpp: 16 KiB for a head of 64 fp32 elements, or of 128
+16-bit ones. With pages of half the size, attention on a CPU takes 10 to 15 % longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,13 @@ class Scores:
     """int32. Length of each sequence with the new token: one past the last key it attends to."""
 
     pages: Int[Tensor, "B L"]
-    """int32. Pages of each sequence, in the order of its tokens; none past its end is read."""
+    """int32. Pages of each sequence, in the order of its tokens; pages past its end aren't read."""
 
     scaling: float
     """Factor of the product of query and key."""
 
     sliding_window: int | None = None
-    """Number of last keys that a token attends to."""
+    """Number of last keys that a token attends to; None for all."""
 
 
 def in_order_of_tokens(
@@ -62,7 +62,7 @@ def reference_attention(
 
     over the keys that `scores` allows. A key head serves H / G consecutive query heads. Computed in
     fp32, or in the dtype of `query` if that is wider; 0 if there is no key. Other keys and values
-    are not read and may be NaN.
+    are ignored and may be NaN.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = (in_order_of_tokens(stored, scores.pages) for stored in (key, value))
@@ -92,9 +92,9 @@ def decode_attention(
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each sequence, as defined by `reference_attention`.
 
-    `longest` is an upper bound of the lengths: the kernel divides its work by it and reads no
-    length on the host; lengths beyond the pages are clamped. The result is written to `out`, which
-    must be contiguous, if given.
+    `longest` is an upper bound on the lengths, from which the CUDA kernel's number of splits is
+    chosen, because the host reads no lengths. Lengths beyond the pages are clamped. The result is
+    written to `out` if given, which must be contiguous.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -262,7 +262,7 @@ SEQUENCES = 65535
 """Maximum sequences per launch: the largest third dimension of a grid."""
 
 AXES = {3: ("sequence", "head"), 4: ("page", "head", "token")}
-"""Axes with a stride of queries and outputs, and of keys and values."""
+"""Axes whose strides the kernel takes, by number of dimensions."""
 
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative error in norm that the self-test allows: a few times the rounding error."""
@@ -319,7 +319,7 @@ def cuda_macros(dtype: torch.dtype, shape: Shape) -> dict[str, str | int]:
 def cuda_refusal(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> str | None:
-    """The reason why the kernel doesn't support these tensors, if it doesn't."""
+    """The reason why the kernel doesn't support these tensors; None if it does."""
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"dtypes {query.dtype}, {key.dtype} and {value.dtype}"
     if query.shape[2] not in HEAD_SIZES or value.shape[3] != query.shape[2]:
@@ -407,7 +407,7 @@ def choose_splits(num_blocks: int, num_keys: int, at_once: int) -> int:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Two sequences, in one and in two splits; memory that must not be read is NaN."""
+    """Test two sequences, in one and in two splits; memory that must not be read is NaN."""
     dtype = DTYPES_BY_NAME[str(defines["NUMBER"])]
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)

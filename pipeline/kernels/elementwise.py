@@ -23,7 +23,7 @@ def library() -> Library | None:
 def prepare_norm(
     x: Float[Tensor, "*B K"], weight: Float[Tensor, " K"], out: Float[Tensor, "*B K"], eps: float
 ) -> Callable[[], object] | None:
-    """Return a call that writes x / sqrt(mean(x^2) + eps) * weight; None for other tensors."""
+    """Return a call that writes x / sqrt(mean(x^2) + eps) * weight; None if unsupported."""
     tensors, size = (x, weight, out), x.shape[-1]
     if not all(is_supported(tensor) and tensor.is_contiguous() for tensor in tensors):
         return None
@@ -37,7 +37,7 @@ def prepare_norm(
 def prepare_silu_product(
     x: Float[Tensor, "*B K"], up: Float[Tensor, "*B K"], out: Float[Tensor, "*B K"]
 ) -> Callable[[], object] | None:
-    """Return a call that writes silu(x) * up (Shazeer 2020, eq. 6); None for other tensors."""
+    """Return a call that writes silu(x) * up (Shazeer 2020, eq. 6); None if unsupported."""
     tensors = (x, up, out)
     if not all(is_supported(tensor) and tensor.is_contiguous() for tensor in tensors):
         return None

@@ -18,7 +18,7 @@ from pipeline.kernels.build import cache_directory, complete_file
 from pipeline.system.errors import KernelError
 
 SOURCES = Path(__file__).parent
-"""The folder of the sources, one for each operator."""
+"""Folder with the CUDA sources, one file for each operator."""
 
 PRELUDE = (SOURCES / "include" / "prelude.cuh").read_text()
 """The header of all sources."""

@@ -13,7 +13,7 @@ namespace {
 // Size of a tile: its LANES sums stay in registers and are reduced by one horizontal sum.
 constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
 constexpr int ROWS = 4;
-constexpr int FEW = 3;  // most rows that are not packed; their tiles have more outputs
+constexpr int FEW = 3;  // maximum number of rows that are not packed; their tiles have more outputs
 
 constexpr int64_t PACKED = 128;  // rows packed at once; with DEPTH inputs, they fit into the cache
 constexpr int64_t DEPTH = sizeof(Stored) == 4 ? 768 : INT64_MAX;  // bf16 partial sums would be rounded
@@ -173,8 +173,8 @@ void run(void* argument) {
     }
 }
 
-constexpr int64_t SHARES = 4;       // most shares per thread; several balance the load if other programs use a core
-constexpr int64_t SMALLEST = 384;   // least outputs per share, if there are enough
+constexpr int64_t SHARES = 4;       // maximum shares per thread; several balance the load if other programs use a core
+constexpr int64_t SMALLEST = 384;   // minimum outputs per share, if there are enough
 
 }  // namespace
 

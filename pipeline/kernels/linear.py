@@ -51,7 +51,7 @@ class Linear:
     """Rows of x and of the result."""
 
     tensors: tuple[Tensor, ...]
-    """Keep the memory that `product` points to alive."""
+    """The tensors whose memory `product` points to, which keep it alive."""
 
     def take(self, rows: int) -> None:
         """Compute only the first `rows` rows from now on."""

@@ -10,7 +10,7 @@ kinds of backward pass:
 - `FusedGradLogprobs`: the forward pass computes tiles of tokens and their gradients, as if every
   log-probability had weight 1; the backward pass scales them. Nothing is computed twice. It is used
   where the output layer isn't trained, as with adapters, and where all tokens have the same
-  weight, as in fine-tuning; if they don't, the weight's gradient is computed again.
+  weight, as in fine-tuning; if they differ after all, gradients are computed again on a CPU.
 
 `RowLogprobs` does the same from existing logits, a few rows at a time. All is plain PyTorch and
 needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or W words of

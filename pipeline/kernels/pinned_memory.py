@@ -1,6 +1,6 @@
 """Pinned host memory without rounding up its size.
 
-PyTorch rounds pinned allocations up to powers of two, which can double masters and moments.
+PyTorch rounds pinned allocations up to powers of two, which can double the optimizer's states.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ class PinnedMemory:
     """Locked pages of one process.
 
     Freed pages are kept for the next tensor of their size: locking takes a fifth of a second per
-    GB, and gradients are allocated in every step. A tensor may only be freed after copies to it.
+    GB, and gradients are allocated in every step. Copies to a tensor must end before it is freed.
 
     Args:
-        register: locks pages, given their address, bytes and flags; not 0 if it fails.
-        unregister: unlocks them, given their address.
+        register: locks pages, given their address, bytes and flags; returns 0 on success.
+        unregister: unlocks pages, given their address.
     """
 
     def __init__(

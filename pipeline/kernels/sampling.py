@@ -28,7 +28,7 @@ class Draw:
     """Divides the logits; 0 is greedy, with the first token in case of ties."""
 
     top_k: int | None = None
-    """Keep this number of most likely tokens, and ties with the last of them."""
+    """Keep this number of most likely tokens, and ties with the last of them; None keeps all."""
 
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens with this fraction of the remaining probability
@@ -137,7 +137,7 @@ SEGMENT_BYTES = 12
 """Bytes of shared memory for a segment: a weight and a count."""
 
 MOST_WORDS = SEGMENT * ((48 * 1024 - SHARED_BYTES) // SEGMENT_BYTES)
-"""The largest vocabulary that fits into shared memory: 500,000."""
+"""The largest vocabulary that fits into shared memory: about 500,000."""
 
 LOGPROB_ERROR = 1e-4
 """Error in nats that the self-test allows, for scores below 16."""
@@ -158,7 +158,7 @@ class Params(ctypes.Structure):
 
 
 def cuda_refusal(logits: Float[Tensor, "B V"]) -> str | None:
-    """The reason why the kernel doesn't support these logits, if it doesn't."""
+    """The reason why the kernel doesn't support these logits; None if it does."""
     if logits.dtype not in DTYPES:
         return f"logits of {logits.dtype}"
     if logits.shape[1] > MOST_WORDS:
@@ -222,7 +222,7 @@ def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Sample tokens of four sequences, greedily and at random."""
+    """Compare samples of four sequences with the reference, greedily and at random."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 300, generator=generator)
     logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])

@@ -1,6 +1,6 @@
 """Passes over a step's micro-batches, on one process or through the stages of a pipeline.
 
-A step passes its loss and continues as if the model were not split: every stage gets the losses.
+A step passes its loss function, and runs as if the model were not split: all stages get the losses.
 """
 
 import logging
@@ -186,7 +186,7 @@ class StagedForwardPasses(ForwardPasses):
         return []
 
     def _follow(self) -> None:
-        """Copy a shared weight from the first stage to the last."""
+        """Update the last stage's copy of a tied weight, if weights have changed since."""
         stage, updates = self._stage, self._run.updates
         if self._followed == updates:
             return
@@ -214,7 +214,7 @@ class Passes(ForwardPasses):
     def learn(
         self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
     ) -> list[Tensor]:
-        """Add the gradients of all losses, each divided by its count; return losses for `total`."""
+        """Add the gradients of all losses, divided by `divisor`; return the losses for `total`."""
         losses: list[Tensor] = []
         for batch in batches:
             loss = compute_loss(batch)
@@ -259,7 +259,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         return losses
 
     def metrics(self) -> dict[str, float]:
-        """`bubble`: the fraction of the step's passes during which stages were idle."""
+        """`bubble`: the average fraction of the passes' time for which a stage was idle."""
         waited, took = self._stages.sums([self._transfers.waited, self._took])
         return {"bubble": waited / max(took, 1e-9)}
 
@@ -301,7 +301,7 @@ def own_part(
     kernels: Kernels,
     passing: Callable[[StageModule], nn.Module] | None = None,
 ) -> tuple[nn.Module, Stage]:
-    """The module that this process's engine trains, and its stage; `model` loses other stages.
+    """The module for this process's engine, and its stage; other stages are removed from `model`.
 
     Args:
         model: the Hugging Face model.
@@ -312,7 +312,7 @@ def own_part(
             than those of `whole`.
 
     Raises:
-        ConfigError: it has fewer blocks than stages.
+        ConfigError: the model has fewer blocks than stages.
         ModelError: models of its family can't be split.
     """
     if stages.size == 1:
@@ -399,10 +399,10 @@ def frozen_passes(
     *,
     name: str,
 ) -> tuple[FrozenEngine, ForwardPasses]:
-    """A frozen model, sharded like `like`, and its passes.
+    """An engine for a frozen model with the settings of the trained model `like`, and its passes.
 
-    It is sharded like the trained models, or if that is not possible, as for an encoder, replicated
-    on each process. See `own_part` for `whole`.
+    The model is sharded like the trained models or, if that is not possible, as for an encoder,
+    replicated on each process. See `own_part` for `whole`.
     """
     stages = mesh.stages
     cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)

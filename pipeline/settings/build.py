@@ -349,7 +349,7 @@ def _with_file(
 
 
 def _has(settings: Mapping[str, Any], name: str) -> bool:
-    """Whether the nested settings have this dotted name, or a part of it."""
+    """Whether the nested settings have this dotted name, or a value in place of its section."""
     head, _, rest = name.partition(".")
     if head not in settings or not rest:
         return head in settings

@@ -104,13 +104,13 @@ def did_you_mean(
 
 
 def section_class(kind: object) -> type | None:
-    """The dataclass in `kind`, which may be `SomeConfig` or `SomeConfig | None`."""
+    """The dataclass `X` in `X` or `X | None`; None for other types."""
     kind = without_none(kind)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def items_class(kind: object) -> type | None:
-    """The dataclass in `tuple[SomeConfig, ...]`."""
+    """The dataclass `X` in `tuple[X, ...]`; None for other types."""
     first, *rest = typing.get_args(kind) or (None,)
     is_list = typing.get_origin(kind) is tuple and rest == [...]
     return section_class(first) if is_list else None
@@ -261,9 +261,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's settings by dotted name; paths next to its directory are relative to it.
+    """A step's settings by dotted name, without `output_dir`; paths next to it become OUT/NAME.
 
-    So a run that was moved or is given by another path is still the same run.
+    So a run that was moved, or is given by another path, has the same settings.
     """
     root = Path(str(settings.get("output_dir", ""))).parent
 

@@ -18,7 +18,7 @@ from pipeline.config import LoraConfig
 from pipeline.system.errors import ConfigError
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
-"""Heads of classifiers; encoders have one of the later ones as well."""
+"""Modules of classifiers' heads; encoders may have several of them."""
 
 Task = Literal["causal", "classifier"]
 """Output of a model: the next token, or a score."""
@@ -35,7 +35,7 @@ def without_advice() -> Iterator[None]:
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
-    """Freeze `model` and add fp32 adapters; a score head stays trained.
+    """Freeze `model` and add fp32 adapters; a classifier's head remains trainable.
 
     The adapters' random matrices are drawn from `seed`, the same on every process.
 

@@ -162,7 +162,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
-        """Return the dequantized weight, rounded to the layer's data type."""
+        """The dequantized weight, rounded to the layer's data type."""
         return self.dequantized(self.dtype)
 
     @property
@@ -299,7 +299,7 @@ def dequantized_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Named weights, with quantized ones dequantized to fp32.
 
-    All `weights` of a layer are in place while one of them is yielded.
+    While `weights` yields one tensor of a layer, all tensors of the layer must be in place.
     """
     layers = quantized_layers(model)
     for name, tensor in weights:
@@ -323,7 +323,7 @@ def rounded_weights(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """Layers to replace, as (parent module, attribute name)."""
+    """Layers to replace, as (parent module, attribute name, layer)."""
     uses = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )

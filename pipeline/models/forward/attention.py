@@ -6,8 +6,8 @@ token attends to the earlier tokens of its own sequence and nothing else. Genera
 layouts, which read a cache. Without the keyword, the library's own scaled-dot-product attention is
 used.
 
-On a GPU in 16 bits it uses `torch.nn.attention.varlen`: FlashAttention over packed sequences (Dao
-2023). If that kernel can't run, attention is computed sequence by sequence.
+On a GPU in 16 bits `Ragged` uses `torch.nn.attention.varlen`: FlashAttention over packed sequences
+(Dao 2023). If that kernel can't run, attention is computed sequence by sequence.
 
 Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
 """
@@ -55,10 +55,10 @@ def varlen_runs(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) ->
 
 
 class Keys(NamedTuple):
-    """The keys that sequences attend to, where they are not the sequences' own."""
+    """The keys that sequences attend to, if some attend to more than their own."""
 
     index: Int[Tensor, " M"]
-    """The tokens of all keys, one sequence's after the other."""
+    """Index in the row of each key, sequence by sequence."""
 
     bounds: Int[Tensor, " B+1"]
     """int32 offsets of the sequences' keys, and the end of the last one."""
@@ -85,7 +85,7 @@ def varlen_attention(
         value: value heads, shared in the same way.
         bounds: int32 offsets of the sequences, and the end of the last one.
         longest: length of the longest sequence.
-        keys: the keys that the sequences attend to.
+        keys: the keys that the sequences attend to; None if each attends only to its own.
         scaling: factor of the scores; by default head size ** -0.5.
         sliding_window: number of tokens each token attends to, including itself; None has no limit.
     """
@@ -117,7 +117,7 @@ def compute_bounds(lengths: Sequence[int]) -> Tensor:
 
 @functools.cache
 def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) -> bool:
-    """Whether a small call works, forward and backward."""
+    """Whether a small call of `varlen_attention` succeeds, forward and backward."""
     lengths = (5, 33)
     try:
         # The result is cached: later callers may need gradients even if this one doesn't.
@@ -136,7 +136,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
             out.sum().backward()
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        logger.info("attention pads sequences, because varlen_attn doesn't run here: %s", reason)
+        logger.info("attention runs per sequence, because varlen_attn doesn't run here: %s", reason)
         return False
     return True
 
@@ -254,7 +254,7 @@ class Padded:
 
 
 class Ragged:
-    """Order of sequences in one row.
+    """Layout of sequences that are concatenated in one row.
 
     Args:
         lengths: number of tokens of each sequence.
@@ -294,8 +294,8 @@ class Ragged:
     ) -> Float[Tensor, "1 N H E"]:
         """Causal attention of each sequence to itself and the one that it continues.
 
-        On a GPU in 16 bits one call has all sequences. Otherwise each has its own call: padding
-        them to a common length takes longer than the attention itself.
+        On a GPU in 16 bits, one call computes all sequences if `varlen_attn` supports it. Otherwise
+        each has its own call: padding them to a common length takes longer than the attention.
         """
         if self.kernels != "off" and varlen_runs(query, key, value, dropout=dropout):
             together = partial(
@@ -324,7 +324,7 @@ class Ragged:
 
     @cached_property
     def _keys(self) -> "Keys | None":
-        """The keys that each sequence attends to; None if those are its own."""
+        """The keys that each sequence attends to; None if each attends only to its own."""
         if self.key_lengths == self.lengths:
             return None
         own = torch.arange(sum(self.lengths)).split(self.lengths)

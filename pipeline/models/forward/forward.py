@@ -30,7 +30,7 @@ from pipeline.system.errors import DataError, KernelError
 logger = logging.getLogger(__name__)
 
 SCORE_HEAD = "score"
-"""Names of the heads of classifiers that read token by token."""
+"""Attribute with the head of a causal classifier; encoders name theirs differently."""
 
 Backbone = Callable[..., tuple[Tensor, ...]]
 """A model without its head: the first output is the hidden states, (B, T, d)."""
@@ -44,7 +44,7 @@ class TokenLogprobs:
     """log pi(token | the tokens before it), in nats, fp32."""
 
     entropy: Float[Tensor, " K"] | None
-    """Entropy of each target's distribution, in nats, fp32."""
+    """Entropy of each target's distribution, in nats, fp32; None unless requested."""
 
 
 class Policy(nn.Module):
@@ -62,7 +62,7 @@ class Policy(nn.Module):
         self.uses_head = UsesHead()
         self.kernels: Kernels = kernels
         self.tile = tile
-        """Maximum fp32 logits in memory at once; None uses the kernels' default."""
+        """Maximum number of fp32 logits in memory at once; None uses the kernels' default."""
         self._is_product: bool | None = None
 
     def forward(
@@ -76,8 +76,8 @@ class Policy(nn.Module):
     ) -> TokenLogprobs:
         """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-        `entropy_learns` says that the loss has the requested entropy; `uniform`, that it weights
-        all log-probabilities equally, which is faster.
+        `entropy_learns` says that the loss includes the requested entropy; `uniform`, that the loss
+        weights all log-probabilities equally, which allows a faster computation.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
@@ -120,18 +120,18 @@ class Policy(nn.Module):
         return TokenLogprobs(*computed)
 
     def settle(self, batch: TokenBatch) -> None:
-        """Determine once, with some tokens of a batch, how the model computes logits."""
+        """Determine once, on a few tokens of a batch, whether logits are one matrix product."""
         self._output_matrix(batch)
 
     def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
-        """The logits that predict `batch.targets`, computed in batches that fit in memory."""
+        """The logits that predict `batch.targets`, all in memory at once."""
         require_context(base_model(self.model), batch)
         return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
-        """The output layer, if there may be too many logits and they depend on it alone.
+        """The output layer, if log-probabilities can be computed from it in tiles; otherwise None.
 
-        Every process gets the same result with the same forward passes.
+        Every process runs the same forward passes and gets the same result.
 
         Raises:
             KernelError: the model doesn't support tiles, and kernels are required.
@@ -172,7 +172,7 @@ class LabelOutputs:
     """An output for each label at every token, fp32."""
 
     cutpoints: Float[Tensor, " cuts"] | None
-    """The trained thresholds of a score, if it has any."""
+    """Trained thresholds of the score; None if it has none."""
 
     def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
         """The outputs for these tokens alone."""
@@ -184,8 +184,8 @@ class Scorer(nn.Module):
 
     As a reward model its score of a response is the one at the last token; as a critic, the score
     at a token is the value of the state after it. With several labels the score is their expected
-    value. The head computes in fp32; its weight and input have the model's data type, and its
-    master in training is fp32. An encoder such as BERT has the same score at all tokens of a
+    value. The head computes in fp32; its weight and input have the model's data type, and training
+    keeps an fp32 master weight. An encoder such as BERT has the same score at all tokens of a
     sequence.
     """
 
@@ -251,10 +251,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 LARGE_VOCABULARY = 8192
-"""Vocabulary size below which logits take no more memory than a token's activations."""
+"""Vocabulary size below which a token's logits take no more memory than its activations."""
 
 PROBE = 8
-"""Tokens on which a model's logits are compared with its matrix product."""
+"""Number of tokens on which a model's logits are compared with the matrix product."""
 
 
 @torch.no_grad()
@@ -305,7 +305,7 @@ def _say_whole(family: str, kernels: Kernels) -> None:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Maximum length of the model's position encoding; practically unlimited without one."""
+    """Maximum length of the model's position encoding; 2^31 if the settings don't limit it."""
     return positions(model.config)
 
 
@@ -341,7 +341,7 @@ def is_ragged(model: nn.Module) -> bool:
 
 
 def ragged_layout(batch: TokenBatch, kernels: Kernels) -> Ragged:
-    """Order of the batch's tokens."""
+    """Layout of the batch's sequences in one row."""
     device = batch.input_ids.device
     return Ragged(batch.lengths, device, kernels=kernels, continues=batch.continues)
 
@@ -365,7 +365,7 @@ def run_padded(
     """Run a model that requires padded batches, one group of similar lengths at a time.
 
     Every process runs the same number of passes, that of the process with the most groups, because
-    they gather weights together.
+    passes gather weights collectively.
     """
     padded = ragged.padded
     real = torch.zeros_like(padded.source).index_fill(0, padded.place, 1)

@@ -33,7 +33,7 @@ WIDTH = HEADS * HEAD_SIZE
 INNER = 48
 VOCABULARY = 64
 WINDOW = 4
-"""Tokens of every sliding window and chunk of the copy, so that a dozen tokens are beyond it."""
+"""Length of the copy's sliding windows and chunks, short enough for a dozen tokens to exceed it."""
 
 _WIDTHS = dict.fromkeys(
     (
@@ -115,10 +115,10 @@ def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrai
 
 
 def small_copy(kind: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
-    """A model of that class and those settings on the CPU in fp32, with large random weights.
+    """A model of class `kind` with these settings, on the CPU in fp32, with large random weights.
 
-    They are the same at each call. With the usual initialization attention is nearly uniform, so
-    that outputs would hardly depend on what a token attends to.
+    The weights are the same at each call. With the usual initialization attention is nearly
+    uniform, so that outputs would hardly depend on what a token attends to.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def _small_rope(rope: Any) -> Any:  # noqa: ANN401
 logger = logging.getLogger(__name__)
 
 LENGTHS = (7, 12, 5)
-"""Sequences of the comparison: longer than the copy's windows, and all adjacent ones different."""
+"""Lengths of the compared sequences: longer than the copy's windows, and adjacent ones differ."""
 
 TOLERANCE = 0.01
 """Maximum difference in nats between packed and separate sequences. Rounding changes a copy in fp32
@@ -214,14 +214,14 @@ class Run:
     """Whether sequences are packed into one row; otherwise those of similar length are padded."""
 
     reason: str = ""
-    """The reason why they are padded."""
+    """The reason why they are padded; empty if they are packed."""
 
     causal: bool = True
-    """Return whether the output for a token is independent of later tokens, as it must be."""
+    """Whether the output for a token is independent of later tokens, as it must be."""
 
 
 def how_to_run(model: PreTrainedModel) -> Run:
-    """Packed if the result is the same, else padded; logged if it takes a trial to decide.
+    """Packed if the result is the same, else padded; a reason that only a trial finds is logged.
 
     The model's weights are not used: it may be on the meta device.
     """
@@ -232,7 +232,7 @@ def how_to_run(model: PreTrainedModel) -> Run:
 
 
 def unlike_causal_attention(model: PreTrainedModel) -> str | None:
-    """Return the kinds of layers other than causal attention; None if the settings list none."""
+    """Return a reason why layers are not plain causal attention; None if none is known."""
     settings = model.config.get_text_config()
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
@@ -291,7 +291,7 @@ def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
 
 @functools.cache
 def _tried(family: Family, reason: str | None) -> Run:
-    """Decide by a trial how models of a family are run; `reason` is a reason to pad."""
+    """Decide by a trial how models of a family are run; `reason` is a known reason to pad."""
     causal = True
     is_known = reason is not None
     try:
@@ -325,9 +325,9 @@ def _one_line(error: Exception) -> str:
 def leak(model: PreTrainedModel) -> float:
     """Largest change of earlier log-probabilities by the last token, in nats; 0 if causal.
 
-    For any last token, and for none: ProphetNet's code mixes up positions, so that its
-    log-probabilities depend on the length of the whole text. A few tokens are tested, which fit in
-    the window of any learned mask.
+    Compares two last tokens, and a sequence with and without its last token: ProphetNet's code
+    mixes up positions, so that its log-probabilities depend on the length of the whole text. The
+    few tokens fit in the window of any learned mask.
     """
     ids, few = _tokens()[: max(LENGTHS)], _tokens()[: min(LENGTHS)]
     other = torch.cat([ids[:-1], ids[-1:] ^ 1])
@@ -364,7 +364,7 @@ def _largest(difference: Tensor) -> float:
 
 
 def _outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "N X"]:
-    """Log-probabilities of all tokens in the vocabulary, or hidden states without a head."""
+    """Log-probabilities over the vocabulary, or the hidden states of a model without a head."""
     if model.get_output_embeddings() is not None:
         return model(**inputs).logits[0].float().log_softmax(dim=-1)
     return cast("Backbone", model.base_model)(**inputs)[0][0].float()

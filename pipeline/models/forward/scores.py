@@ -1,4 +1,4 @@
-"""The score of a classifier with several classes: the expected value of its class.
+"""Scores of classifiers: expected values of labels, scores of steps, and trained thresholds.
 
 Dimension names: N tokens, C classes.
 """
@@ -75,7 +75,7 @@ def _ends_in(text: str, separator: str) -> bool:
 
 
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
-    """Return the ends of the steps of each sequence's last response, in the batch.
+    """Return, for each sequence, the batch indices at which its last response's steps end.
 
     The response is the last run of tokens in the loss. A sequence without such tokens has one step.
     """
@@ -106,8 +106,8 @@ def response_scores(
 ) -> Float[Tensor, " B"]:
     """The score of each sequence: at its last token, or combined over its steps.
 
-    Depending on `step_score` in the settings, that of the worst step (min), of the last one, or the
-    log-probability that all steps are right (product).
+    With steps, `step_score` in the settings selects the score of the worst step (min), of the last
+    one (last), or the log-probability that all steps are right (product).
     """
     if getattr(settings, "label_kind", None) != STEPS:
         return scores[batch.last_tokens]

@@ -23,7 +23,7 @@ LARGE = 8192
 """Minimum vocabulary to shard: smaller tables take less memory than a block."""
 
 _WORDS = "divided_words"
-"""Attribute of an output layer for this process's vocabulary range."""
+"""Attribute of a sharded output layer that holds this process's vocabulary range."""
 
 
 def words_of(head: nn.Module | None) -> Words | None:

@@ -109,7 +109,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.
-        DataError: its template can't render one of the dialogues, or leaves no room for a response.
+        DataError: its template can't render a prompt, or a prompt leaves no room for a response.
     """
     path = as_directory(path)
     local = None if path == EMBEDDED else local_directory(path)

@@ -21,7 +21,7 @@ from pipeline.models.hf.meta import meta_model, places
 from pipeline.system.errors import CheckpointError
 
 TOKENIZER = "tokenizer"
-"""Directory next to the checkpoints."""
+"""Name of the tokenizer's directory, next to the checkpoints."""
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:

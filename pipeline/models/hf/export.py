@@ -188,9 +188,9 @@ def export(
     When it returns they are on disk, with this user's default permissions.
 
     With LoRA the directory has the merged model, and `adapter/` the adapter in peft's format. The
-    trained model is not modified. A collective: the main process writes, and none returns before
-    the files exist. `weights`, such as an engine, gathers parameters one unit at a time; without it
-    all must be in place.
+    trained model is not modified. A collective: the main process writes, and no process returns
+    before the files exist. `weights`, such as an engine, gathers parameters one unit at a time;
+    without it, all parameters must be in place.
     """
     plain, mesh = base_model(model), current_mesh()
     named = named_weights(plain, weights)
@@ -233,8 +233,8 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Everything in the state dict of `model`, each tensor full until the next is requested.
 
-    `weights` may be the engine that trains the model, or a larger one: all processes iterate
-    together. All weights of a unit are in place while it is yielded.
+    `weights` may be the engine of the model or of a larger one that contains it: all processes
+    iterate together. All weights of a unit are in place while one of them is yielded.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if weights is not None:

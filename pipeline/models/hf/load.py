@@ -1,4 +1,4 @@
-"""Loads models and tokenizers from Hugging Face, from a directory, or built here."""
+"""Loads models and tokenizers from the Hub or a directory, or builds the embedded ones."""
 
 import logging
 import pickle
@@ -59,7 +59,7 @@ LONGEST_REASON = 200
 
 
 def first_words(error: Exception) -> str:
-    """The first lines of an error message as one, with the error's type if it is a single word."""
+    """An error's first paragraph in one line, with its type if it is a KeyError or has no text."""
     lines = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not lines:
         lines = f"{type(error).__name__} {lines}".strip()
@@ -219,7 +219,7 @@ def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) ->
 
 
 OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
-"""Fields of config.json in which step 2 stores the moments of a head's scores."""
+"""Fields of config.json in which step 2 describes the scores of a head."""
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
 """Parameters of a classifier that a language model lacks."""
@@ -327,7 +327,7 @@ def _build(
 def _prepared(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """Move the model to its device, in evaluation mode, packed if that is exact.
+    """Prepare a loaded model: packing if that is exact, quantization, device, evaluation mode.
 
     Raises:
         ModelError: the model's weights are not finite.
@@ -382,8 +382,8 @@ ALIGNMENT = 64
 def align_weights(model: nn.Module) -> None:
     """Copy the weights of a mapped file that are not aligned as the allocator would align them.
 
-    Matrix products sum in an order that depends on the alignment, so a frozen model would have
-    other last digits at ZeRO stage 0 than at stage 3, which allocates its weights.
+    Matrix products sum in an order that depends on the alignment, so a frozen model's results would
+    differ in the last digits between ZeRO stage 0 and stage 3, which allocates its weights.
     """
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
@@ -399,7 +399,7 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
 
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Call `load`; describe a failure for `what` of `path` in one sentence."""
+    """Call `load`, and report a failure to load the `what` of `path` in one sentence."""
     if local_directory(path) is None and cached_file(path, "config.json") is None:
         sentence = (
             f"no such model: {path} is neither a local model directory nor in the Hub's cache"

@@ -55,8 +55,8 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
     """The model of a step with its adapters, on the meta device instead of `device`.
 
-    Only its configuration is read, or for names in `KNOWN` taken from there. It has no dropout, and
-    no rows that a chat format adds to the embeddings.
+    Only its configuration is read; for a name in `KNOWN` that is no local path, it is taken from
+    there. The model has no dropout, and no rows that a chat format adds to the embeddings.
 
     Raises:
         ModelError: there is no configuration, or it is of another kind of model.

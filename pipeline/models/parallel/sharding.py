@@ -58,13 +58,13 @@ _PLANS: Mapping[str, FamilyPlan] = {
 
 
 REPLICATED = ("replicate", "embedding")
-"""Prefixes of styles of modules that are replicated here: embedding tables are only looked up."""
+"""Prefixes of the styles of modules that are not sharded here, such as embedding tables."""
 
 OF_KEYS = ("k_proj", "v_proj")
-"""Modules with one head per key head."""
+"""Name endings of modules that compute keys or values: one head for each key head."""
 
 PACKED = ("query_key_value", "c_attn")
-"""Modules that compute queries, keys and values together."""
+"""Name endings of modules that compute queries, keys and values together."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class TensorShards:
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
 
     def _narrow(self, name: str, module: nn.Module) -> None:
-        """Set a module's width attribute, which Conv1D uses."""
+        """Set a module's width attributes, which Conv1D uses."""
         if isinstance(module, Conv1D):
             module.nx, module.nf = self._shape(name, module.nx, module.nf)
         elif isinstance(module, nn.Linear):
@@ -298,7 +298,7 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The entry whose key matches the module's name, with * for any number."""
+    """The first entry whose key matches the name, with * for any number; None without a match."""
     for key, value in table.items():
         if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
             return value

@@ -1,11 +1,11 @@
 """A pipeline stage: the user's model without the blocks of other stages.
 
 The model's own forward runs on every stage. It builds masks, positions and rotary tables; blocks of
-other stages pass their input through, the first of them the input received from the previous stage.
-On later stages embeddings return zeros of the right shape; on earlier ones norm and head do
-nothing. So a parameter has the same name as in the full model. A small copy of the model shows
-which modules come before and after the blocks, and whether its blocks pass on more than hidden
-states: such a model can't be split.
+other stages pass their input through, except the first, which on later stages returns the hidden
+states received from the previous stage. There, embeddings return zeros of the right shape; on
+earlier stages norm and head do nothing. So a parameter has the same name as in the full model. A
+small copy of the model shows which modules come before and after the blocks, and whether its blocks
+pass on more than hidden states: such a model can't be split.
 """
 
 import functools
@@ -87,7 +87,7 @@ class ZeroOutput(nn.Module):
         self.dtype = cast("Tensor", module.weight).dtype
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Zeros in the shape of its output."""
+        """Zeros in the shape of the replaced module's output."""
         given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         like = given if given.dtype.is_floating_point is False else given[..., 0]
         shape = like.shape if self.whole else (1,) * like.ndim
@@ -211,7 +211,7 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 @dataclass(frozen=True)
 class Order:
-    """Modules outside a family's blocks, by name, and the output of the blocks."""
+    """Names of modules before and after a family's blocks, and whether blocks return tuples."""
 
     before: frozenset[str]
     after: frozenset[str]
@@ -312,7 +312,7 @@ def _outside(
 
 
 def _borrow(head: nn.Linear) -> Tensor:
-    """The output layer as a plain tensor, which the engine ignores."""
+    """Replace the output layer's weight by a plain tensor, which the engine ignores; return it."""
     weight = head.weight
     borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight
@@ -337,7 +337,7 @@ def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
             stage.inlet.received = hidden
         hidden = small_hidden_states(part)
     if hidden is None or not torch.equal(hidden, expected):
-        raise ModelError(_unlike(family.settings, "its blocks read more than hidden states"))
+        raise ModelError(_unlike(family.settings, "their blocks read more than hidden states"))
 
 
 def _unlike(settings: PreTrainedConfig, reason: str) -> str:

@@ -158,7 +158,7 @@ def why_not(plain: PreTrainedModel, size: int) -> str | None:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the input of a module of a block, by any name."""
+    """Return the hidden states that a module of a block is given, positionally or by name."""
     return args[0] if args else kwargs["hidden_states"]
 
 
@@ -169,7 +169,7 @@ def _replaced(
 
 
 CLOSE = 1e-3
-"""Tolerance of the relative distance, in fp32; a missing sum makes it about 1."""
+"""Tolerance of the relative distance in fp32, which is about 1 if a sum is missing."""
 
 NOISE = 1e-6
 """Fraction of the gradient that may be rounding error, as for the biases of keys."""
@@ -273,7 +273,7 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
         cut_layers(model, group, sequence=sequence)
     else:
         logger.info(
-            "%s models have no layers that %d processes can share: each has a full copy",
+            "%s models have no layers that %d processes can share: each process has a full copy",
             model.config.model_type,
             group.size,
         )
@@ -373,9 +373,9 @@ def _divide_tables(tables: list[nn.Module], group: Group) -> None:
 
 
 def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
-    """Keep this process's shard of a layer and its adapter; return the layer if a bias remains.
+    """Keep this process's shard of a layer and its adapter; return the layer if it omits its bias.
 
-    A bias remains if the layer is row-parallel: it no longer adds its bias itself.
+    A row-parallel layer no longer adds its bias: it must be added once, after the sum.
     """
     layer = cast("LinearLayer", get_layer(module))
     by_outputs = STYLES[shards.styles[name]].by_outputs
