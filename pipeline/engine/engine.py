@@ -54,8 +54,8 @@ class RolloutOffload:
     def begin(self, kinds: Collection[Kind]) -> None:
         """Move tensors of these kinds to host memory.
 
-        Masters that are the weights themselves move with the weights; of split masters, the low
-        bits count as masters.
+        Masters that are the weights themselves move with the weights; the low bits of
+        split masters move as masters.
         """
         offloaded = {storage.data_ptr() for storage, _ in self._offloaded}
         for tensor in self._tensors(kinds):
@@ -109,7 +109,7 @@ class StepResult:
 
 
 class NonFiniteGradientError(DivergedError):
-    """Gradients stayed infinite or NaN for many steps in a row."""
+    """Gradients were infinite or NaN for many steps in a row, or at the lowest loss scale."""
 
 
 class Engine:
@@ -119,14 +119,14 @@ class Engine:
     `engine.step()`. Nothing else in the repository touches gradients. Gradients are summed, not
     averaged, over micro-batches and processes: losses are already divided by the number of tokens
     (or pairs) of the whole optimizer step, so that every token has the same weight however the step
-    is split. Weights below fp32 have fp32 masters and fp32 sums of gradients.
+    is split. Lower-precision weights have fp32 master weights and fp32 sums of gradients.
 
     What a process keeps between uses depends on `config.zero_stage`: 0 everything; 1 and 2 only its
     shard of masters, moments and summed gradients; 3 also only its shard of the weights. The
     results are bitwise identical.
 
-    `name`, the same on all processes, labels its collectives: if two engines are used in another
-    order on some process, the error names both. `group` defaults to that of `mesh.data`. If the
+    `name`, the same on all processes, labels its collectives: if some process uses two engines
+    in a different order, the error names both. `group` defaults to that of `mesh.data`. If the
     model is part of a larger one (a pipeline stage, or a tensor-parallel shard), `parts` are the
     processes that together have the full model: they take and skip steps together, with one norm.
     `tensor` is the tensor-parallel group, `stages` the pipeline group.
@@ -149,7 +149,7 @@ class Engine:
         _, self.rate = config.rate
         self.total_steps = total_steps
         self.lr_scale = 1.0
-        """Factor of the scheduled learning rates, set by the training loop."""
+        """Factor applied to the scheduled learning rates, set by the training loop."""
         self.steps = 0
         """Number of applied steps; skipped ones do not advance the schedule."""
         self.max_skipped = config.zero.max_skipped_steps
@@ -201,8 +201,8 @@ class Engine:
     ) -> None:
         """Backpropagate from the model's outputs with given gradients of the loss.
 
-        The gradients have this engine's loss scale. With `blocks_alone` the graph has only the
-        model's blocks.
+        The gradients are already multiplied by this engine's loss scale. With `blocks_alone` the
+        graph has only the model's blocks.
         """
         fault_point("engine.backward")
         self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
@@ -213,10 +213,10 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """Clip the summed gradients, update, zero the gradients.
+        """Clip the summed gradients, update the weights if finite, and clear the gradients.
 
         Raises:
-            NonFiniteGradientError: no gradient was finite for `zero.max_skipped_steps` in a row.
+            NonFiniteGradientError: gradients were not finite for too long, or at the lowest scale.
         """
         fault_point("engine.step")
         self.zero.check_ready()
@@ -359,7 +359,7 @@ class Engine:
 class FrozenEngine:
     """Runs a frozen model, sharded and offloaded like the trained model `like`.
 
-    At stage 3 a process keeps its shard of the weights and gathers each block when it computes it;
+    At stage 3 a process keeps its shard of the weights and gathers each block before using it;
     at lower stages the model is unchanged. `name` labels the collectives.
     """
 

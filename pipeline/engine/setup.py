@@ -84,7 +84,7 @@ def group_vectors(
 def store_on_disk(
     groups: Sequence[TrainedParams], config: TrainedModelConfig, rank: int
 ) -> StreamedState | None:
-    """Masters and moments in a file, if they are offloaded to NVMe.
+    """Masters and moments in a file if they are offloaded to NVMe, else None.
 
     Raises:
         ConfigError: the disk lacks space.

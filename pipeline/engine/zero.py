@@ -402,13 +402,13 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     what = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {what} after the engine was created; do so before"
+                        f"{name} was {what} after the engine was created; do so before creating it"
                     )
                 shown = flat.views[name] if flat.gathered else flat.hidden[name]
                 if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
                     raise ConfigError(
                         f"{name} was converted or moved after the engine was created (as .half()"
-                        " and .to() do); do so before"
+                        " and .to() do); do so before creating it"
                     )
 
 

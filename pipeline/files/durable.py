@@ -84,7 +84,7 @@ def check_output(path: Path, *, option: str) -> None:
         option: the option that names it, for messages.
 
     Raises:
-        ConfigError: `path` is a directory, or its parent can't be written.
+        ConfigError: `path` is a directory, or its parent is a file or not writable.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; pass a file name")

@@ -38,7 +38,7 @@ class Signals(ABC):
     """Names of the metrics that are compared with their initial values."""
 
     OF_TRENDS: ClassVar[Sequence[str]] = ()
-    """Metrics whose trend over some checks is a signal."""
+    """Names of the metrics whose trend over several checks is a signal."""
 
     UNIT: ClassVar[str]
     """Name of a training step in messages: iteration, step."""
@@ -47,18 +47,18 @@ class Signals(ABC):
     """Description of the changes made by a rollback."""
 
     SENTENCES: ClassVar[Mapping[str, str]]
-    """Format strings by signal, of the metrics, `first` (the initial ones), `limit`, `value` and
-    `rate`, with the problem and what may help."""
+    """Messages by signal, with the problem and what may help: format strings with the metrics,
+    `first` (the initial metrics), `limit`, `value` and `rate` as fields."""
 
     rate: str = "optim.lr"
     """Setting of the trained weights' learning rate: `optim.lr` or `lora.lr`."""
 
     @abstractmethod
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """The signal in the unit of its limit; None if it was not measured."""
+        """Return a signal's value in the unit of its limit; None if it was not measured."""
 
     def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Return whether the trend signal is beyond its limit; most steps have none."""
+        """Return whether the trend signal is beyond its limit; most steps have no trend signals."""
         del guard, history
         return False
 
@@ -83,7 +83,7 @@ class Trip:
     sentence: str
 
     window: int
-    """Steps over which the limit was exceeded; `step` is the last of them."""
+    """Number of steps over which the limit was exceeded; `step` is the last of them."""
 
     unit: str
     """Name of the run's steps."""
@@ -115,7 +115,7 @@ class Guards:
     """Step of the last check at which a guard had exceeded its limit for its window, by guard."""
 
     history: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the last checks: those in `signals.OF_TRENDS`."""
+    """Values of the metrics in `signals.OF_TRENDS` at the last checks, oldest first."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
     """One entry per rollback: the trip, and `to`, the step after which the run continued."""
@@ -131,7 +131,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """The guard's trip, unless it tripped just before."""
+        """The guard's trip; None if it is off or in range, or only warns and tripped before."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_out_of_order(guard, metrics):
             return None
@@ -190,11 +190,11 @@ class Guards:
     def watch(
         self, checkpoints: Checkpoints, step: int, metrics: Metrics, slow_down: Callable[[], None]
     ) -> None:
-        """Log signals beyond their limits after `step`, and roll back if a guard requires it.
+        """Log signals beyond their limits after `step`; roll back if a guard acts.
 
         A rollback loads the newest healthy checkpoint from before the guard's window, and calls
-        `slow_down`, which lowers the learning rate by `rollbacks`. The metrics since then stay
-        in metrics.jsonl; the report omits them from curves.
+        `slow_down`, which lowers the learning rate according to `rollbacks`. The metrics of undone
+        steps stay in metrics.jsonl; the report omits them from curves.
 
         Raises:
             DivergedError: no healthy checkpoint can be read.
@@ -224,7 +224,7 @@ class Guards:
         logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)
 
     def after(self, trip: Trip, *, to: int) -> dict[str, Any]:
-        """The state of a run after `trip` rolled it back to step `to`; its windows are empty."""
+        """The guards' state after `trip` rolled the run back to step `to`; windows are empty."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
         new = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
         return new.state_dict()
@@ -235,6 +235,6 @@ class Guards:
         return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state."""
+        """Restore the result of `state_dict`."""
         for name, value in state.items():
             setattr(self, name, value)

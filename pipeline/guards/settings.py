@@ -28,7 +28,7 @@ class Guard:
     """Signals whose limit is a lower bound; all others have upper bounds."""
 
     TRENDS: ClassVar[tuple[str, ...]] = ()
-    """Trend signals over the window; their limit is in standard errors."""
+    """Signals that are trends over the window, with limits in standard errors."""
 
     signal: str
     limit: float
@@ -80,7 +80,7 @@ def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, A
 
 
 def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
-    """The default guards, overridden by given ones with the same signal and side."""
+    """The default guards, overridden by given ones with the same signal and kind of bound."""
     return tuple({(g.signal, g.is_lower): g for g in (*usual, *guards)}.values())
 
 

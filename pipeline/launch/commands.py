@@ -94,7 +94,7 @@ def host_command(
 
 
 def given_options(deployment: Deployment) -> list[str]:
-    """The launcher's options, without those that have default values."""
+    """Command-line words of launcher options that differ from the defaults, except `no_check`."""
     words: list[str] = []
     for each in fields(Deployment):
         value = getattr(deployment, each.name)
@@ -105,9 +105,9 @@ def given_options(deployment: Deployment) -> list[str]:
 
 
 def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]:
-    """The environment of the command on this machine, with only our packages on its path.
+    """The environment of the command on this machine, with our packages first on its path.
 
-    A folder in the user's directory may have the same name as one of them.
+    The path excludes the working directory, where a folder may have the same name as one of them.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}

@@ -151,14 +151,14 @@ class Layout:
     or srun."""
 
     hosts: tuple[Host, ...] = ()
-    """The machines, starting with the first."""
+    """The machines in the order of their node ranks; empty without torchrun."""
 
     address: str = "127.0.0.1"
     port: int = PORT
 
     @property
     def processes(self) -> int | None:
-        """Number of processes of the step; None runs one without torchrun."""
+        """Number of processes of the step; None for one without torchrun."""
         return None if self.by == "process" else sum(len(host.slots) for host in self.hosts)
 
     def __str__(self) -> str:

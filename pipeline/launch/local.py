@@ -29,7 +29,7 @@ PLANNED = "RLHF_PLANNED"
 
 
 def count_processes(requested: int | None, *, option: str = "--num-processes") -> int:
-    """Processes per step on one node: the number requested by `option`, else one per GPU.
+    """Processes per step on one node: as requested by `option`, else one per GPU, else 2.
 
     Raises:
         ConfigError: there are more processes than GPUs.

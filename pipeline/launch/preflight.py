@@ -60,7 +60,7 @@ class Machine:
     """Whether the machine reaches the port of the first machine."""
 
     port: int | None
-    """Port of the rendezvous, on the first machine: the given one if free, else another."""
+    """A free port on the first machine, if possible the given one; None on other machines."""
 
 
 def check_machines(where: Layout, deployment: Deployment, directory: Path) -> Layout:
@@ -83,7 +83,7 @@ def check_machines(where: Layout, deployment: Deployment, directory: Path) -> La
                 tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=directory)
             ).name
         except OSError as error:
-            raise ConfigError(f"{directory} can't be written: {error}") from None
+            raise ConfigError(f"{directory} is not writable: {error}") from None
 
         def probe(host: Host, *options: str) -> _Probe:
             words = [*PROBE, "--mark", mark, "--address", where.address, *options]

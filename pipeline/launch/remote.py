@@ -185,7 +185,7 @@ class _Command:
                 self._process.stdin.flush()
 
     def end(self) -> None:
-        """Request the command to end; a second call closes the connection."""
+        """Ask the command to end; a second call closes the connection."""
         if self._asked_to_end:
             self.close()
         self._asked_to_end = True

@@ -25,8 +25,8 @@ def send(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
     """The exact values of scalars on one device, read with one copy.
 
-    Reading one waits for the device's queue, so loops over micro-batches collect detached values to
-    log and read them after the last.
+    Reading waits for the device's queue, so loops over micro-batches collect detached values and
+    read them after the last micro-batch.
     """
     if not scalars:
         return []

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """A group of a job's processes, including this one; all call each method in the same order.
+    """A group of a job's processes, including this one; all call its methods in the same order.
 
     In a group of one process each method returns this process's values.
     """
@@ -180,7 +180,7 @@ class Group:
 class DataGroup(Group):
     """Processes that train several copies of one model, each sharded among some of them.
 
-    Process `copies.rank * shards.size + shards.rank` of the group.
+    This process has rank `copies.rank * shards.size + shards.rank` in the group.
     """
 
     shards: Group = field(kw_only=True)
@@ -207,7 +207,7 @@ class StageGroup(Group):
     """The stages of a pipeline, with process groups for their transfers."""
 
     channels: Mapping[What, Group] = field(kw_only=True)
-    """The same processes by kind of transfer; empty if tags separate transfers."""
+    """Groups of the same processes by kind of transfer; empty if tags separate transfers."""
 
 
 ALONE = Group()

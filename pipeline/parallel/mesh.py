@@ -115,8 +115,8 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
     number = mesh.world.size
     require(
         number % (pp * tp * replicas) == 0,
-        f"{pp} stages of {replicas} replicas, each layer on {tp} processes, don't divide the"
-        f" {number} processes",
+        f"{pp} pipeline stages, {replicas} replicas and {tp} tensor-parallel processes don't divide"
+        f" the {number} processes; start a multiple of their product",
     )
     ranks = torch.arange(number).view(pp, replicas, -1, tp)
 

@@ -50,14 +50,14 @@ def bubble(stages: int, count: int) -> float:
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
     """Numbers of blocks, at least one per stage, that minimize the time of the slowest stage.
 
-    Of the divisions that are as fast it is the one with the least sum of squares, and of these the
-    one whose first stages have the fewest blocks, since they keep the activations of the most
+    Among the fastest divisions it is the one with the least sum of squared times, and among these
+    the one whose first stages have the fewest blocks, since they keep the activations of the most
     micro-batches.
 
     Args:
         costs: cost of each block, in any unit of time; sums of integers are exact.
         stages: no more than there are blocks.
-        last: further work of the last stage, such as logits.
+        last: additional cost of the last stage, such as that of logits.
     """
     total, count = [0, *accumulate(costs)], len(costs)
 

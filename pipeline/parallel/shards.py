@@ -22,7 +22,7 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Elements along the dimension."""
+        """Number of elements along the dimension."""
         return self.stop - self.start
 
 
@@ -50,7 +50,7 @@ class ShardSpec:
         return torch.Size(sizes)
 
     def first_held(self, part: Tensor) -> list[tuple[Tensor, int]]:
-        """Return the rows that no lower-ranked process has, and their offset in the tensor."""
+        """Return the elements that no lower-ranked process has, with their offset in a full row."""
         shards = zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True)
         in_rows = self.dim == part.ndim - 1
         return [(each, in_rows * shard.start) for each, shard in shards if shard.counts]

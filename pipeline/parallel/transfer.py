@@ -22,7 +22,7 @@ class Transfers:
     def __init__(self, stages: Group) -> None:
         self._stages = stages
         self._sent: deque[tuple[dist.Work, int, Tensor]] = deque()
-        """Pending transfers: the rank, and the tensor, which is kept until it has arrived."""
+        """Pending sends: work, rank of the receiver, and the tensor, kept until it has arrived."""
         self.waited = 0.0
         """Seconds of waiting for other stages."""
 
@@ -45,7 +45,7 @@ class Transfers:
         return out
 
     def settle(self, *, but: int = 0) -> None:
-        """Wait until all sent tensors, except a number of the latest, have arrived."""
+        """Wait until all sent tensors, except the latest `but`, have arrived."""
         while len(self._sent) > but:
             work, rank, _tensor = self._sent.popleft()
             with self._waiting(rank, "its receipt of sent tensors"):

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5
-"""Seconds to wait for a save when a loop ends early, since it may be waiting for a dead process."""
+"""Seconds to wait for a save if the loop ends early; the save may be waiting for a dead process."""
 
 
 class Checkpoints:
@@ -131,9 +131,9 @@ class Checkpoints:
         return training or path
 
     def steps(self, *, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """Yield the numbers of the steps to run, until there are `enough`.
+        """Yield the numbers of the steps to run, until `enough()` is true.
 
-        The state is saved after a step if that is due, and after the last step (which may be
+        The state is saved after a step if a save is due, and after the last step (which may be
         followed by a long evaluation) unless `save_every` is null. A collective.
 
         Raises:
@@ -173,7 +173,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def newest_healthy(self, *, up_to: int) -> Checkpoint:
-        """The newest checkpoint up to that step that is healthy and verifies.
+        """The newest checkpoint up to step `up_to` that is healthy and verifies.
 
         Raises:
             CheckpointError: there is no such checkpoint.
@@ -209,7 +209,7 @@ class Checkpoints:
         return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
 
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
-        """Save the state if that is due and not done; exit if any process received a signal."""
+        """Save the state if a save is due and not done; exit if any process received a signal."""
         received = signals.received
         interrupted, ended, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
@@ -290,7 +290,7 @@ class Checkpoints:
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
-        """A description for rebuilding an engine's model, merged from its parts."""
+        """A description for rebuilding an engine's model, merged from its parts, if it has one."""
         own = describe_model(engine.model)
         return None if own is None else merged(engine.parts.gather_objects(own))
 

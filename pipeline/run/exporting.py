@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 TEXTS = ("The capital of France is Paris, and 12 + 7 is 19.", "Thank you.")
 
 TOLERANCE = 1e-5
-"""Maximum mean difference of fp32 outputs, relative to the largest output, or to 1."""
+"""Maximum mean difference of fp32 outputs, relative to the largest output, or to 1 if larger."""
 
 LOGPROBS, SCORES = "log-probabilities", "scores"
 
 ROUNDED = {LOGPROBS: 2e-2, SCORES: 0.1}
-"""The same for 16-bit or quantized weights, or outputs of a GPU."""
+"""Tolerances by kind of output, for 16-bit or quantized weights, or outputs of a GPU."""
 
 
 def export_verified(
@@ -45,8 +45,8 @@ def export_verified(
 ) -> None:
     """Export `model`, which the engine of `passes` trains, and compare outputs on two short texts.
 
-    A collective. The main process loads the directory by plain `transformers` on the CPU, unless
-    its memory is too small.
+    A collective. The main process loads the directory with plain `transformers` on the CPU,
+    unless the host has too little memory.
 
     Raises:
         ModelError: the directory can't be loaded, or its outputs differ from the trained model's.
@@ -92,7 +92,7 @@ def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tenso
 def _difference(
     directory: Path, batch: TokenBatch, ours: Tensor, kind: str, tolerance: float, *, trusted: bool
 ) -> str:
-    """How the written model's outputs differ from `ours`; empty if they don't."""
+    """How the exported model fails to load or differs from `ours`; empty if neither is found."""
     began = time.perf_counter()
     files = {stored.file for stored in stored_tensors(directory).values()}
     theirs: Tensor | None = None

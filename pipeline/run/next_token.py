@@ -31,12 +31,12 @@ def learn(
     """Take one optimizer step on this process's micro-batches, and log it.
 
     Args:
-        passes: passes over the model.
+        passes: runs the model's forward and backward passes.
         batches: micro-batches of this process.
         run: logs the step.
         step: number of the step.
         tokens: tokens of the step's rows, over all processes.
-        targets: number of tokens in the loss.
+        targets: number of target tokens in the loss, over all processes.
     """
     engine, targets = passes.engine, max(1, targets)
     losses = passes.learn(
@@ -55,7 +55,7 @@ def learn(
 
 
 def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
-    """Perplexity of all target tokens, given this process's batches."""
+    """Perplexity over the target tokens of all processes; `batches` are this process's."""
     engine, targets = passes.engine, list[int]()
 
     def counted() -> Iterator[TokenBatch]:

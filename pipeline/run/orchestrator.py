@@ -61,7 +61,7 @@ def run_plan(plan: Plan) -> None:
                 clear_step(out, stage.name)
             write_config(plan.configs[stage.name], plan.config_file(stage))
         except OSError as error:
-            raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
+            raise ConfigError(f"--output-dir {out} is not writable: {error}") from None
         say(f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}")
         try:
             ending = _run_step(plan, stage, goes_on=goes_on)
@@ -84,7 +84,7 @@ def run_plan(plan: Plan) -> None:
 
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:
-    """Whether a step resumes from its checkpoint; not if an earlier step retrains its model."""
+    """Whether a step resumes from its checkpoint; not if this run also runs an earlier step."""
     if not plan.request.resume or any(each.number < stage.number for each in plan.unfinished):
         return False
     return can_go_on(plan.request.output_dir, stage.name)
@@ -135,8 +135,8 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
     """Run the step's processes; if memory runs out, retry with smaller batches.
 
-    Retries start from the newest checkpoint: the mathematics is the same, and nothing remains of
-    the state that ran out of memory.
+    A retry resumes from the newest checkpoint in new processes, so nothing remains of the state
+    that ran out of memory; the mathematics is the same.
     """
     config = plan.configs[stage.name]
     command = plan.command(stage)

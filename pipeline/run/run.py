@@ -1,4 +1,4 @@
-"""One training run of one step: directory, files and log. The loop belongs to the step."""
+"""A training run of one step: its directory, files and log. The step has the training loop."""
 
 import hashlib
 import json
@@ -201,10 +201,10 @@ class Run:
             self._write(step, {}, {name: details})
 
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
-        """Write result.json atomically, after everything else: the step is finished.
+        """Write result.json atomically, after everything else, to mark the step as finished.
 
-        It has seconds, steps, tokens, the division of the processes (`mesh`), `eval`, `extra`, and
-        the settings that differ from the defaults.
+        The file has seconds, steps, tokens, the processes along each axis (`mesh`), `eval`,
+        `extra`, and the settings that differ from the defaults.
         """
         if self._metrics is None:
             return
@@ -239,7 +239,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another run's state; lines logged later are removed."""
+        """Continue from a saved state; remove the lines of metrics.jsonl that were logged later."""
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = state["seconds"] - (time.perf_counter() - self._start)
         self._seconds_trained = state["seconds_trained"]
@@ -291,11 +291,11 @@ def _finite(value: object) -> object:
 
 
 def training_at(path: str) -> str | None:
-    """Id of the training that produced the model at `path`; None if there is no result next to it.
+    """Id of the training that produced the model at `path`; None without a readable result.json.
 
     It depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so only
-    equal weights have equal metrics. Time and settings don't count, so a bitwise repetition of a
-    training has the same id.
+    equal weights have equal metrics. Time and settings are left out, so a bitwise repetition of
+    a training has the same id.
     """
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
@@ -308,7 +308,7 @@ def training_at(path: str) -> str | None:
 
 
 def tensorboard(directory: Path) -> Sink:
-    """Event files under `<directory>/tensorboard`."""
+    """A sink that writes event files under `<directory>/tensorboard`."""
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides events of an earlier run in the directory.
@@ -322,7 +322,7 @@ def tensorboard(directory: Path) -> Sink:
 
 
 def wandb(directory: Path, name: str, settings: Mapping[str, object]) -> Sink:
-    """A run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
+    """A sink for a run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", "rlhf-pipeline")
@@ -346,7 +346,7 @@ class Trackers:
                 logger.warning("%s failed at step %d and is disabled: %s", name, step, error)
 
     def close(self) -> None:
-        """Flush every sink."""
+        """Flush and close every sink."""
         while self._sinks:
             name, (_, close) = self._sinks.popitem()
             try:

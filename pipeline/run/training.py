@@ -1,4 +1,4 @@
-"""Shared by the training steps: command, rows, evaluations, divergence."""
+"""Code shared by the training steps: command line, rows, evaluations, divergence."""
 
 import logging
 import math
@@ -70,10 +70,10 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
 
 
 EVALUATIONS = 10
-"""Evaluations per run, including the last one, if they take little of its work."""
+"""Maximum evaluations per run by default, including the last one but not the first."""
 
 SHARE = 0.08
-"""Maximum fraction of a run's work for evaluations, without the first and the last one."""
+"""Maximum fraction of a run's work for evaluations after the first; the last one always runs."""
 
 FORWARD_SHARE = 1 / 3
 """Fraction of a training step taken by the forward pass; the backward pass takes twice as long."""
@@ -139,8 +139,8 @@ def load_rows(
     `sift` filters rows before they are ordered.
 
     Raises:
-        DataError: as `pipeline.data.sharing.steps.load_step_rows`.
-        ModelError, ConfigError: as `pipeline.models.hf.chat.load_chat`.
+        DataError: as raised by `pipeline.data.sharing.steps.load_step_rows`.
+        ModelError, ConfigError: as raised by `pipeline.models.hf.chat.load_chat`.
     """
     tokenizer, chat = load_chat(model, config.data)
     data = load_step_rows(config, step=step)
@@ -172,7 +172,7 @@ class Training(Generic[C, R, S]):
     """Passes over the micro-batches of a step."""
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due."""
+        """Whether an evaluation is due after `step`."""
         return step == self.rows.total_steps or step % self.eval_every == 0
 
     def export(self) -> None:
@@ -260,7 +260,7 @@ def local_parts(
         config: settings of the step.
         model: settings of the trained model; with its deterministic reduction the micro-batches are
             the same for any number of processes.
-        sequences: sequences of `data.max_length` in a row.
+        sequences: maximum number of sequences, each of up to `data.max_length` tokens, per row.
     """
     deterministic = model.zero.reduction == "deterministic"
     data, parallel = current_mesh().data, config.parallel
@@ -287,7 +287,7 @@ def keeping_best(
         run: the step's run, which records the divergence.
         best: the weights to keep.
         export: writes the model to the output directory; a collective.
-        trained: settings of the models by name, for the learning rate in the message.
+        trained: settings of the trained model by its name, for the learning rate in the message.
 
     Raises:
         DivergedError: training diverged; the message says what happened, what is kept and what to

@@ -2,7 +2,7 @@
 
     FAULT=checkpoint.mid_file:*:2:kill,checkpoint.before_latest:0:1:sleep-200
 
-Each is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: all ranks), the nth call of
+Each fault is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: all ranks), the nth call of
 `fault_point(point)` fails. Actions are kill (SIGKILL), exit (immediately, with code 1), hang,
 sleep-<ms>, raise (RuntimeError), enospc and eio (OSError of a full or broken disk).
 """

@@ -16,7 +16,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 def cached_file(name: str, file: str) -> str | None:
-    """The cached path of a file of the model `name`; None if it was not downloaded."""
+    """The cached path of a file of the model `name`; None if it is not in the cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

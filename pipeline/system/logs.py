@@ -92,7 +92,7 @@ class Progress:
             self._bar.stop()
 
     def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
-        """Text next to the step: watched metrics, speed, time left."""
+        """Text next to the step number: the metrics in SHOWN, speed, time left."""
         parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
         if metrics.get("tokens_per_second"):
             parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
@@ -134,5 +134,5 @@ class Clock:
         self._last = now
 
     def metrics(self) -> dict[str, float]:
-        """Seconds by `seconds_<phase>`."""
+        """Seconds of each phase, named `seconds_<phase>`."""
         return {f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()}

@@ -6,11 +6,11 @@ from pathlib import Path
 import psutil
 
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Limit and usage of a control group, in version 2 and in version 1."""
+"""Names of the files with a control group's limit and usage, for versions 2 and 1."""
 
 
 def available_bytes(groups: Sequence[Path] | None = None) -> int:
-    """Host memory that can be allocated: the system's, within container limits.
+    """Bytes of host memory that can be allocated, within container limits.
 
     Args:
         groups: directories of the control groups that may limit this process; by default its own

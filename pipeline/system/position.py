@@ -33,8 +33,8 @@ class Collective(NamedTuple):
 class Position:
     """Counts this process's collectives, and the seconds it waited for other processes.
 
-    `enter_collective` precedes every collective of a training step and costs no more than an
-    assignment or two; a thread of `pipeline.watchdog.process` reads the state at any time.
+    `enter_collective` is called before every collective of a training step; a thread of
+    `pipeline.watchdog.process` reads the state at any time.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Position:
             self._waited += time.perf_counter() - start
 
     def add_stall(self, begin: Any, end: Any) -> None:  # noqa: ANN401  # CUDA events
-        """Count the time between two events of a GPU's compute stream, once they have passed."""
+        """Count the time between two events of the compute stream as waiting, once they pass."""
         self._stalls.append((begin, end))
 
     def waited(self) -> float:

@@ -37,7 +37,7 @@ class StopSignals:
     nohup does, stay ignored.
 
     Args:
-        tell: called on the first signal, and again, with `aborts=True`, just before the process
+        announce: called on the first signal, and again, with `aborts=True`, just before the process
             ends. It is called immediately, from another thread, even while the main thread waits in
             a collective, where Python would not run a handler.
     """

@@ -36,10 +36,10 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
 def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     """Context that applies the settings' GPU rounding; CPUs are not affected.
 
-    With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With
-    `deterministic`, operators use kernels with a fixed order of additions, and cuBLAS the workspace
-    that this needs. Other operators warn; `pipeline.models.forward.attention` handles attention,
-    whose backward pass uses such a kernel only if others are disallowed.
+    With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With `deterministic`,
+    operators use kernels with a fixed order of additions, and cuBLAS the workspace that this needs.
+    Operators without such a kernel warn; `pipeline.models.forward.attention` handles attention,
+    whose backward pass uses one only if others are disallowed.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -1,4 +1,4 @@
-"""Slow processes, and the memory of the largest one."""
+"""Detection of slow processes, and the memory of the largest process."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ EXCEPTIONS = 2
 class Stragglers:
     """Measures how long each process computes in a step, and logs which one is slow.
 
-    Time spent waiting for other processes in collectives doesn't count. In a pipeline of several
+    Time spent waiting for other processes in collectives is excluded. In a pipeline of several
     `stages` the processes of one stage, which do the same work, are compared with each other.
     """
 

@@ -168,7 +168,7 @@ def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
 
     Args:
         seen: positions of processes that enter the same collectives, by rank.
-        timeout: in seconds.
+        timeout: seconds that the other process must have waited.
     """
     number, rank = min(((each.number, rank) for rank, each in seen.items()), default=(0, 0))
     ahead = {other: each for other, each in seen.items() if each.number > number and not each.left}
@@ -184,7 +184,7 @@ def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
 
 
 def find_hanging_stage(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """The last process in the chain of pipeline processes waiting for each other.
+    """The failure of the last process in a chain of waiting pipeline processes, if it hangs.
 
     Args:
         seen: positions of all processes, by rank.
@@ -383,7 +383,7 @@ class Watchdog:
         return None
 
     def _look(self) -> Failure | None:
-        """The process that the others wait for, if this one observes and makes no progress."""
+        """The failure to report if this process makes no progress: a late, hung or lost process."""
         now = time.monotonic()
         still = now - self._since
         if sum(self._place) == 0:

@@ -15,7 +15,7 @@ EXIT_DAMAGED = 1
 
 
 def verify(words: Sequence[str]) -> None:
-    """Read every byte and compare it with its checksum; exit code 1 if one is wrong."""
+    """Compare every file with its checksum; exit code 1 if one is damaged."""
     damaged = False
     for path in _checkpoints("verify", words):
         began = time.perf_counter()
@@ -35,7 +35,7 @@ def verify(words: Sequence[str]) -> None:
 
 
 def consolidate(words: Sequence[str]) -> None:
-    """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
+    """Write the model to a Hugging Face directory OUT; in step 3 the actor, or --model critic."""
     model = None
     if len(words) == 4 and words[2] == "--model":
         *words, _, model = words

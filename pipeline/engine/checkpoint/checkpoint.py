@@ -19,7 +19,7 @@ CHUNK_BYTES = 16 * 2**20
 """Host memory for elements that can't be read directly into their destination."""
 
 VERIFY_THREADS = 4
-"""zlib and the system calls release the GIL."""
+"""Number of threads that verify files; zlib and the system calls release the GIL."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Stored:
     stop: int
 
     columns: Columns | None
-    """The columns in which `start` and `stop` count; None for the full tensor."""
+    """The columns to which `start` and `stop` refer; None if they refer to the full tensor."""
 
     @property
     def end(self) -> int:
@@ -45,7 +45,7 @@ class _Stored:
         return -(-self.stop // self.columns.run) * self.columns.stride
 
     def shared(self, start: int, stop: int) -> int:
-        """Number of elements that overlap with `start` to `stop` of the full tensor."""
+        """Number of its elements from `start` to `stop` of the full tensor; 0 for columns."""
         return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
 
 
@@ -232,7 +232,7 @@ def _verify(named: tuple[Path, StoredFile]) -> None:
 
 
 def _fill(piece: _Stored, start: int, out: Tensor) -> int:
-    """Copy the fragment's elements from `start` on; return their number."""
+    """Fill `out`, which begins at `start`, with the fragment's elements; return their number."""
     if piece.columns is not None:
         return _fill_columns(piece, piece.columns, start, out)
     begin, end = max(start, piece.start), min(start + out.numel(), piece.stop)

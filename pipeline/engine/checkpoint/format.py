@@ -60,7 +60,7 @@ class Fragment:
     """Elements `start` to `start + len(tensor)` of a flattened tensor, or of a column block."""
 
     key: str
-    """The tensor's name: any text without `|` and control characters."""
+    """The tensor's name: any text without `|` or control characters."""
 
     start: int
 
@@ -68,7 +68,7 @@ class Fragment:
     """1-D and contiguous, on any device; stored in its own dtype."""
 
     columns: Columns | None = None
-    """The columns in which `start` counts; None for the full tensor."""
+    """The columns to which `start` refers; None if it refers to the full tensor."""
 
     def __post_init__(self) -> None:
         if self.tensor.ndim != 1 or not self.tensor.is_contiguous():
@@ -162,7 +162,7 @@ class Manifest:
     """The optimizer step after which the state was saved; 0 for frozen weights."""
 
     base: str | None
-    """The directory next to this one that holds the frozen weights."""
+    """Name of the directory next to this one with the frozen weights; None if there are none."""
 
     files: Mapping[str, StoredFile]
     """The processes' files by name, in rank order."""

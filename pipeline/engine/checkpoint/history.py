@@ -116,8 +116,8 @@ def _is_healthy(path: Path) -> bool:
 class RollbackRecord:
     """A run's last rollback, recorded before any other change.
 
-    From then on the checkpoints after it, and those of a run with fewer rollbacks, are invalid. So
-    a run killed during a rollback resumes after it.
+    From then on checkpoints of later steps that were saved before the rollback are invalid. So a
+    run killed during a rollback resumes as if the rollback were complete.
     """
 
     count: int
@@ -158,7 +158,7 @@ class RollbackRecord:
         return state.get("rollbacks", 0) < self.count
 
     def remove_later(self, root: Path) -> None:
-        """Make the checkpoint the newest: point `latest` to it, and remove later ones."""
+        """Make the record's checkpoint the newest: point `latest` to it, and remove later ones."""
         if (root / LATEST).exists():
             point_latest(root, self.step)
         fault_point("rollback.before_removal")

@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """An object that keeps vectors laid out like an engine's masters, if any."""
+    """An object whose `weights`, which may be empty, are laid out like its engine's masters."""
 
     engine: Engine
     weights: list[Tensor]
@@ -60,17 +60,17 @@ class BestWeights:
         self.step = self.last_step = 0
         self.worse_in_a_row = 0
         self.weights: list[Tensor] = []
-        """Copies of `engine.masters()`; empty before the first evaluation."""
+        """Copies of `engine.masters()` at the best evaluation; empty if none, or without `keep`."""
 
     @property
     def exported_step(self) -> int:
-        """Step of the weights to export: the best one, or the last one evaluated."""
+        """Step of the weights to export: the best one, or without `keep` the last one evaluated."""
         return self.step if self.keep else self.last_step
 
     def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
         """Keep the current weights if `value` is lower than the best so far.
 
-        Non-finite values and values without `may_be_best` are ignored.
+        Non-finite values and values without `may_be_best` are never the best.
         """
         self.last, self.last_step = value, step
         if may_be_best and math.isfinite(value) and value < self.value:
@@ -90,7 +90,7 @@ class BestWeights:
         return bool(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resumed run, without `weights`; JSON has no infinities."""
+        """The state for a resumed run, without `weights`; None replaces infinities, for JSON."""
         names = ("step", "last_step", "worse_in_a_row", "value", "last")
         state = {name: getattr(self, name) for name in names}
         return {name: value if math.isfinite(value) else None for name, value in state.items()}

@@ -1,4 +1,4 @@
-"""An engine's state as fragments of named tensors, which load into any other layout.
+"""An engine's state as fragments of named tensors, which can be loaded into any other layout.
 
 A fragment names the parameter and the elements, not the process. So the state loads at another ZeRO
 stage, on another number of processes and with other units. Each process writes the fragments of its
@@ -30,7 +30,7 @@ ReadInto = Callable[[int, Tensor], None]
 
 
 def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
-    """The columns of each shard in the part and in the full parameter; whether they count here."""
+    """Each shard's columns in the part and in the full parameter; whether this process saves it."""
     spec, inner = part.own, part.inner
     width, stride = spec.shape(part.whole)[spec.dim] * inner, part.whole[spec.dim] * inner
     for shard, begin in spec.placed():
@@ -44,7 +44,7 @@ def list_fragments(
 ) -> Iterator[Fragment]:
     """Elements of a flattened `part` from `start` on, labelled by indices in the full parameter.
 
-    Elements that a process of lower rank has too are left to it.
+    Elements that a lower-ranked process also has are omitted.
     """
     if part is None:
         yield Fragment(key, start, values)
@@ -157,7 +157,7 @@ def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
-    """Load the state of an engine, and its result of `describe`. A collective.
+    """Load an engine's state; `described` is the result of `describe` for it. A collective.
 
     Raises:
         CheckpointError: the state is from another model.

@@ -72,7 +72,7 @@ class CheckpointWriter:
         world_size: number of processes.
         keep_last: checkpoints to keep, at least 2.
         timeout_seconds: how long the first process waits for the others' files.
-        margin: minimum steps of a rollback; checkpoints that it may need are kept as well.
+        margin: minimum steps undone by a rollback, whose checkpoints are also kept; or None.
 
     Raises:
         ConfigError: the directory can't be created or written to.
@@ -255,8 +255,8 @@ class CheckpointWriter:
     def _prune(self, step: int) -> None:
         """Delete all but the newest `keep_last` checkpoints up to `step`, and unused bases.
 
-        Checkpoints of earlier jobs count only if they verify. Those after `step` belong to a run
-        that was resumed before them, and will be replaced.
+        Checkpoints of earlier jobs count only if they verify. Checkpoints of later steps, which
+        remain if a run is resumed from an earlier one, are kept: they will be replaced.
         """
         spared = needed_for_rollback(self.root, step, margin=self._margin)
         good = 0

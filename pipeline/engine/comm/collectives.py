@@ -64,7 +64,7 @@ class Collectives:
         """Name of the engine, for messages."""
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu
-        """Whether collectives overlap with computation, so that prefetching pays."""
+        """Whether collectives overlap with computation, so that prefetching pays off."""
         self._copies = torch.cuda.Stream(device) if on_gpu else None
 
     def enter(self, kind: str, unit: str, num_bytes: int) -> None:
@@ -85,7 +85,7 @@ class Collectives:
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Fill `full` with the shards of all processes, in rank order.
 
-        `shard` is a separate vector from `empty`, or this process's shard of `full`.
+        `shard` is a separate vector allocated by `empty`, or this process's shard of `full`.
         """
         self.enter("all_gather", unit, full.nbytes)
         piece = self.piece(full)
@@ -111,7 +111,7 @@ class Collectives:
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write this process's shard of the sum over processes of `full` to `out`.
 
-        `full` comes from `empty` and is undefined afterwards; `out` may be its local shard.
+        `full` is allocated by `empty` and is undefined afterwards; `out` may be its local shard.
         """
         itemsize = (full.dtype if self.narrow is None else self.narrow).itemsize
         self.enter("reduce_scatter", unit, full.numel() * itemsize)
@@ -132,10 +132,10 @@ class Collectives:
             self._copies.synchronize()
 
     narrow: torch.dtype | None = None
-    """The dtype in which `reduce_scatter` sends vectors, if it is below fp32."""
+    """The dtype in which `reduce_scatter` sends vectors; None for the vectors' own dtype."""
 
     copy, copies = 0, 1
-    """Index and number of the model's sharded copies."""
+    """Index of this process's sharded copy of the model, and number of copies."""
 
     def end_step(self) -> None:
         """Release memory that only an optimizer step needs. A collective."""
@@ -258,7 +258,7 @@ class GradientCopies:
     def start(self, gradient: Tensor, work: Callable[[], object]) -> torch.cuda.Event:
         """Run `work`, which reads `gradient`, on the side stream; return an event recorded after.
 
-        If too many copies are pending, the computing stream waits for the oldest, not the host.
+        If too many copies are pending, the computing stream, not the host, waits for the oldest.
         """
         computing = torch.cuda.current_stream()
         while len(self._pending) >= AT_ONCE:

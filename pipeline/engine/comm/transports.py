@@ -33,7 +33,7 @@ SLOT_BYTES = 8 * 2**20
 
 
 class SharedMemoryCollectives(GroupCollectives):
-    """All-gather and reduce-scatter over shared memory, other collectives by the process group."""
+    """All-gather and reduce-scatter over shared memory; others through the process group."""
 
     def __init__(self, name: str, group: Group) -> None:
         super().__init__(torch.device("cpu"), name, group, deterministic=True)
@@ -90,7 +90,7 @@ def on_one_machine(group: Group) -> bool:
 
 
 def _map(group: Group, num_bytes: int) -> Tensor:
-    """Memory mapped by all processes of the group; it is freed with the last of them."""
+    """Memory mapped by all processes of the group; it is freed when the last of them ends."""
     fd = _create(num_bytes) if group.rank == 0 else -1
     pid, first_fd = group.gather_objects((os.getpid(), fd))[0]
     if group.rank > 0:

@@ -28,7 +28,7 @@ BLOCK = 262144
 """Elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 MOST_READ = 256
-"""Maximum number of chunks in a vector whose sums are added, exactly, on the host."""
+"""Maximum number of chunks per vector for which their sums are added, exactly, on the host."""
 
 RUN = 4096
 """Elements summed at once: PyTorch distributes rows over threads but never splits such a short row,
@@ -128,7 +128,7 @@ class TreeSum:
         self._levels.append((level, value))
 
     def finish(self) -> Tensor:
-        """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
+        """The sum over all micro-batches, smallest sums added first; zeros if there was none."""
         self.end_micro_batch()
         if not self._levels:
             return self._empty().zero_()
@@ -151,8 +151,8 @@ class FlatGradients:
     """The gradient of one flat vector: from autograd to the sum of the local shard.
 
     A parameter's gradient, in the type of its weight, is added to an fp32 vector as soon as
-    autograd has it, and `.grad` is None again. Where one process trains the model that vector is
-    the sum. Otherwise it is a buffer, which is reduced, each shard into the sum of its process.
+    autograd has it, and `.grad` is reset to None. If there is one process and gradients stay on its
+    device, that vector is the sum; otherwise it is a buffer, reduced by shards into the sums.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
@@ -181,7 +181,7 @@ class FlatGradients:
         return self.comm.empty(self.flat.shard_numel, torch.float32, device)
 
     def begin(self) -> None:
-        """Provide the vector for the gradients of a backward pass, or continue with the current."""
+        """Provide a vector for the gradients of a backward pass, unless there already is one."""
         if self._buffer is not None:
             return
         self.settle()
@@ -262,9 +262,9 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
 
 
 def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
-    """Sums of squares of a reduced gradient by chunk, of which each process has some.
+    """Sums of squares of a reduced gradient by chunk; each process computes some of the chunks.
 
-    A float64 vector of `num_chunks` values; chunks of other processes are zero.
+    A float64 vector of `num_chunks` values; the values of all other chunks are zero.
     """
     rows = num_chunks(comm.size)
     values = torch.zeros(rows, dtype=torch.float64, device=piece.device)

@@ -1,4 +1,4 @@
-"""AdamW in host memory over gradients and weights on a GPU, which are copied while it computes."""
+"""AdamW on the host for gradients and weights on a GPU, which are copied while it computes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,18 +11,18 @@ from pipeline.kernels.adamw import AdamW, Shard, adamw_
 from pipeline.kernels.pinned_memory import pinned_empty
 
 PIECE = 2**23
-"""Elements that are stepped at once: 32 MiB of an fp32 gradient."""
+"""Elements that are updated at once: 32 MiB of an fp32 gradient."""
 
 
 class HostAdamW:
-    """Steps of vectors whose masters and moments are in host memory.
+    """Updates vectors whose masters and moments are in host memory.
 
-    While the host steps a piece, the next gradient arrives on one stream and the previous weights
+    While the host updates a piece, the next gradient arrives on one stream and the previous weights
     leave on another, each through one of two pinned buffers, which are allocated once.
 
     Args:
         device: tensors on it are copied to host memory and back.
-        piece: elements that are stepped at once, a multiple of 16.
+        piece: elements that are updated at once, a multiple of 16.
     """
 
     def __init__(self, device: torch.device, piece: int = PIECE) -> None:
@@ -33,7 +33,7 @@ class HostAdamW:
         self._turn = 0
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """One step of all shards, as `Launches.step`; the computing stream waits for the copies."""
+        """Take one step, like `Launches.step`; the compute stream waits for the copies."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         pieces = [piece for shard in shards for piece in self._cut(shard)]

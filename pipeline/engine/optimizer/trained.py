@@ -40,8 +40,8 @@ def kind_of_masters(dtype: torch.dtype, placement: Placement) -> MasterKind:
     """The kind of masters for weights in `dtype`.
 
     Returns:
-        weights: they are the weights, in fp32 on the optimizer's device; split: a master is the
-        bf16 weight and 16 more bits; whole: a separate fp32 vector.
+        weights: the masters are the weights, in fp32 on the optimizer's device; split: a master is
+        the bf16 weight and 16 more bits; whole: a separate fp32 vector.
     """
     where = placement.param_device if placement.shard_params else placement.device
     on_disk = placement.params_on_disk or placement.optimizer_on_disk
@@ -53,7 +53,7 @@ def kind_of_masters(dtype: torch.dtype, placement: Placement) -> MasterKind:
 
 
 class Masters:
-    """The masters of the local shard of a flat vector, or of all of it at stage 0."""
+    """The master weights of the local shard of a flat vector, or of all of it at stage 0."""
 
     def __init__(self, flat: FlatParams, kind: MasterKind) -> None:
         self.flat, self.kind = flat, kind
@@ -174,12 +174,12 @@ class TrainedParams:
         return {name: value for name, value in self.state.items() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:
-        """The number of updates by name."""
+        """The number of updates by its name, `step`; may be empty."""
         return {name: value.item() for name, value in self.state.items() if value.ndim == 0}
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
-        """The fp32 masters, to modify in place; at exit the weights of all processes follow."""
+        """The fp32 masters, to modify in place; at exit all processes get the new weights."""
         self.comm.synchronize()  # finish pending copies to the GPU before weights change
         with self.masters.changing() as masters:
             yield masters
@@ -232,7 +232,7 @@ class TrainedParams:
         ]
 
     def counted_gradient(self) -> Float[Tensor, " n"]:
-        """The shard of the gradient, with zeros for elements that another process counts."""
+        """The gradient's shard, with zeros for elements that another process adds to the norm."""
         return counted(self._gradient(), self.flat.settings.role, self.tensor, self._stretches())
 
     @property

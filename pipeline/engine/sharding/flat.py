@@ -131,7 +131,7 @@ class FlatParams:
         self.keeps_all = not placement.shard_params or (
             comm.size == 1 and disk is None and placement.param_device == device
         )
-        """Whether the shard and the full vector are one, which is never freed."""
+        """Whether the shard is part of the full vector, which is never freed."""
         self.disk: DiskPiece | None = None
         if disk is not None:
             name = next(iter(self.params), unit)  # the first parameter's name, which is unique
@@ -261,7 +261,7 @@ class FlatParams:
             param.data = self.hidden[name]
 
     def free(self) -> None:
-        """Free the full vector; the local shard stays."""
+        """At stage 3, free the full vector; the local shard stays."""
         if not self.placement.shard_params:
             return
         self._finish_gather()  # wait for an unused prefetch

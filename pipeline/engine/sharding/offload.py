@@ -56,7 +56,7 @@ class TensorStore:
                 self._file = ScratchFile(os.dup(file.fileno()), "r+b")
         except OSError as error:
             raise ConfigError(
-                f"the offload directory {directory} can't be written to: {error.strerror}"
+                f"the offload directory {directory} is not writable: {error.strerror}"
             ) from error
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tensor-store")
 
@@ -190,7 +190,7 @@ class StreamedState:
         """Each group of `order`, all different, with its tensors in the order of `names`.
 
         In-place changes of the tensors are saved; their memory is reused by the group after the
-        next. If the body raises or breaks, its group is unchanged.
+        next. If the loop's body raises or breaks, the current group is unchanged.
 
         Raises:
             OffloadError: the disk failed.

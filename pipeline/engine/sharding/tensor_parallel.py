@@ -25,7 +25,7 @@ have some of them."""
 
 
 _PART, _IS_PARTIAL = "tensor_parallel_part", "is_partial"
-"""Attributes of a parameter, which is the same object in the model and its engine."""
+"""Names of attributes set on a parameter, which is the same object in the model and its engine."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Part:
     """Rank of this process in the group."""
 
     stored: torch.Size | None = None
-    """Shape of the full parameter, if it differs from `whole`."""
+    """Shape in which the full parameter is stored, if it differs from `whole`."""
 
     @property
     def own(self) -> ShardSpec:
@@ -89,7 +89,7 @@ class Part:
         return whole
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Shared elements of the flattened part, their owners, and whether they count here."""
+        """Shared ranges of the flattened part, the ranks with each, and if this is the first."""
         assert self.own.dim == 0
         inner = self.inner
         for shard, begin in self.own.placed():
