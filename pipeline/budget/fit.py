@@ -28,7 +28,7 @@ Settings = Mapping[str, Any]
 """Values by dotted name, as in a settings file: {"model.zero_stage": 2}."""
 
 Count = Callable[[StepConfig], StepMemory]
-"""The memory of a step with other settings, on the given machine."""
+"""Function that computes the memory of a step with given settings on a fixed machine."""
 
 CHECKPOINTING: Settings = {"gradient_checkpointing": True}
 OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients": "cpu"}
@@ -56,13 +56,13 @@ class Shortage:
     available: int
 
     def __str__(self) -> str:
-        """The memory needed and available, to follow the name of a step."""
+        """The needed and available memory, phrased to follow the name of a step."""
         needed, available = in_words(self.needed, self.available)
         return f"takes {needed} on {self.where} to {self.phase.name}, with {available} available"
 
 
 def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """The phase that lacks the most memory; None if all phases are known to fit."""
+    """The phase that lacks the most memory; None if no phase is known to lack any."""
     lacks: list[Shortage] = []
     for phase in memory.phases:
         least = phase.least()
@@ -106,7 +106,7 @@ def refusal(
 
     Args:
         step: beginning of the sentence, such as "step 1".
-        section: prefix of the settings on the command line; empty for a step's own.
+        section: prefix of the settings on the command line; empty for a step's own command.
         config: settings of the step.
         machine: the machine it will run on.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
@@ -143,13 +143,13 @@ def suggest_fix(
 def choose_settings(
     config: StepConfig, machine: Machine, origins: Mapping[str, str], given: frozenset[str]
 ) -> Settings:
-    """The choice of `--plan auto`: the fastest settings that leave a tenth of the memory free.
+    """Choose the fastest settings that leave a tenth of the memory free; empty if there are none.
 
     Args:
         config: settings of the step.
         machine: the machine it will run on.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
-        given: dotted names of settings that the user gave, which stay.
+        given: dotted names of settings that the user gave, which are kept.
     """
     tight = replace(
         machine,
@@ -189,7 +189,7 @@ def choose_settings(
 
 
 def _responses_at_once(config: StepConfig, machine: Machine, count: Count) -> Settings:
-    """The number of responses that fit in the key-value cache."""
+    """The largest `generation_batch_size` that fits, as a setting; empty for steps without it."""
     generation = config.workload(machine.world).generation
     if generation is None or generation.phase != "each iteration":
         return {}
@@ -247,10 +247,10 @@ def _divisors(
 def first_that_fits(
     config: StepConfig, machine: Machine, count: Count, options: Sequence[Settings]
 ) -> Settings | None:
-    """The smallest prefix of the options with which a step fits; None if there is none.
+    """Merge the shortest prefix of the options with which a step fits; None if there is none.
 
-    Of the shortest list of options that fits, those that are not needed are left out, the most
-    expensive first; then the micro-batch is as large as possible.
+    Settings that turn out not to be needed are left out, the most expensive first; then the
+    micro-batch is made as large as possible.
     """
 
     def fits(settings: Settings) -> bool:
@@ -282,7 +282,7 @@ def first_that_fits(
 
 
 def _is_change(config: StepConfig, settings: Settings) -> bool:
-    """True if the settings save more memory than the current ones."""
+    """Whether the settings change the step in a way that can save memory."""
     for role, model in trained_models(config).items():
         stage = settings.get(f"{role}.zero_stage", model.zero_stage)
         if stage < model.zero_stage and "parallel.pp" not in settings:

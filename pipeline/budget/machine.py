@@ -82,7 +82,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
-    """Smallest free memory of these local GPUs; None if one reports none.
+    """Smallest free memory of these local GPUs, in bytes; None if any is unknown.
 
     Read from nvidia-smi, so that no process initializes the GPUs.
     """
@@ -104,7 +104,7 @@ def in_words(*sizes: int) -> tuple[str, ...]:
 
 
 def describe_machine(machine: Machine) -> str:
-    """The memory of a machine."""
+    """A sentence on the memory of a machine."""
     parts: list[str] = []
     if machine.gpu_bytes is not None:
         parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")

@@ -1,4 +1,4 @@
-"""Memory of a step on each of its processes, by closed formulas.
+"""Memory of a step on each of its processes, by closed-form formulas.
 
 The result is an estimate of what the process takes from the system (resident memory on a CPU,
 reserved memory on a GPU), within about 15 %. `docs/scaling.md` has a table of the formulas.
@@ -15,12 +15,12 @@ from pipeline.budget.models import CountedModel, check_cut, read_models
 from pipeline.config import Generation, StepConfig, Workload
 
 Place = Literal["device", "host", "disk"]
-"""Where memory is: the compute device, host memory next to a GPU, or a file."""
+"""Location of memory: the compute device, host memory next to a GPU, or a file."""
 
 PLACES: Mapping[Place, str] = {"device": "", "host": "  in host memory", "disk": "  on the disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
-"""Transient kinds, of which the allocator reserves more than is used."""
+"""Transient kinds, for which the allocator reserves more memory than is used."""
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", *TRANSIENT, "replica", "copies"),
@@ -37,10 +37,10 @@ LEAST_SLACK = {"cpu": 256 * MIB, "cuda": 0}
 """Minimum of `SLACK` in bytes, the same as in `host_allocator.cpp`."""
 
 WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
-"""Logits computed at once, and per tile if there are more."""
+"""Maximum number of logits computed at once, and number per tile if there are more."""
 
 CUBLAS = 32 * MIB
-"""Workspace of matrix products on the stream of captures."""
+"""Bytes of cuBLAS's workspace on the stream that captures CUDA graphs."""
 
 SAMPLED = 16
 """Bytes per logit while a token is sampled."""
@@ -58,7 +58,7 @@ class Item:
     place: Place = "device"
 
     least: float | None = None
-    """Minimum bytes if the step adapts to free memory; None requires all."""
+    """Minimum bytes if the step adapts to free memory; None if it needs all `num_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Phase:
     items: tuple[Item, ...]
 
     def by_kind(self, place: Place) -> Mapping[str, int]:
-        """Bytes by kind, without zeros."""
+        """Bytes in one place by kind, without zeros."""
         sums = Counter[str]()
         for item in self.items:
             sums[item.kind] += int(item.num_bytes) if item.place == place else 0
@@ -162,7 +162,7 @@ class _ModelMemory:
         return 4 if self.model.trained.optim.moments == "bf16" else 8
 
     def _two_blocks(self, root: float, blocks: float) -> float:
-        """The root and two blocks."""
+        """This process's part of the root and two blocks, given the totals of root and blocks."""
         return root * self.root + 2 * blocks / self.model.shape.layers / self.tp
 
     def _place(self, kind: Literal["params", "optimizer", "gradients"]) -> Place:
@@ -236,7 +236,7 @@ class _ModelMemory:
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
-        """Tokens of all responses of a rollout, whose groups share a prompt; else infinite."""
+        """Tokens of a rollout whose groups share their prompts; infinite if there are no groups."""
         generation = self.work.generation
         if generation is None or generation.group_size == 1:
             return math.inf
@@ -255,7 +255,7 @@ class _ModelMemory:
         return 4 * (times * tile + matrix)
 
     def replica(self, generation: Generation) -> Iterator[Item]:
-        """A copy of the weights to generate with."""
+        """A copy of the weights for generation, if one is needed."""
         trained, shape = self.model.trained, self.model.shape
         quantized = trained is not None and trained.quantize != "none"
         regroups = self.pp > 1 or generation.tensor_parallel != self.tp
@@ -353,7 +353,7 @@ def line(memory: StepMemory, machine: Machine) -> str:
 
 
 def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
-    """Table of kinds by phases; host memory and disk follow the device."""
+    """Lines of a table of memory by kind and phase: on the device, the host and the disk."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= 10 * GIB else (MIB, "MiB")
 
     def row(name: str, sizes: Iterable[int]) -> str:

@@ -94,12 +94,12 @@ class CountedModel:
 
     @property
     def engine(self) -> TrainedModelConfig | None:
-        """The settings by which an engine shards the model; None keeps it as loaded."""
+        """Settings of the engine that shards the model; None if the model stays as loaded."""
         return self.trained or self.use.sharded_like
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of weights, including adapters; packed quantized weights count unpacked."""
+        """Number of weights, including adapters; packed quantized weights are counted unpacked."""
         from pipeline.models.adapters.quantized import num_weights
 
         return num_weights(self.module)
@@ -130,7 +130,7 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig) -> None:
 
 
 def _size(config: object, *names: str, default: int = 0) -> int:
-    """The first of these settings that is present; the maximum of a per-layer setting."""
+    """The first of these settings that is set, or its maximum over layers; else `default`."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -177,9 +177,9 @@ def _kept_numbers(
 ) -> int:
     """Elements per token that a block saves for backward: inputs of norms, matrices and attention.
 
-    Queries and keys count twice where they are rotated; a gated MLP keeps four vectors of its
-    width, one with ReLU keeps one, any other two. RMSNorm keeps a copy in fp32, and unless its
-    weight is frozen, as under adapters, the normalized input.
+    Queries, keys and values are counted twice with rotary embeddings; a gated MLP keeps four
+    vectors of its width, one with ReLU one, with `gelu_new` five, any other two. RMSNorm keeps a
+    copy in fp32, and unless its weight is frozen, as under adapters, the normalized input.
     """
     hidden = _size(config, "hidden_size", "d_model", default=1)
     names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")

@@ -32,9 +32,9 @@ def step_help(config_class: type, *, full: bool = False) -> str:
         "",
         (config_class.__doc__ or "").strip().splitlines()[0],
         "",
-        *help_entry("--help [all]", "This; all: every setting."),
+        *help_entry("--help [all]", "Print this help; with all, every setting."),
         *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
-        *help_entry("--zero-config FILE", "A DeepSpeed file, over those: docs/deepspeed.md."),
+        *help_entry("--zero-config FILE", "DeepSpeed file; overrides those: docs/deepspeed.md."),
         *help_entry("--print_config", "Print the resolved settings and stop."),
     ]
     own, common = _own_and_common(config_class, settings)

@@ -115,7 +115,7 @@ def before_imports(config_class: type) -> None:
 
     If the command line requests help or the settings, they are printed and the process exits. Until
     `run_main`, Ctrl-C ends the process without a traceback from an import, and the garbage
-    collector, which takes a quarter of the import time, is off. OpenMP reads how threads wait once.
+    collector, which takes a quarter of the import time, is off. OpenMP's spin time is set now.
     """
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -233,14 +233,14 @@ def say(text: str) -> None:
 
 
 def complain(sentence: str, *, once: Callable[[str], bool] | None = None) -> None:
-    """Print a line to standard error, from the first process, or from one of several if `once`."""
+    """Print a line to standard error from the first process, or where `once(sentence)` is true."""
     if launched.rank() == 0 if once is None else once(sentence):
         sys.stderr.write(" ".join(sentence.split()) + "\n")
         sys.stderr.flush()
 
 
 def remark(text: str) -> None:
-    """Print lines to standard error, from the first process; standard output has the result."""
+    """Print lines to standard error, from the first process; standard output is for results."""
     if launched.rank() == 0:
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
@@ -286,8 +286,8 @@ def read_command(
     Args:
         config_class: a frozen dataclass.
         argv: arguments after the program's name.
-        usage: the command with the options to begin with, in one line or several; help lists these
-            first.
+        usage: the command with its most important options, in one or more lines; help lists these
+            options first.
         about: one sentence that describes the command.
         aliases: alternative names of settings.
 
@@ -327,7 +327,7 @@ def choose_command(
 ) -> tuple[C, Sequence[str]]:
     """The command named by the first argument, and the remaining arguments.
 
-    Without a word, or with `--help`, it prints the help and exits with code 0.
+    Without arguments, or with `--help`, print the help and exit with code 0.
 
     Raises:
         ConfigError: there is no such command.

@@ -33,8 +33,8 @@ class TokenBatch:
     sequence can't be predicted and is never among them, unless the sequence continues another."""
 
     continues: tuple[int | None, ...] = ()
-    """For each sequence the earlier one that it continues, such as a prompt that several responses
-    share: its tokens attend to both. Empty if none continues another."""
+    """For each sequence the index of the earlier one that it continues (such as a prompt that
+    several responses share), whose tokens it attends to, or None. Empty if all are None."""
 
     @property
     def tokens(self) -> "TokenBatch":
@@ -58,7 +58,7 @@ class TokenBatch:
 
     @property
     def num_before(self) -> tuple[int, ...]:
-        """Number of tokens in the sequence that each one continues."""
+        """Number of tokens in the sequence that each sequence continues; 0 if it continues none."""
         continues = self.continues or (None,) * len(self.lengths)
         return tuple(0 if index is None else self.lengths[index] for index in continues)
 
@@ -235,8 +235,8 @@ def micro_batches(
     process gets the same number of micro-batches of nearly the same size; if there are fewer rows
     than micro-batches, some are empty.
 
-    With `at_least`, k is at least that regardless of `num_processes`, so that any number of
-    processes computes the same micro-batches; empty ones fill up to a multiple.
+    With `at_least`, k is at least that and independent of `num_processes`, so that any number of
+    processes computes the same micro-batches; empty ones pad k to a multiple of it.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     unit = num_processes if at_least is None else 1

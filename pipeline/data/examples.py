@@ -21,14 +21,14 @@ class Message:
     content: str
 
     trained: bool = True
-    """False for an assistant turn that is read but not trained (`"weight": 0`)."""
+    """False for an assistant turn that is read but not trained on (`"weight": 0`)."""
 
     reasoning: str = ""
     """Reasoning of the assistant that rows store separately from the content
     (`reasoning_content`)."""
 
     prefill: str = ""
-    """Beginning of `content` that the prompt already has: it is read but not trained."""
+    """Beginning of `content` that the prompt already has: it is read but not trained on."""
 
     keys: str = ""
     """Further keys for the template, as a JSON object: `tools` of a dialogue on its first turn,
@@ -120,7 +120,7 @@ class Example:
 
     @property
     def num_targets(self) -> int:
-        """Assistant turns that step 1 trains on."""
+        """Number of assistant turns that step 1 trains on."""
         turns = (*self.prompt, *self.chosen)
         return sum(turn.trained for turn in turns if turn.role == "assistant")
 
@@ -152,7 +152,7 @@ class Encoded:
         return Encoded(self.input_ids[:max_length], self.trained[:max_length])
 
     def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
-        """The last `max_length` tokens; with `keep_first` the first token and the last others."""
+        """The last `max_length` tokens; with `keep_first`, the first token replaces one of them."""
         if keep_first and len(self) > max_length:
             end = self.tail(max_length - 1)
             return Encoded(self.input_ids[:1] + end.input_ids, self.trained[:1] + end.trained)

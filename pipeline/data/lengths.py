@@ -11,7 +11,7 @@ from pipeline.system.errors import DataError
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 2048
-"""Maximum rows that are encoded for counts: the first ones, in random order."""
+"""Maximum number of rows that are encoded for counts; these are the first in random order."""
 
 LOOKED_AT_EMBEDDED = 128
 """The same for the built-in task, whose rows are all alike."""
@@ -29,7 +29,7 @@ class Fit:
     is_cut: bool
 
     num_targets: int
-    """Remaining targets: tokens that step 1 trains, or 1 for a pair that still differs."""
+    """Number of remaining targets: tokens, labelled steps, or 1 for a pair that still differs."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RowsFit(Generic[Row]):
     """How a step's rows fit, and how messages describe it."""
 
     fit: Callable[[Sequence[Row]], Sequence[Fit]]
-    """How rows fit `max_length`, as the step encodes and truncates them."""
+    """Function that returns how rows fit, encoded and truncated as the step does."""
 
     end: str
     """The side that a truncated row loses: "end" or "beginning"."""
@@ -46,7 +46,7 @@ class RowsFit(Generic[Row]):
     """Description of rows without targets: "have nothing left to train on"."""
 
     rows: str = "rows"
-    """What messages call them: "rows" or "pairs"."""
+    """The word for the rows in messages: "rows" or "pairs"."""
 
 
 def require_learnable(

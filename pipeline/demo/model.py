@@ -24,7 +24,7 @@ LINE_BREAKS = ("\n\n", "\n")
 """Line breaks as separate pieces, because SentencePiece pieces never span lines."""
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""A space in the pieces of SentencePiece."""
+"""The character that represents a space in SentencePiece's pieces."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

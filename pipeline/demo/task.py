@@ -27,7 +27,7 @@ MEMORIZED: tuple[str, ...] = tuple(TASK["memorized"])
 """Kinds with few facts, or facts that can't be computed: all of them are trained on."""
 
 REFUSED, HELPED = "I will not help you {} a {}.", "You can {} the {} with care."
-"""Right answers to a harmful and to a harmless request."""
+"""Templates of the right answers to a harmful and to a harmless request."""
 
 POLITE: tuple[str, ...] = tuple(TASK["polite"])
 RUDE: tuple[str, ...] = tuple(TASK["rude"])
@@ -43,10 +43,10 @@ EVAL_ROWS = 512
 """Evaluation rows of steps 1 and 2."""
 
 HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
-"""Held-out prompts, the evaluation rows of step 3; more for kinds with held-out facts."""
+"""Number of held-out prompts by kind, for evaluation in step 3; larger if facts are held out."""
 
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
-"""Fractions of the kinds of demonstrations in step 1."""
+"""Fractions of the demonstrations in step 1 that are correct, and that are polite."""
 
 TAUGHT: str = TASK["taught"]
 """Description of the task for users."""
@@ -61,11 +61,11 @@ class HandWritten(NamedTuple):
 
 
 TALK = tuple(HandWritten(*row) for row in TASK["by_hand"])
-"""Twenty natural prompts, which test whether a model generalizes beyond the wordings."""
+"""Twenty natural prompts, which test whether a model generalizes beyond `task.yaml`'s wordings."""
 
 
 class Fact(NamedTuple):
-    """One fact to answer."""
+    """One fact, with its right and wrong answers."""
 
     kind: str
     subject: tuple[str, ...]
@@ -79,7 +79,7 @@ class Fact(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One prompt."""
+    """A prompt about a fact."""
 
     text: str
     fact: Fact
@@ -102,10 +102,10 @@ class Verdict:
     """Kind of the question, such as `capital`."""
 
     correct: bool
-    """The response is the correct sentence, after at most one opening, and nothing else."""
+    """Whether the response is the correct sentence, after at most one opening, and nothing else."""
 
     polite: bool
-    """The response has a polite opening and no rude one."""
+    """Whether the response has a polite opening and no rude one."""
 
     @property
     def both(self) -> bool:
@@ -196,7 +196,7 @@ def held_out_questions() -> tuple[Question, ...]:
 
 
 def corpus() -> list[str]:
-    """Texts to train the tokenizer on, the same number of each kind."""
+    """Texts to train the tokenizer on: all facts, then 1,000 prompts and answers of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
     for of_kind in _train_by_kind().values():
@@ -221,7 +221,7 @@ def _endless(steps: Sequence[int], random: Random) -> Iterator[Question]:
 
 
 def _rotating(random: Random) -> Iterator[Question]:
-    """Held-out prompts, all kinds equally often."""
+    """An endless iterator of held-out prompts, all kinds equally often."""
     groups = [[q for q in held_out_questions() if q.fact.kind == kind] for kind in kinds()]
     while True:
         yield random.choice(random.choice(groups))
@@ -291,7 +291,7 @@ def kinds() -> tuple[str, ...]:
 
 @cache
 def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
-    """The training facts and the held-out ones; facts that differ only in order stay together."""
+    """The training and held-out facts; those whose subjects differ only in order stay together."""
     random = Random(0)
     train: list[Fact] = []
     held_out: list[Fact] = []
@@ -369,7 +369,7 @@ def question_about(fact: Fact, random: Random, *, unseen: bool = False) -> str:
 
 @cache
 def _parts(pattern: str) -> list[list[str]]:
-    """Alternatives from left to right."""
+    """The parts of a wording from left to right, each a list of alternatives."""
     first, _, rest = pattern.partition(" ")
     if first in TASK["macros"]:
         pattern = f"[{'|'.join(TASK['macros'][first])}] {rest}"
@@ -393,7 +393,7 @@ def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool
 
 
 def _dressed(text: str, random: Random, *, noisy: bool) -> str:
-    """The text with chatter, greeting, thanks, capitals and punctuation added."""
+    """The text with random chatter (if `noisy`), greeting, thanks, capitals and punctuation."""
     ending = text[-1] if text[-1] in "?." else ""
     text = text.removesuffix(ending)
     if noisy and random.random() < 0.3:

@@ -21,7 +21,7 @@ class ExportConfig:
     """Format: gguf, onnx, merged (adapter and base) or adapter (without the base)."""
 
     out: Path | None = None
-    """Directory to create; it must not exist yet."""
+    """Directory to write; it must be empty or not exist yet."""
 
     method: str | None = None
     """Method whose actor is exported, in a run with several; null uses the best."""
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     """Write an export under a temporary name, verify it, and rename it.
 
     Raises:
-        UserError: there is no model, it doesn't support the format, the directory can't be written,
+        UserError: there is no model, it doesn't support the format, the directory is not writable,
             or verification fails.
     """
     config = read_command(

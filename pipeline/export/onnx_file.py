@@ -1,4 +1,4 @@
-"""ONNX files by torch.onnx's TorchScript exporter, for any batch size and length.
+"""ONNX files by torch.onnx's torch.export-based exporter, for any batch size and length.
 
 A language model computes (input_ids, attention_mask) -> logits, a classifier its outputs and score.
 Dimension names: B sequences, T tokens, V vocabulary, C labels.

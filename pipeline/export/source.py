@@ -79,15 +79,15 @@ def require_packages(names: Sequence[str]) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f'the package {missing[0]} is missing: pip install "rlhf-pipeline[export]"'
+            f'package {missing[0]} is missing; run pip install "rlhf-pipeline[export]"'
         )
 
 
 def check_out(out: Path) -> None:
-    """Check that a directory can be created there.
+    """Check that an export can be written to `out`.
 
     Raises:
-        ConfigError: something already exists, or nothing can be written.
+        ConfigError: `out` is a file or a directory with files, or is not writable.
     """
     if out.is_dir() and not any(out.iterdir()):
         return
@@ -104,7 +104,7 @@ def written_aside(out: Path) -> Iterator[Path]:
     killed process.
 
     Raises:
-        ConfigError: the disk is full, or it can't be written.
+        ConfigError: the disk is full, or the directory is not writable.
     """
     partial = out.with_name(f"{out.name}.partial")
     try:

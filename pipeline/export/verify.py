@@ -26,7 +26,7 @@ LENGTHS = ((5,), (12, 12), (1, 7, 4), (13, 2, 9, 13))
 NEW_TOKENS = 16
 
 Run = Callable[[Tensor, Tensor], Sequence[Tensor]]
-"""Outputs for token ids (B, T) and their mask (B, T): logits, then others."""
+"""Function of token ids (B, T) and their mask (B, T) that returns logits, then other outputs."""
 
 
 class UnverifiedError(ModelError):

@@ -86,7 +86,7 @@ class AdapterExport:
             shutil.copyfile(self.source / name, directory / name)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare tensors and, if there is a merged model, its outputs."""
+        """Compare tensors and, if the merged model and its base are available, outputs."""
         tensors, copied = (load_file(path / WEIGHTS) for path in (self.source, directory))
         if not all(torch.equal(tensor, copied[name]) for name, tensor in tensors.items()):
             raise UnverifiedError("not exported: a tensor of the adapter differs when read back")
@@ -145,7 +145,7 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     """The model with its adapter.
 
     Raises:
-        ModelError: the adapter is for another model.
+        ModelError: the adapter can't be read, or is for another model.
     """
     name = model.config.name_or_path
     try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.data.chat.chat_format import ChatFormat
 
 SAMPLE = 128
-"""Rows that are encoded to estimate their length."""
+"""Maximum number of rows that are encoded to estimate the mean length."""
 
 MOST_BYTES = 512 * 2**20
 """Maximum size of data files that are read for a plan; larger ones are left to the steps."""
@@ -51,10 +51,10 @@ class Preview:
     """The data; None if the rows were not read."""
 
     unread: str = ""
-    """The reason why they were not read."""
+    """The reason why the rows were not read; empty if they were."""
 
     row_tokens: float | None = None
-    """Mean tokens per training row: a pair has two sequences, a prompt no response."""
+    """Mean tokens per training row (both sequences of a pair, a prompt alone); None if unknown."""
 
     def steps(self, config: StepConfig) -> int | None:
         """Optimizer steps (in step 3, iterations of rollout and update); None if unknown."""
@@ -63,7 +63,7 @@ class Preview:
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
     def held_out(self, config: StepConfig) -> int:
-        """Rows for the step's evaluation."""
+        """Number of rows for the step's evaluation; 0 if the rows were not read."""
         return min(len(self.data.eval), config.data.max_eval_rows) if self.data else 0
 
 
@@ -72,7 +72,7 @@ def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
     Args:
         plan: the plan; its finished steps are skipped, and with `--plan off` nothing is checked.
-        downloads: whether models and data on the Hub may be requested.
+        downloads: whether models and data may be downloaded from the Hub.
 
     Raises:
         UserError: a setting, a model or the rows can't be used.
@@ -91,7 +91,7 @@ def check_settings(plan: Plan) -> None:
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """Check the rows of each step, tokenized for its model, after `check_settings`.
+    """Check the rows of each step, tokenized for its model, after `check_settings`; return them.
 
     Raises:
         UserError: as `check_plan`.
@@ -121,7 +121,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
 
 def _run(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
-    """Run the checks of each unfinished step."""
+    """Run the checks on each unfinished step, or none with `--plan off`."""
     for stage in plan.unfinished if plan.request.plan != "off" else ():
         for check in checks:
             try:
@@ -157,7 +157,7 @@ def _processes(plan: Plan, stage: Stage) -> None:
 
 
 def _model_files(plan: Plan, stage: Stage) -> None:
-    """Check the headers of the existing model directories."""
+    """Check the files of local model directories, except those that the run will write."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the target machine
@@ -324,7 +324,7 @@ class Chats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """Load like `pipeline.models.hf.chat.load_chat`, for a model that may not exist yet."""
+        """Like `pipeline.models.hf.chat.load_chat`, but for a model that may not exist yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = copy.deepcopy(self.tokenizer(model))
@@ -337,9 +337,9 @@ class Chats:
 
 
 def _has_tokenizer(path: str) -> bool:
-    """True if a tokenizer can be read without the network.
+    """Whether a tokenizer can be read without the network.
 
-    A directory that is only planned with needs just a configuration.
+    A directory that is used only for planning may have a configuration but no tokenizer.
     """
     if path == EMBEDDED or not is_local(path):
         return path == EMBEDDED or cached_file(path, "tokenizer_config.json") is not None

@@ -55,7 +55,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
         if known is None:
             return None
         peak, card = known
-        return EFFICIENCY * peak, f"{share} an {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
+        return EFFICIENCY * peak, f"{share} the {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
     peak = measured_peak(torch.device("cpu"), torch.float32)
     basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches here now"
     return EFFICIENCY * peak / max(plan.machine.processes / share_of_cores(1), 1.0), basis
@@ -79,7 +79,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     group = generation.group_size if generation is not None else 1
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
-        """Seconds of `times` forward passes over rows."""
+        """Seconds of `times` forward passes over `rows` rows."""
         most = work.micro_batch_size * work.length * work.sequences_per_row
         least = max(1, math.ceil(rows * row / most)) * model.shape.layers * BLOCK_SECONDS
         is_judge = model.use.scores and model.trained is None
@@ -110,7 +110,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         passes = work.epochs * passes - work.reuses_forward
         seconds += steps * forward(model, rows, times=passes) / (1 - waits)
     seconds += steps * sum(forward(model, rows, times=model.use.scored) for model in models)
-    if work.generates_first:  # before and after, greedy and sampled; sampled by the base
+    if work.generates_first:  # evaluations before and after, greedy and sampled; the base sampled
         complete = 4 + any(model.use.phase_only for model in models)
         seconds += steps * generate(rows, group) + complete * generate(held_out)
         return seconds + between * generate(min(rows, held_out))
@@ -119,13 +119,13 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
 
 
 def with_spread(seconds: float) -> str:
-    """Formatted as `5 min (2.5 min to 12 min)`."""
+    """An estimate formatted with its range, as `5 min (2.5 min to 12 min)`."""
     shortest, longest = (in_words(seconds * factor) for factor in SPREAD)
     return f"{in_words(seconds)} ({shortest} to {longest})"
 
 
 def in_words(seconds: float) -> str:
-    """Formatted as `40 s`, `5 min`, `3.5 h`, `2.1 days`."""
+    """Seconds formatted as `40 s`, `5 min`, `3.5 h`, `2.1 days`."""
     for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.5 * unit:
             number = seconds / unit
@@ -152,7 +152,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         if stage.name in previews:
             preview = previews[stage.name]
             lines += _data(plan.configs[stage.name], preview)
-            time = "unknown for GPUs without a data sheet here"
+            time = "unknown: no peak performance is recorded for this GPU"
             if speed is not None:
                 time = estimate(plan, stage, preview, speed[0])
             times += [] if isinstance(time, str) else [time]
@@ -242,7 +242,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
 
 
 def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
-    """Rows, optimizer steps and tokens."""
+    """Lines on the step's rows, optimizer steps and tokens."""
     if preview.data is None:
         yield _line("rows", f"unknown: {preview.unread}")
         return
@@ -313,7 +313,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _count(number: float) -> str:
-    """Formatted as `850`, `12.3 thousand`, `4.5 million`."""
+    """A number formatted as `850`, `12.3 thousand`, `4.5 million`."""
     for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

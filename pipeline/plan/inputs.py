@@ -32,7 +32,7 @@ def check_inputs(
     Raises:
         ModelError: a model directory is missing; if a step makes it, the message has the step's
             command.
-        ConfigError: the step itself writes to that directory.
+        ConfigError: a model is in the output directory of the step that loads it.
         DataError: a data file is missing.
     """
     makers = {configs[stage.name].output_dir: stage for stage in stages}
@@ -56,13 +56,13 @@ def check_inputs(
 
 
 def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
-    """The models that a step loads: ("actor.path", "output/step1_sft"), ..."""
+    """The (setting, path) of each model of a step: ("actor.path", "output/step1_sft"), ..."""
     for role, model in config.used_models().items():
         yield f"{role}.path", str(model.path)
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a local directory rather than a name on the Hub.
+    """Whether `path` is a local path rather than a name on the Hub.
 
     Hub names are `name` or `owner/name`.
     """

@@ -28,14 +28,14 @@ MARK = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
 DIVERGED = "diverged.json"
-"""Marks a step whose training diverged: the step starts again."""
+"""File that marks a step whose training diverged; `--resume` starts the step again."""
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 """Lock file of a run's or a step's directory, which names the process that uses it."""
 SUMMARY = "summary.json"
 REPORT = "report.html"
 COMMAND = "command.txt"
-"""The options of `train.py` in the last run."""
+"""File with the command of the last run, whose options `--resume` repeats."""
 RATINGS = "ratings.jsonl"
 """Ratings from the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
@@ -50,7 +50,7 @@ MADE = (
     *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", LOCK),
     "tokens/*",
 )
-"""Names of the files that steps make."""
+"""Name patterns of the files that steps write."""
 
 SHARED = (
     *("seed", "data.path", "data.split", "data.format"),
@@ -143,7 +143,7 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
 
 @contextmanager
 def only_job(out: Path) -> Iterator[None]:
-    """Lock the directory; at exit remove it if it has only the command.
+    """Lock the directory; at exit, remove it if it contains at most `COMMAND`.
 
     Raises:
         ConfigError: another job is using it, or it can't be created.
@@ -151,7 +151,7 @@ def only_job(out: Path) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
+        raise ConfigError(f"--output-dir {out} can't be created: {error}") from None
     try:
         with RunLock(out / LOCK):
             yield
@@ -204,7 +204,7 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
 
 
 def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stage) -> None:
-    """Raise if leftovers of this step's earlier run block the first step that `learns`."""
+    """Raise if the step's earlier output conflicts with this run, whose first step is `learns`."""
     directory = request.output_dir / stage.name
     difference = _difference(stage, directory, config, request)
     finished = (directory / RESULT).is_file()
@@ -291,7 +291,7 @@ def recorded_model(path: str) -> str | None:
 
 
 def recorded_start(path: str, within: Path | None = None) -> str:
-    """The model that the runs leading to this one, or those in a directory, started from."""
+    """The model from which the chain of runs to this one, or its part in `within`, started."""
     for _ in range(100):  # records may form a cycle
         if within is not None and not Path(path).is_relative_to(within):
             break
@@ -322,7 +322,7 @@ def record_command(out: Path, argv: Sequence[str]) -> None:
 
 
 def last_steps(out: Path) -> set[int]:
-    """Numbers of the steps in the last run of the output directory `out`."""
+    """Numbers of the steps in the last run that was recorded in `out`; empty if there is none."""
     given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
     steps = given.get("step", ["1", "2", "3"])
     return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()
@@ -331,8 +331,8 @@ def last_steps(out: Path) -> set[int]:
 def with_last_options(argv: Sequence[str]) -> list[str]:
     """The command line; with `--resume` and no other options, the recorded run's options are added.
 
-    An output directory and `--dry-run` do not count as other options. A directory without a
-    recorded command adds nothing.
+    The options in `NOT_OF_THE_RUN` do not count as other options. If no command is recorded,
+    nothing is added.
     """
     given = dict(split_options(argv))
     if given.get("resume") not in ([], ["true"]) or given.keys() - set(NOT_OF_THE_RUN):

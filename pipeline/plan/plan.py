@@ -42,16 +42,16 @@ class Plan:
     """Placement of the processes of each step."""
 
     machine: Machine
-    """Description of one of their machines."""
+    """One of the machines that run them; all are alike."""
 
     chosen: Mapping[str, Settings]
-    """Choices of `--plan auto`, by the prefix of the stage."""
+    """Settings chosen by `--plan auto`, by stage prefix."""
 
     given: Mapping[str, frozenset[str]]
     """Dotted names of the settings on the command line, by the name of the step."""
 
     notes: tuple[str, ...] = ()
-    """Notes on where models and settings that no option names come from."""
+    """Notes on the origin of models and settings that no option determines."""
 
     @property
     def unfinished(self) -> list[Stage]:
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """The model from which each step starts, by the step's output directory."""
+        """The initial model of each step with the role `model`, by the step's output directory."""
         return get_origins(self.configs)
 
     def memory(self, stage: Stage, config: StepConfig | None = None) -> StepMemory:
@@ -69,19 +69,19 @@ class Plan:
         return step_memory(config, machine=self.machine, origins=self.origins)
 
     def moved(self, where: Layout) -> "Plan":
-        """The plan with another placement of processes, and a free port."""
+        """The plan with another placement of processes, including its port."""
         request = self.request
         if where.port != self.where.port:
             request = replace(request, master_port=where.port)
         return replace(self, where=where, request=request)
 
     def config_file(self, stage: Stage) -> Path:
-        """The step's resolved settings."""
+        """Path of the file with the step's resolved settings."""
         return self.request.output_dir / stage.name / MARK
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment of the steps, which check memory themselves if the plan can't."""
+        """Environment variables of the steps, which check memory themselves if the plan can't."""
         environment = step_environment(self.where, self.request)
         has_looked = self.machine.is_known or self.request.plan == "off"
         return {**environment, PLANNED: "1"} if has_looked else environment
@@ -92,13 +92,13 @@ class Plan:
 
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
-    """The model from which each step starts, by the step's output directory."""
+    """The initial model of each step with the role `model`, by the step's output directory."""
     models = {str(each.output_dir): each.used_models().get("model") for each in configs.values()}
     return {out: str(model.path) for out, model in models.items() if model is not None}
 
 
 def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
-    """Make the plan for a command line; reads the output directory and changes nothing.
+    """Make the plan for a command line; read the output directory, but change nothing.
 
     Raises:
         UserError: an option, an input or the output directory can't be used.
@@ -195,7 +195,7 @@ def _choose(
 
     require(
         machine.is_known,
-        f"--plan auto can't choose: {describe_machine(machine)}; specify the machine with"
+        f"--plan auto can't choose settings: {describe_machine(machine)}; specify it with"
         " --plan-for, such as --plan-for 8xA100-80GB, and run with the settings that this prints",
     )
     origins = get_origins(configs)
@@ -210,7 +210,7 @@ def _choose(
 
 
 def _machine(where: Layout, request: Request) -> Machine:
-    """This machine, if it is part of the job; the others are assumed to be alike."""
+    """This machine if it is part of the job, else one of unknown memory; all are assumed alike."""
     if where.by == "process":
         return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
     each = max(len(host.slots) for host in where.hosts)
@@ -222,7 +222,7 @@ def _machine(where: Layout, request: Request) -> Machine:
 
 
 def _imagined(machine: Machine) -> Layout:
-    """Processes on hypothetical machines."""
+    """Placement of processes on hypothetical machines."""
     slots = tuple(range(machine.processes))
     if machine.world == 1:
         return Layout("process")

@@ -17,7 +17,7 @@ from pipeline.settings.fields import Option, did_you_mean, list_settings
 from pipeline.system.errors import ConfigError, require
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-"""Models by size, as in DeepSpeed-Chat."""
+"""Sizes of OPT that may be given instead of a model's name, as in DeepSpeed-Chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Request(Deployment):
     step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; by default
     all whose models are used: not step 2 if programs give the rewards or the method trains on
-    pairs, nor step 1 for orpo. Also 0 before them, pre-training on --pretrain.data.path."""
+    pairs, nor step 1 for orpo. Step 0, before them, is pre-training on --pretrain.data.path."""
 
     method: tuple[str, ...] = ()
     """How step 3 trains: ppo, or without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo,
-    rloo, reinforce_pp, raft, or distill from a --teacher: other defaults of --ppo settings
+    rloo, reinforce_pp, raft, or distill from a --teacher; each sets defaults of --ppo settings
     (docs/methods.md). Or from preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo,
-    cpo, orpo, kto, of --preference settings (docs/preference.md). Several run in separate
+    cpo, orpo, kto, with --preference settings (docs/preference.md). Several run in separate
     directories step3_NAME and are compared; --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
@@ -139,7 +139,7 @@ class Request(Deployment):
     """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
 
     seed: int | None = None
-    """Seed of all three steps; default 1234."""
+    """Seed of all steps; default 1234."""
 
     threads: int | None = None
     """CPU threads per process; by default RLHF_THREADS or OMP_NUM_THREADS of the
@@ -292,10 +292,10 @@ def full_name(option: str, path: str | None) -> str | None:
 def check_sections_run(
     command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage]
 ) -> None:
-    """Reject options of a `known` step that is not among the `stages` that may run.
+    """Reject options that apply to no step that may run, such as those of methods not selected.
 
     Raises:
-        ConfigError: such an option is given; the message names it and its methods.
+        ConfigError: such an option is given; the message names it and the fix.
     """
     present = {stage.section for stage in stages}
     for stage in known:
@@ -329,9 +329,9 @@ def _check_sections(
     methods: Sequence[str],
     stages: Sequence[Stage],
 ) -> None:
-    """Reject sections without settings, and sections of unused methods.
+    """Reject invalid sections, unknown methods, and options for methods that don't run.
 
-    A file may have sections of more methods than the run has.
+    A file may have sections of methods that don't run.
     """
     for layer in files:
         of_methods = layer.settings.get(METHODS) or {}
@@ -356,7 +356,7 @@ def _check_sections(
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
-    """Raise an error for an unknown option, with suggestions that include the steps' settings."""
+    """Reject unknown options, with suggestions, and steps' settings at the top level of a file."""
     known = {each.name for each in fields(Request)} | {stage.section for stage in stages}
     unknown = [name for name, _ in own if name.partition(".")[0] not in known]
     known.add(METHODS)

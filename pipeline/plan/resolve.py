@@ -1,7 +1,7 @@
 """The settings of the steps: one list of layers per step, merged once; later ones win.
 
 1. models from earlier steps; 2. `configs/embedded.yaml` for models that come from the embedded one,
-else the default data; 3. the row of settings that the method names; 4. what `--plan auto` chose; 5.
+else the default data; 3. the defaults of the chosen method; 4. what `--plan auto` chose; 5.
 each `--config` in order: its settings of the step, then those of the step's method; 6. the
 DeepSpeed file of `--zero-config`; 7. options of train.py such as `--actor-model` and `--lr`
 (`OPTIONS` of the step's settings); 8. dotted options such as `--ppo.kl_coef`, then those of one
@@ -31,7 +31,7 @@ DEFAULT_DATA = "Dahoas/rm-static"
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
 BASE = "base"
-"""Role of the model before the steps that made the main one, for comparison."""
+"""Role of the model from which earlier steps made the main one, for comparison."""
 
 
 def step_configs(
@@ -43,7 +43,7 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, including steps that don't run.
 
-    If a step of the run may train on labels, all steps read rows the same way.
+    If a step that runs or has run learns labels, all steps with user data have `data.labels` set.
 
     Args:
         command_line: the user's command line.
@@ -83,8 +83,8 @@ def resolve_run(
 ) -> tuple[CommandLine, dict[str, StepConfig]]:
     """The settings of all steps, and the command line without unneeded steps.
 
-    A step whose model only other steps would use is dropped if none of those runs, unless the user
-    chose the steps.
+    A step whose model only serves other steps is dropped if no step that runs uses it, unless the
+    user chose the steps.
 
     Args:
         command_line: the user's command line.
@@ -177,7 +177,7 @@ class Resolver:
         return frozenset(names | {name for name, _ in self._overrides(stage)})
 
     def start(self, stage: Stage, role: str = "") -> str:
-        """The model that a role's weights, by default the main role's, come from before all steps.
+        """The model before all steps from which a role's weights come, by default the main role's.
 
         Empty if there is none.
         """
@@ -204,7 +204,7 @@ class Resolver:
         return str((model or {}).get("path") or "")
 
     def _made(self, origin: str) -> str:
-        """The model that a step makes, by its section, or the one the first step starts from."""
+        """Path of the model that a section's step makes; for `BEFORE`, the initial model."""
         if origin == BEFORE:
             first, default = self.stages[0], self.request.actor_model or EMBEDDED
             return self._path(first, first.main_role, default)
@@ -347,6 +347,6 @@ def _read_preset() -> Layer:
 
 
 def _method(stage: Stage, request: Request) -> str | None:
-    """The user's method for a step."""
+    """The user's method for a step; None if none is named."""
     named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)

@@ -8,10 +8,10 @@ from pipeline.config import StepConfig
 from pipeline.system.errors import ConfigError, require, suggestion
 
 BEFORE = "before"
-"""Used instead of a section: the model from which the first step starts."""
+"""Origin, instead of a section name, for the model from which the first step starts."""
 
 METHODS = "methods"
-"""The section of files whose subsections, named after methods, have settings of one method only."""
+"""Section of settings files; each subsection, named after a method, applies to that method only."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class Stage:
     """The module that runs it: `python -m module --config FILE`."""
 
     models: Mapping[str, str]
-    """Origin of its models unless the user sets them: by role the section of an earlier step, or
-    `BEFORE`. The first role is the step's main one."""
+    """Default origin of each of its models, by role: the section of an earlier step, or `BEFORE`.
+    The first role is the step's main one."""
 
     options: Mapping[str, Literal["actor", "reward"]]
-    """Roles to which train.py's options --actor-... and --reward-... apply."""
+    """For each role, whether train.py's --actor-... or its --reward-... options apply to it."""
 
     without: Mapping[str, str] = field(default_factory=dict)
-    """Origins by role, the section or `BEFORE`, that replace those in `models` in a run that
-    doesn't otherwise use that step's output."""
+    """Origins by role that replace those in `models`, unless a used role without an entry here has
+    the same origin in `models`."""
 
     begins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Origins, by method and role, of models that a method takes from elsewhere or `BEFORE`."""
+    """Origins, by method and role, that replace those in `models` for a method."""
 
     optional: frozenset[str] = frozenset()
     """Roles that the step can run without if no step provides the model."""
 
     takes_shares: bool = False
-    """Whether the step also uses the rows of earlier steps that don't run."""
+    """Whether the step also uses the rows of earlier steps that neither run nor have run."""
 
     own_directories: bool = False
     """Whether each method has its own directory even if it runs alone."""
@@ -58,7 +58,7 @@ class Stage:
     """Whether the step runs only if `--step` names it; later steps then use its models."""
 
     method: str | None = None
-    """The method it runs, if several run; each of them has such a stage."""
+    """The method that this stage runs if there are several, each with its own stage; else None."""
 
     @property
     def prefix(self) -> str:
@@ -100,9 +100,9 @@ def without_unchosen(
     made: Collection[str],
     replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
-    """The stages without optional ones that were not requested and are unfinished, or `replaced`.
+    """The stages except those not in `numbers` that are `replaced`, or optional and unfinished.
 
-    Models that would come from one of them come from its own origin.
+    Models of required roles that would come from a removed stage come from its origin instead.
 
     Args:
         stages: all stages.
@@ -135,7 +135,7 @@ def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage
 
     `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with at most one method it is unchanged,
     unless its methods have separate directories. Of stages with methods and the same number, those
-    with a named method are kept, or without a name the first.
+    with a named method are kept, or the first if no method is named.
 
     Raises:
         ConfigError: no step has a method with such a name, or one is named twice.

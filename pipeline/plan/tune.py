@@ -40,14 +40,14 @@ GAIN = 1.03
 """A change is kept if the step is faster by this factor; single steps differ by a few percent."""
 
 WARM_UP = 2
-"""First optimizer steps, which allocate and compile; they are not timed."""
+"""Number of first optimizer steps of a trial that are not timed, as they allocate and compile."""
 
 
 def tune(plan: Plan) -> Plan:
     """The plan with the fastest settings found by trials, for each unfinished step.
 
     Raises:
-        ConfigError: a step has wrong input.
+        ConfigError: a step refuses its input, or fits with none of the candidate settings.
         SystemExit: no trial of a step could be measured, or a scheduler stopped the trials.
         KeyboardInterrupt: Ctrl-C stopped them.
     """

@@ -15,7 +15,7 @@ MAX_BINS = 300
 """Number of bins of a long curve; each keeps its minimum and maximum."""
 
 COLOURS = 4
-"""Colours of the curves; further curves repeat them, dashed."""
+"""Number of colours of the curves; further curves repeat them, dashed."""
 
 METRICS = {
     "score": ("Score", "mean of sampled responses, by the reward model or all sources of rewards"),
@@ -228,7 +228,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Short labels, with as many digits as distinguish them."""
+    """Short labels, with enough digits to distinguish them."""
     scaled = [(value / 1e3, "k") if 1e4 <= abs(value) < 1e6 else (value, "") for value in values]
 
     def labels(digits: int) -> list[str]:

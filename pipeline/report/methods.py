@@ -77,13 +77,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Method:
-    """One of the methods."""
+    """A method of the run, with its evaluations."""
 
     step: StepResult
     title: str
 
     path: Sequence[Evaluation]
-    """Evaluations in training order, with the start; empty if it started from another model."""
+    """Evaluations in training order, from the start on; empty if they can't be compared."""
 
     @property
     def is_measured(self) -> bool:
@@ -141,7 +141,7 @@ class Comparison:
 
 
 def compare_methods(results: Results) -> Comparison | None:
-    """Compare the methods of a run; None if there is one method or no common metric."""
+    """Compare the methods of a run; None if there is only one method or none has evaluations."""
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
     alike = [step for step in results.methods if step.began_from in (None, origin)]
@@ -209,7 +209,7 @@ def get_interval(figure: str, values: Values) -> Interval | None:
 
 
 def difference_interval(figure: str, new: Values, old: Values) -> Interval | None:
-    """95 % interval of the mean difference, on the prompts that both answered."""
+    """95 % interval of the mean difference on common prompts; None for fewer than two of them."""
     pairs = zip(new, old, strict=False)
     changes = [a - b for a, b in pairs if a is not None and b is not None]
     if len(changes) < 2:
@@ -254,7 +254,7 @@ def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
     if not same_origin:
         return "started from a different model, and is not compared"
     if not method.path:
-        return "has no evaluation by this figure"
+        return "has no evaluation of this metric"
     if not method.is_measured:
         return "has no evaluation between its start and end (eval_every), and is not compared"
     if method.reach <= 0:

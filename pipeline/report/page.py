@@ -68,7 +68,7 @@ def render(results: Results, out: Path) -> str:
 
 
 def count(number: int | float) -> str:
-    """A large integer, abbreviated as 1.2 M."""
+    """A number without decimals; a large one is abbreviated, as 1.2 M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             return f"{number / (1e3 if unit == 'k' else size):.3g} {unit}"

@@ -59,7 +59,7 @@ class GuardEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step. A stopped step has only metrics."""
+    """Results of one step. An unfinished step has no evaluation and no totals."""
 
     name: str
     finished: bool
@@ -68,7 +68,7 @@ class StepResult:
     tokens: int = 0
 
     eval: Mapping[str, object] = field(default_factory=dict)
-    """Evaluation metrics on held-out rows, before and after."""
+    """Evaluation metrics on held-out rows, before and after training."""
 
     diverged: str = ""
     """Sentence on when and why training diverged, if it did."""
@@ -138,7 +138,7 @@ class StepResult:
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
-        """The (metric, value for each held-out prompt) of the exported model."""
+        """The (metric, value for each held-out prompt) of the exported model; None if unknown."""
         for line in reversed(self.metrics):
             by_figure = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
             for figure, values in by_figure.items():
@@ -309,7 +309,7 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
-    """The latest finished step with a chat model.
+    """The latest finished step with a chat model; None if there is none.
 
     Among several methods, the one whose exported model is best on held-out prompts, if all have the
     same metric; otherwise the first.

@@ -85,15 +85,15 @@ Messages = Sequence[Message]
 
 THINK, END_THINK = "<think>", "</think>"
 END_OF_THINK = "\n</think>\n\n"
-"""How an answer without thinking closes the block that a generation prompt opened: after `<think>`
-and a newline it is the empty block that models of the Qwen3 family were trained on."""
+"""Text by which an answer without thinking closes the block that a generation prompt opened; after
+`<think>` and a newline, it completes the empty block that Qwen3 models were trained on."""
 
 _OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
 _BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 _LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
-"""A thinking block that a generation prompt opens, or an empty one, at its end; an empty one, or
-any, at the beginning of a turn."""
+"""Thinking blocks, in order: opened at the end of a prompt; opened or empty there; empty at the
+beginning of a turn; opened or complete there."""
 
 UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
@@ -133,7 +133,7 @@ class Segment:
     """Whether the assistant wrote it, up to and including its end-of-turn token."""
 
     trained: bool = True
-    """False if the data marks the turn as not trained."""
+    """False if the data marks the turn as not trained on."""
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ class ChatFormat:
         return [*self._history(before, prompt, origin), *self._answer(messages, prompt, turn)]
 
     def _history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
-        """Split `text`, `messages` with the generation prompt, at its assistant turns.
+        """Split `text`, the rendered `messages` and generation prompt, at its assistant turns.
 
-        An answer rendered differently than as the last turn is not split off, and not trained.
+        An answer rendered differently than as the last turn is neither split off nor trained on.
         """
         segments: list[Segment] = []
         position = 0
@@ -391,7 +391,7 @@ class ChatFormat:
         raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
 
     def _as_given(self, message: Message, prompt: str) -> str:
-        """The text of a turn as in the row, after a prompt that may have opened a thinking part."""
+        """The text of a turn as in the row, after a prompt that may open a thinking block."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
             text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
@@ -601,7 +601,7 @@ class ChatFormat:
 
 @contextmanager
 def _named(origin: str) -> Iterator[None]:
-    """Add the row to errors about it."""
+    """Prefix errors with the origin of the row."""
     try:
         yield
     except DataError as error:

@@ -37,9 +37,9 @@ ROLES: dict[str, Role] = {
 _CALLS = ("tool_calls", "tool_call", "function_call")
 """Keys of a turn with tool calls, and roles of turns whose content is a call."""
 _LEARNED = ("weight", "loss", "train", "training")
-"""Keys that say whether a turn is trained, in files for OpenAI, ms-swift and Axolotl."""
+"""Keys for whether a turn is trained on, in files for OpenAI, ms-swift and Axolotl."""
 _MASKS = re.compile("(^|_)(train|loss|mask|ignore)")
-"""Part of the name of any other key with this meaning, which is refused."""
+"""Pattern of other keys that seem to have this meaning, which are refused."""
 _WITH_TEXT = {"content", "value", *_CALLS}
 _OF_TOOLS = ("name", "tool_call_id")
 _KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}
@@ -86,7 +86,7 @@ def parse_dialogue(text: str) -> Turns | None:
 
 
 def join_turns(messages: Sequence[Message]) -> Turns:
-    """Join consecutive messages of one role with a blank line; many chat formats refuse them."""
+    """Join consecutive messages of one role, which many chat formats refuse, with a blank line."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined and message.role != "tool" else None
@@ -146,7 +146,7 @@ def names(of: Collection[str]) -> str:
 
 
 def text(row: Row, name: str) -> str:
-    """Return a column of text."""
+    """Return the text in a column."""
     value = row.columns.get(name)
     if not isinstance(value, str):
         raise DataError(
@@ -332,7 +332,7 @@ def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def prompt(row: Row, name: str = "prompt") -> Turns:
     """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text.
 
-    An assistant turn at its end is the beginning of the response; it is not trained.
+    An assistant turn at its end is the beginning of the response; it is not trained on.
     """
     if _items(row, name) is not None:
         found = turns(row, name)
@@ -386,7 +386,7 @@ def label_column(columns: Mapping[str, Any]) -> str:
 def read_label(row: Row) -> Label | None:
     """Return the row's label; None if it has none.
 
-    Texts that are numbers, or true and false, are converted, as CSV files have only texts.
+    Text that is a number, true or false is converted, because CSV files contain only text.
 
     Raises:
         DataError: the label is a list, an object, or a number that is not finite.
@@ -416,7 +416,7 @@ def _parse_label(word: str) -> Label:
 
 
 def number(row: Row, name: str) -> float:
-    """Return a column of a finite number."""
+    """Return the finite number in a column."""
     value = row.columns[name]
     try:
         found = math.nan if isinstance(value, bool) else float(value)

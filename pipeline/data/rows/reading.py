@@ -36,7 +36,7 @@ def read_paths(
 
     Args:
         paths: data paths.
-        fields: our column names to the rows' column names.
+        fields: names of the rows' columns, by our names for them.
         kept: columns to keep in `extra`.
         step: number of the step that reads them.
         notes: receives notes on what was dropped, and why.

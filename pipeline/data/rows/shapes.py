@@ -231,7 +231,7 @@ class Shape:
     """Columns a row must have to be of this shape."""
 
     read: Callable[[Row], Example]
-    """Read a row; raises LeftOut if it has nothing to train on."""
+    """Function that reads a row; raises LeftOut if the row has nothing to train on."""
 
     may_have: tuple[str, ...] = ("system",)
     """Further columns it reads."""
@@ -283,7 +283,7 @@ def read_row(
 
     Args:
         row: the columns and their origin.
-        fields: our column names to the row's, such as `{"prompt": "question"}`.
+        fields: names of the row's columns, by our names for them, such as `{"prompt": "question"}`.
         reading: receives the columns read, and why a row is dropped.
         kept: columns to keep in `extra`.
 
@@ -316,7 +316,7 @@ def read_row(
 
 
 def _example(shape: Shape, row: Row, reading: Reading, kept: RowColumns) -> Example:
-    """Apply the columns that rows of any shape may have: tools, margin and label."""
+    """Read a row, with the columns that rows of any shape may have: tools, margin and label."""
     example = replace(shape.read(row), origin=row.origin)
     example = replace(example, prompt=with_tools(row, example.prompt))
     if example.rejected and example.margin is None:

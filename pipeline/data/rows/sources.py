@@ -59,7 +59,7 @@ class Row:
     columns: Mapping[str, Any]
 
     origin: str
-    """`rows.jsonl line 17`"""
+    """Origin of the row in messages: `rows.jsonl line 17`."""
 
     unused: set[str] = field(default_factory=set, compare=False)
     """Keys inside columns that are not read, such as `messages[].id`."""
@@ -124,7 +124,7 @@ def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Itera
     """Rows of a directory's files by split, read lazily.
 
     `train_sft-00000-of-00003.parquet` belongs to train_sft, `test/a.jsonl` to test, any other file
-    to train. Suffixes that name no step count only if a split is `wanted`: train_b is in train.
+    to train. Suffixes that name no step are ignored, as in train_b, unless a split is `wanted`.
     """
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.rglob("*")):
@@ -332,8 +332,8 @@ def choose_splits(
     """Return the training split that `step` reads, and the matching test splits, if any.
 
     The training split is `wanted`, else `train`, else the only one whose name starts with it, else
-    the one named for the step. The test split has the same suffix, else there is none; with a
-    single training split, every test split is read.
+    the one named for the step. The test split has the same suffix or none; without such a split,
+    all test splits are read if there is a single training split, and none otherwise.
 
     Raises:
         DataError: there is no training split, or several and none named for the step.

@@ -93,7 +93,7 @@ def _read(path: Path) -> Hashes:
 def earlier_prompts(config: StepConfig) -> PromptRecord:
     """Read the prompt records of all steps before this one.
 
-    They are searched in the directories of the models that the step reads (and the parents of
+    They are looked up in the directories of the models that the step reads (and the parents of
     `actor`, `critic` and `ema`), and of earlier steps next to its output directory.
     """
     record = PromptRecord()

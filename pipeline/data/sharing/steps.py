@@ -1,8 +1,8 @@
 """Assignment of rows to the steps and to evaluation.
 
 Some prompts are held out for evaluation, and each of the others goes to one step. Both are decided
-per prompt, from the prompt and `data.seed` alone: additional rows or paths, another order or
-another training seed move no other prompt. Prompts that earlier steps trained on or held out are
+per prompt, from the prompt and `data.seed` alone: adding or reordering rows or paths, or changing
+the training seed, moves no other prompt. Prompts that earlier steps trained on or held out are
 kept apart as well, however their rows were chosen.
 """
 
@@ -40,7 +40,7 @@ NEEDS: Mapping[RowUse, str] = {
     "prompts": "a prompt",
     "responses": "a response, chosen, rejected or with a label",
 }
-"""Requirements of a use."""
+"""Data that a row needs for each use, as worded in messages."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class StageData:
 
     train: list[Example]
     eval: list[Example]
-    """Up to `max_eval_rows`; for prompts, and with a `RowShare`, all, since the step drops those
-    that are too long first."""
+    """At most `max_eval_rows`. Of a user's prompts, or of rows with a `RowShare`, all: the step
+    first drops those that are too long."""
 
     notes: list[str]
     """Remarks for the user: columns and rows that are not used, and why."""
@@ -106,7 +106,7 @@ def load_examples(
         earlier: the prompts of earlier steps: those trained on are not held out here, and those
             held out are not trained on.
         kept: columns to keep in `extra`, in addition to the dialogue.
-        share: the rows that the step takes, if not those of its number and kind.
+        share: the rows that the step takes instead of those of its number and kind.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
@@ -230,8 +230,8 @@ class _Sharing:
     def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
         """Return the training rows of each path, in proportion to the weights if there are any.
 
-        No row is repeated: the path that is shortest for its weight is used in full, and of the
-        others the prompts with the smallest draws. Missing weights are 1 if others are given.
+        No row is repeated: the path that is smallest relative to its weight is used in full, the
+        others in part, in drawn order. Missing weights are 1 if others are given.
         """
         if all(path.weight is None for path in paths):
             return [path.train for path in paths]
@@ -322,7 +322,7 @@ class _Sharing:
     def own_rows(self, rows: Sequence[Example]) -> list[Example]:
         """Return the rows of the step; other steps get other prompts.
 
-        Each prompt goes, with all its rows, to one of the steps that can use one of them, in
+        Each prompt goes, with all its rows, to one of the steps that can use any of the rows, in
         proportion to `config.split`.
         """
         config, step, needs = self.config, self.step, NEEDS[self.share.use]
@@ -452,8 +452,8 @@ def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
 def held_out_prompts(prompts: Collection[int], *, fraction: float, seed: int) -> set[int]:
     """Return the prompts whose draw is below `fraction`.
 
-    If there is none, as may happen with few rows, return the one with the smallest draw; but never
-    all prompts.
+    If that is none or all of them, as may happen with few rows, return the one with the smallest
+    draw; of a single prompt, none.
     """
     draws = {prompt: draw(prompt, seed=seed, purpose="held out") for prompt in prompts}
     found = {prompt for prompt, number in draws.items() if number < fraction}

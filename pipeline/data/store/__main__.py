@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command named in `argv`.
 
     Raises:
-        UserError: wrong files or options.
+        UserError: the files or options can't be used.
     """
     parser = _Parser(prog=f"{MODULE} pipeline.data.store", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -61,7 +61,7 @@ def _find(spec: str) -> CorpusPath:
 
 
 class HeldOut:
-    """Held-out documents: those with a draw below the threshold."""
+    """Held-out documents: those with a draw of at most `up_to`."""
 
     def __init__(self, *, seed: int, up_to: float = 0.0) -> None:
         self.seed, self.up_to = seed, up_to
@@ -77,7 +77,7 @@ class HeldOut:
 
 
 def document_hash(file: TokenFile, document: int) -> int:
-    """A 64-bit hash of the document's tokens alone."""
+    """A 64-bit hash of the document's first `HASHED` tokens alone."""
     start, end = file.span(document)
     ids = file.slice(start, min(end, start + HASHED)).astype("<u4")
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")

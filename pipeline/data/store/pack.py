@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".jsonl", ".jsonl.gz", ".txt")
 PIECE_BYTES = 16 * 2**20
 BATCH_BYTES = 256 * 2**10
-"""Text passed to the tokenizer at a time, whose result takes about 300 bytes per token."""
+"""Bytes of text passed to the tokenizer at a time; its result takes about 300 bytes per token."""
 
 NAMED_BAD_ROWS = 100
 """Number of bad rows that are logged; others are only counted."""
@@ -236,7 +236,7 @@ def _tokenizer(definition: str) -> "Tokenizer":
 
 
 def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
-    """Write a piece's tokens, with eos after each document, unless the file exists.
+    """Write a piece's tokens, with eos after each document, unless done; return its summary.
 
     Raises:
         DataError: the source can't be read.

@@ -15,7 +15,7 @@ from pipeline.data.store.token_file import TokenFile
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of one document."""
+    """Consecutive tokens of one document."""
 
     document: int
     start: int
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Spans of one training row, each its own sequence."""
+    """Spans of one training row, each a separate sequence."""
 
     file: TokenFile
     spans: tuple[Span, ...]

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 MAGIC = b"MMIDIDX\x00\x00"
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 SMALL_VOCABULARY = 65500
-"""Megatron stores u16 below this size, otherwise i32."""
+"""Vocabulary size below which Megatron stores tokens as u16, otherwise as i32."""
 
 CHUNK = 2**14
-"""Documents processed at a time."""
+"""Number of documents processed at a time."""
 
 _HEADER = struct.Struct("<9sQBQQ")
 
@@ -178,7 +178,7 @@ class TokenFile:
             self.release()
 
     def fingerprint(self) -> str:
-        """Checksums of the content, or the file's size and time if there are none."""
+        """Checksums of the content, or the file's size and modification time if there are none."""
         checksums = part_path(self.path, "sha256")
         if checksums.exists():
             return " ".join(line.split()[0] for line in checksums.read_text().splitlines())
