@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate the model, print a table and write the file.
+    """Evaluate the model, print a table and write the files.
 
     Raises:
         UserError: a task or setting is unknown, the path has no model, or a task can't read its

@@ -13,7 +13,7 @@ from numpy import ndarray
 from pipeline.report.figures import Interval, change_interval
 
 NEWTON_STEPS = 50
-"""Newton steps of a fit, each of length at most 2; it converges long before the last."""
+"""Number of Newton steps of a fit, each of length at most 2; fewer are enough to converge."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Match:
 
     @property
     def interval(self) -> Interval:
-        """95 % interval of the change between two models (Agresti and Min 2005)."""
+        """95 % interval of the win rate, for paired verdicts (Agresti and Min 2005)."""
         wins, losses, ties = self.counts
         low, high = change_interval(wins, losses, wins + losses + ties)
         return 0.5 + low / 2, 0.5 + high / 2

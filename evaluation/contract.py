@@ -47,7 +47,7 @@ class Task:
     name: str
 
     read: Callable[[Reading], list[Question]]
-    """Read the questions; raises DataError if a row lacks a required column."""
+    """Reads the questions; raises DataError if a row lacks a required column."""
 
     grade: Callable[[Question, str], Grades]
     """Grades one response. The metrics are the same for all questions."""
@@ -63,13 +63,13 @@ class Task:
 
 
 def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
-    """Questions, and rows to show as demonstrations.
+    """Rows of questions, and rows to show as demonstrations.
 
     If the data path has a test split, its rows are the questions and the first training rows are
     the demonstrations. Otherwise the first `shots` rows are demonstrations and the rest questions.
 
     Raises:
-        DataError: there are no rows, or no row is left as a question.
+        DataError: there are too few rows for the demonstrations and a question.
     """
     source = read_source(path)
     if source.eval:

@@ -64,7 +64,7 @@ def responses_to(
     """`num_samples` responses to each question, the same on any number of processes.
 
     Samples depend only on the seed and the indices of question and sample. A collective: each
-    process generates its share and gets all responses. `progress` counts them.
+    process generates its share and gets all responses. `progress` counts the share.
 
     Raises:
         DataError: as `Chat.encode`.

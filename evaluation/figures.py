@@ -26,12 +26,12 @@ class Figure:
     metric: str
 
     k: int
-    """Number of responses of which one must be correct; 1 is the accuracy."""
+    """Number of responses of which at least one must be correct; 1 is the accuracy."""
 
     value: float
 
     count: int
-    """Number of graded items over all questions: instructions of IFEval, otherwise questions."""
+    """Number of graded items: questions, or for IFEval's `instruction_*` metrics, instructions."""
 
     questions: int
 

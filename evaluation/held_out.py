@@ -287,7 +287,7 @@ def _respond(
 
 
 NUM_SAMPLES = 12
-"""Held-out prompts whose responses the report shows."""
+"""Number of held-out prompts whose responses the report shows."""
 
 TRIES = 5
 """Responses per hand-written prompt."""
@@ -341,8 +341,8 @@ def conclude(
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        The result of `verification`, and `judge_talk`, the actor's rate on hand-written prompts.
-            Empty for other data.
+        The result of `verification`, and `judge_talk`, the `Talk.rate` of the actor. Empty if
+            not all prompts are from the embedded task.
     """
     conversation = talk(held_out)
     if current_mesh().is_main:
@@ -364,8 +364,8 @@ def verification(
             model.
 
     Returns:
-        `judge`: the fraction of correct responses by model; `judge_counts`: the number of prompts,
-        and of those on which only step 3 (gained) or only its starting model (lost) is correct.
+        `judge`: the fraction of passing responses by model; `judge_counts`: the number of prompts,
+        and of those on which only step 3 (gained) or only its starting model (lost) passes.
     """
     verdicts = {name: held_out.verdicts(each.sampled) for name, each in responses.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
@@ -390,7 +390,7 @@ def write_samples(
     *,
     talk: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write the report's samples: each model's first responses, and those to `TALK`'s prompts."""
+    """Write the report's samples: each model's responses to the first prompts, and `talk`."""
     rows = [
         {
             "prompt": _prompt(prompt, [each.sampled[row] for each in responses.values()]),

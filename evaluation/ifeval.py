@@ -271,7 +271,7 @@ def _placeholders(text: str, arguments: Arguments) -> bool:
 
 
 def _postscript(text: str, arguments: Arguments) -> bool:
-    """The marker may be anywhere, in any case, with a space after its dots."""
+    """Whether the marker is anywhere, in any case; a space may follow its dots."""
     marker = re.escape(arguments["postscript_marker"].strip().lower())
     return re.search(re.sub(r"(?<=\.)(?=\w)", r"\\s?", marker), text.lower()) is not None
 
@@ -285,7 +285,7 @@ def _constrained(text: str, _: Arguments) -> bool:
 
 
 def _highlights(text: str, arguments: Arguments) -> bool:
-    """Text between single asterisks counts, and between double ones once more."""
+    """Whether there are enough passages between single or double asterisks."""
     found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(each.strip("* \t")) for each in found) >= int(arguments["num_highlights"])
 

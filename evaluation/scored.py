@@ -109,7 +109,7 @@ def stop_rate(responses: Sequence[ScoredResponse]) -> float:
 def summarize(
     before: HeldOutResponses, after: HeldOutResponses, *, name: str = "score"
 ) -> dict[str, int | float]:
-    """The `eval` object of step 3: greedy responses, except for the KL.
+    """The `eval` object of step 3, on greedy responses except for `kl` and `sampled_*`.
 
     Args:
         before: responses of the model that step 3 started from.

@@ -84,7 +84,7 @@ def grade_embedded(question: Question, response: str) -> Grades:
 
 
 def read_arithmetic(reading: Reading) -> list[Question]:
-    """The held-out sums of a directory, or the default ones.
+    """The sums of a data path, or the default held-out ones.
 
     Raises:
         DataError: a row has no prompt or no answer.
@@ -134,7 +134,7 @@ def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str)
         if name not in TASKS:
             raise ConfigError(f"there is no task {name}; {suggestion(name, TASKS)}")
     for name in paths:
-        require(name in names, f"{setting} {name}=...: the task {name} is not among the tasks")
+        require(name in names, f"{setting} {name}=...: add {name} to the tasks, or omit this path")
     for name in names:
         require(names.count(name) == 1, f"the task {name} is listed twice; list it once")
         require(

@@ -90,7 +90,7 @@ class WinrateConfig(SamplingConfig):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compare the models, print the tables and write the file.
+    """Compare the models, print a table and write the file.
 
     Raises:
         UserError: a setting is wrong, a path has no model, prompts can't be read, or the judge
@@ -147,14 +147,14 @@ def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> li
 
 
 def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
-    """Rewards of a model's responses by a reward model or program; NaN if unknown."""
+    """The judge's rewards of a model's responses; NaN if unknown."""
     _, results = score([config.source], [list(responses)], config)
     (scored,) = results.values()
     return np.array(scored.values, dtype=float)
 
 
 def _compare(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return 1, 0.5 or 0 by the higher reward; NaN if one is unknown."""
+    """Return 1 where our reward is higher, 0.5 for a tie, else 0; NaN if one is unknown."""
     points = (ours > theirs) + 0.5 * (ours == theirs)
     return np.where(np.isnan(ours) | np.isnan(theirs), np.nan, points)
 

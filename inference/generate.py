@@ -1,7 +1,7 @@
 """Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
 
-Reads a JSON object a line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one a line, in
-the same order: the prompt, other columns of the line, and the texts of its responses (`answers`),
+Reads a JSON object per line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one for each,
+in order: the prompt, other columns of the line, and the texts of its responses (`answers`),
 their `token_ids`, `logprobs` and stop reasons (`stop`). OUT appears when it is complete; until then
 its lines are in a partial file next to it, from which the same command continues.
 """
@@ -59,7 +59,7 @@ class GenerateConfig(ModelOptions):
             self.cache_gib is None or self.cache_gib > 0,
             f"--cache-gib must be above 0, got {self.cache_gib}",
         )
-        require(all(self.stop), "--stop needs a non-empty text")
+        require(all(self.stop), "--stop strings must not be empty")
 
 
 def main(argv: Sequence[str]) -> None:

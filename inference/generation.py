@@ -51,14 +51,14 @@ def generate(
 
     Args:
         model: a causal language model, plain or with adapters.
-        prompts: token ids, none empty; equal ones are read once.
+        prompts: token ids, none empty; equal prompts are read only once.
         max_new_tokens: maximum tokens in a response, including its stop token.
         temperature: divides the logits before sampling; 0 is greedy.
         stop_ids: tokens that end a response.
         seed: sampling seed.
         top_p: sample only from the most likely tokens that together reach this probability.
-        keys: one number for each prompt; their indices if not given.
-        batch_size: sequences computed at once.
+        keys: for each prompt, a number that selects its sample; by default, its index.
+        batch_size: maximum number of sequences that run at once.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -90,10 +90,10 @@ def generate_each(
 ) -> Iterator[Finished]:
     """Respond to the prompts like `generate`, yielding each response as it ends.
 
-    Fewer sequences than `batch_size` run at once while the keys and values of that many don't fit
-    in `cache_bytes` (by default, the free memory). `on_token` is called with each prompt index and
-    token; `stop_when` may end responses in addition to the sampler's stop tokens and the length;
-    both need a model on one process. `passes` counts decoding passes.
+    At most `batch_size` sequences run at once, fewer if their keys and values don't fit in
+    `cache_bytes` (by default, `free_bytes`). `on_token` is called with the prompt's index and each
+    new token; `stop_when` may end responses in addition to the sampler's stop tokens and the
+    length; both need a model on one process. `passes` counts the model's passes.
 
     If the model is sharded over processes, all of them must call this with the same settings, each
     with its own prompts, and exhaust the iterator. Processes with the same prompts each answer a
@@ -145,7 +145,7 @@ def gather_prompts(
     group) is answered once for all of them.
 
     Returns:
-        (the prompts, the indices of each among this process's own).
+        (the prompts, and for each its indices among this process's own prompts).
     """
     indices: dict[tuple[KeyedPrompt, int], list[int]] = {}
     for rank, prompts in enumerate(tp_group.gather_objects(list(own))):
@@ -161,7 +161,7 @@ def gather_prompts(
 def _own_responses(
     finished: Iterator[Finished], indices: Sequence[Sequence[int]], tp_group: Group
 ) -> Iterator[Finished]:
-    """Yield this process's responses.
+    """Yield the responses to this process's prompts.
 
     Raises:
         GroupDisagreesError: the processes did not choose the same tokens.
@@ -180,7 +180,7 @@ def _own_responses(
 
 
 def _gather_shares(finished: Iterator[Finished], first: int, sharing: Group) -> Iterator[Finished]:
-    """Yield this process's responses as they end, then those from processes with equal prompts."""
+    """Yield this process's responses as they end, then those of processes with the same prompts."""
     own: list[Finished] = []
     for each in finished:
         own.append(replace(each, index=first + each.index))
@@ -221,9 +221,9 @@ def run_closed(
 
 
 def most_pages(requests: Sequence[Request], num_slots: int) -> int:
-    """The most pages that the requests need while `num_slots` of them run.
+    """Upper bound on the pages that the requests need while `num_slots` of them run.
 
-    Sequences share the pages that an equal prompt fills.
+    Sequences with equal prompts share the pages that the prompt fills.
     """
     prompts = {request.prompt for request in requests}
     shared = sorted((len(prompt) - 1) // PAGE for prompt in prompts)

@@ -2,8 +2,8 @@
 
     python -m inference.ratings export FILE ... --out FILE
 
-The file is append-only, and each line is flushed to disk before it counts: a kill loses at most the
-line being written.
+The file is append-only, and each line is flushed to disk before its id is returned: a kill loses at
+most the line being written.
 """
 
 import itertools
@@ -192,7 +192,7 @@ def make_label(pair: Rating) -> str:
 
 
 def make_item(pair: Rating) -> tuple[str, ...]:
-    """The dialogue and the two responses, in alphabetical order."""
+    """The dialogue, then the two responses in alphabetical order."""
     prompt = [f"{turn['role']}:{turn['content']}" for turn in pair["messages"]]
     return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
 
@@ -213,7 +213,7 @@ def _share(values: Sequence[bool]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Output file."""
+    """Settings of `export`."""
 
     out: Path = Path()
     """Output file; an existing one is replaced."""
@@ -233,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def export_rows(words: Sequence[str]) -> None:
-    """Run `export`."""
+    """Write the rows of files of ratings, and print their statistics."""
     count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     files = list(words[:count])
     about = "Write a row for each pair, by the majority of its raters, and for each correction."
@@ -242,7 +242,7 @@ def export_rows(words: Sequence[str]) -> None:
     ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings)
     if not rows:
-        raise DataError(f"no rating prefers a response: {', '.join(files)}")
+        raise DataError(f"no rating prefers or corrects a response: {', '.join(files)}")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
     left_out = f"; {undecided} pairs without a preference skipped" if undecided else ""
@@ -255,7 +255,7 @@ def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:
     """Return rows for steps 1 and 2, and the number of pairs without a preferred response.
 
     Rows have prompt, chosen, rejected and margin, the mean strength of the raters who prefer the
-    chosen response; or prompt and chosen, for a correction or a thumb up.
+    chosen response; or prompt and chosen, for a correction or a thumbs-up.
     """
     items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
     for rating in ratings:

@@ -31,10 +31,10 @@ from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
 
 HASH_BITS = 52
-"""Bits in a hash: the integers that JSON numbers represent exactly."""
+"""Number of bits in a hash, few enough for JSON numbers to represent it exactly."""
 
 WORD = 8
-"""Bytes of a word."""
+"""Bytes in each of the words that a hash adds."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Origins:
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
         self._trained = trained
         self.by_name = dict(self._own(replica))
-        """Sources by the names of the replica's weights."""
+        """Origins by the names of the replica's weights."""
         self._buffers: dict[str, Tensor] = {}
         if stages.size > 1:
             self.by_name = dict(_of_all_stages(self.by_name, replica, stages))
@@ -208,7 +208,7 @@ class ReplicaWeight:
         return self.memory
 
     def merged(self) -> Tensor:
-        """`value`, with the adapter that is computed next to it."""
+        """`value`, merged with its adapter if generation computes that separately."""
         if self.is_copied or self.origin.adapter is None:
             return self.value
         return self.origin.value().to(self.origin.dtype)
@@ -233,7 +233,7 @@ class Adapted(nn.Module):
         self._trained = (adapter,)  # no submodule: the replica has no weights but its own
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """Compute the layer, in the dtypes of training."""
+        """Compute the layer and its adapter, in the dtypes of training."""
         (adapter,) = self._trained
         down, up = (cast("nn.Linear", each["default"]) for each in (adapter.lora_A, adapter.lora_B))
         update = F.linear(F.linear(x.to(down.weight.dtype), down.weight), up.weight)
@@ -248,7 +248,7 @@ class Replica:
         shares: whether its weights stay in place, complete, between uses of an engine.
         tp_group: the tensor-parallel group of generation.
         trained_by: the tensor-parallel group of training.
-        stages: the processes of the other pipeline stages, which have the same prompts.
+        stages: the processes of all pipeline stages, which have the same prompts.
 
     Raises:
         ConfigError: the model can't be sharded over this number of processes.
@@ -380,7 +380,7 @@ class Replica:
         return numbers[:count]
 
     def _share_buffers(self) -> None:
-        """Set the trained model's buffers: some families change theirs in forward passes."""
+        """Use the trained model's buffers, which some families change in forward passes."""
         for name, module in self.model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
                 trained = self._origins.buffer(name, leaf)
@@ -452,5 +452,5 @@ def hash_of_sums(names: Sequence[str], sums: Int64[Tensor, " n"]) -> int:
 
 
 def _factor(name: str) -> int:
-    """A random odd 64-bit factor: a change of any bit of the sum changes the product."""
+    """An odd 64-bit factor for a name: a change of any bit of the sum changes the product."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -34,7 +34,7 @@ class Prompt:
     """The value of `prompt` or `messages` in the file."""
 
     messages: tuple[Message, ...]
-    """The messages; a text is one user message."""
+    """The dialogue; text is read as one user message."""
 
     text: str | None
     """The text; None if the line has messages."""
@@ -143,7 +143,7 @@ class Responder:
         """Return the token ids of a prompt: by the chat format, or of the raw text.
 
         Raises:
-            DataError: the prompt is a dialogue and `raw` is on, or it is too long for the model.
+            DataError: the prompt is a dialogue and `raw` is on, or it is empty or too long.
         """
         if self.chat_format is not None:
             token_ids = self.chat_format.encode_prompt(prompt.messages)

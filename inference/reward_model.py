@@ -19,7 +19,7 @@ BATCH = 16
 
 
 def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
-    """A reward model by its path, or by its settings, and the chat format saved with it.
+    """Load a reward model, given its path or settings, and the chat format saved with it.
 
     Raises:
         ModelError: there is no reward model, it has no trained score head, or no label values.
@@ -33,12 +33,12 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
 def score_responses(
     reward: str | FrozenModelConfig, dialogues: Sequence[tuple[Sequence[Message], str]]
 ) -> list[float]:
-    """The score of each response to its prompt, by a reward model that `load_scorer` loads.
+    """Score each response to its prompt by a reward model that `load_scorer` loads.
 
     The model's own chat format is used; texts that are too long lose their beginning.
 
     Raises:
-        ModelError: there is no reward model.
+        ModelError: as `load_scorer`.
     """
     scorer, chat = load_scorer(reward)
     limit = context_length(base_model(scorer.model))

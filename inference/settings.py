@@ -1,4 +1,4 @@
-"""Settings of a model for generation and of sampling."""
+"""Settings of sampling, and of the model that generates."""
 
 from dataclasses import dataclass, fields
 
@@ -75,7 +75,7 @@ class ModelOptions(SamplingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingOptions):
-    """Sampling settings."""
+    """Sampling settings with the seed."""
 
     seed: int = 0
     """The same seed gives the same responses."""

@@ -29,9 +29,9 @@ def kv_heads_here(model: nn.Module) -> int | None:
 
 
 def mark_sharing(model: nn.Module, group: Group) -> None:
-    """Mark the processes that each hold such a model and have the same prompts for it.
+    """Set the group of processes that each hold a copy of the model and have the same prompts.
 
-    Each then answers its share of them, and all of the group must generate together.
+    Each then answers a share of the prompts, and the whole group must generate together.
     """
     setattr(model, _SHARING, group)
 

@@ -26,7 +26,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; often one word, maybe nothing."""
+        """Return the text that `token_id` completes; often one word, possibly none."""
         self._pending.append(token_id)
         piece = self._piece()
         if not piece or piece.endswith(INCOMPLETE):
@@ -35,7 +35,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the rest, with U+FFFD if the response ended inside a character."""
+        """Return the remaining text, with U+FFFD if the response ended inside a character."""
         piece = self._piece()
         self._context, self._pending = [], []
         return piece
@@ -72,23 +72,23 @@ METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenBytes:
-    """Bytes of one tokenizer's tokens, by its decoder: byte level, byte pieces, or others."""
+    """Bytes of a tokenizer's tokens; exact if its decoder is byte-level or has byte pieces."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
         self.special = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
-        """Tokens without a text."""
+        """Special tokens, which have no text."""
         kinds = set(_decoders(tokenizer))
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_pieces = "ByteFallback" in kinds
         self.is_exact = self._is_byte_level or self._has_byte_pieces
-        """Whether the bytes of tokens join to the bytes of their text."""
+        """Whether the concatenated bytes of tokens are the bytes of their text."""
         self._known: dict[int, bytes] = {}
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def of(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; empty for a special token."""
+        """Return the bytes that a token adds to text; empty for a special or unknown token."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._read(token)
@@ -138,10 +138,10 @@ class ResponseText:
     """Turns the tokens of one response into text pieces.
 
     Args:
-        view_bytes: the tokens of the model.
+        view_bytes: bytes of the model's tokens.
         stops: stop strings, before which the response ends; none is empty.
-        begins: whether the text begins here, so that its first word has no space in front where
-            the tokenizer drops it.
+        begins: whether the response begins a new text, without the leading space of its first
+            word if the tokenizer drops it.
     """
 
     def __init__(

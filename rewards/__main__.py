@@ -45,7 +45,7 @@ class VerifyConfig(ScoringConfig):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print a table of the sources; return 1 if one failed."""
+    """Print a table of the sources; raise SystemExit(1) if one failed."""
     config = read_command(
         VerifyConfig,
         argv,
@@ -116,7 +116,7 @@ def _table(results: dict[str, Scored]) -> Iterator[str]:
 
 
 def _first_rows(origins: Sequence[str], results: dict[str, Scored]) -> Iterator[str]:
-    """The first row on which a source fails, does not apply, or gives less than 1."""
+    """The first rows on which each source fails, does not apply, or gives less than 1."""
     for name, scored in results.items():
         first: dict[str, str] = {}
         for origin, value, failure in zip(origins, scored.values, scored.failed, strict=True):

@@ -43,7 +43,7 @@ class _Reads:
     """Settings without a default."""
 
     column: str | None = None
-    """Default of the column that it reads."""
+    """Column that it reads by default."""
 
 
 _REQUESTS = ("attempts", "key_variable", "insecure")

@@ -63,7 +63,7 @@ class Scored:
     """Rewards; None if the source does not apply, or failed."""
 
     failed: list[str | None]
-    """A message for each response on which it failed."""
+    """For each episode, a message if the source failed, else None."""
 
     @property
     def num_failed(self) -> int:
@@ -91,7 +91,7 @@ def parse_outcomes(returned: object, count: int) -> list[Outcome]:
 
 
 def parse_outcome(result: object) -> Outcome:
-    """Convert a finite number (NumPy's or a one-element tensor included) or None."""
+    """Convert one result: None or a finite number, also NumPy's or a one-element tensor."""
     if result is None:
         return Outcome()
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):

@@ -20,7 +20,7 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt."""
 
 LONGEST_PAUSE = 30.0
-"""Maximum seconds of a server's Retry-After that are honoured."""
+"""Maximum seconds between attempts, even if a server's Retry-After is longer."""
 
 LARGEST_REPLY = 16 << 20
 """Maximum bytes of a server's reply."""

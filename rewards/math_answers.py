@@ -1,7 +1,7 @@
 r"""Answers of mathematics: numbers as exact rational numbers, others by `rewards.symbolic`.
 
 The answer of a response is its last \boxed{...}, else what follows its last ####, else its last
-number. Both sides are read in the ways people write a number, and 0.5, 1/2 and \frac{1}{2} are one.
+number. Numbers may be written in the usual ways: 0.5, 1/2 and \frac{1}{2} are equal.
 A percent sign is a unit: 20% is 20, as in GSM8K (Cobbe et al. 2021) and MATH (Hendrycks et al.
 2021), and not 0.2.
 """
@@ -92,7 +92,7 @@ def math_scorer(config: RewardConfig) -> Scorer:
 
 
 def gold_answer(gold: object) -> Fraction | None:
-    r"""The number that a row's answer is, or that its last \boxed{} or #### has; else None."""
+    r"""The number in a row's answer: in its last \boxed{}, after ####, or all of it; else None."""
     if gold is None or isinstance(gold, bool):
         return None
     text = str(gold)
@@ -111,7 +111,7 @@ def marked_answer(response: str) -> Fraction | None:
 
 
 def same_formula(gold: str, answer: str) -> bool:
-    """Whether two formulas or words are the same, as they are written or mean the same."""
+    """Whether two formulas or words are written the same or mean the same."""
     one, other = (_plain(text, _FORMULA_WORDS) for text in (gold, answer))
     if "".join(one.split()).lower() == "".join(other.split()).lower():
         return True

@@ -171,7 +171,7 @@ def check_failures(
     max_failures: float,
     setting: str = "max_reward_failures",
 ) -> None:
-    """Stop a run if too many rewards are missing.
+    """Raise an error if a source failed on too many responses.
 
     Args:
         failed: number of responses on which each source failed, over all processes.

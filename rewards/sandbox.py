@@ -3,8 +3,8 @@
 A program runs in separate namespaces (no network, no other processes, as nobody), in an empty
 directory in memory, with all other mounts read-only, Landlock hiding all files except Python's, an
 empty environment, and limits on memory, CPU time, processes, files and output. At the deadline the
-kernel kills every process that it has started. `sandbox_child.py` runs inside. Kernel
-vulnerabilities remain: the sandbox is only as good as the machine's kernel is up to date.
+kernel kills every process that the program has started. `sandbox_child.py` runs inside. Kernel
+vulnerabilities remain, so keep the machine's kernel up to date.
 
 A program that fails, hangs or runs out of memory is wrong: its reward is 0. Only a sandbox that
 can't be built, and tests that can't be read, are failures.

@@ -103,7 +103,7 @@ def _isolated(job: dict, status: int) -> int:
 
 
 def _map_users(member: int) -> None:
-    """Map the users of the new namespace to nobody, and to root where this is root."""
+    """Map the users of the new namespace to nobody, and to root if this process is root."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # RLIMIT_NPROC does not apply to root, so the program runs as nobody.
@@ -196,7 +196,7 @@ def _prepare(job: dict) -> None:
 
 
 def _make_read_only(place: bytes) -> None:
-    """Make all mounts from a path on read-only."""
+    """Make a path's mount and all mounts below it read-only."""
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
     result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place, AT_RECURSIVE, attributes, 32)
     checked("mount_setattr", result)

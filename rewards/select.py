@@ -134,7 +134,7 @@ class Candidate:
 
     stopped: bool = True
     """Whether the response ended with the end token. A truncated one is never chosen, because
-    training would teach its end."""
+    training would teach the model to end there."""
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, C
 def select(
     examples: Sequence[Example], candidates: Sequence[Sequence[Candidate]], config: SelectConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The rows to write, and by reason the number of prompts without one."""
+    """The rows to write, and the number of prompts without a row, by reason."""
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for example, responses in zip(examples, candidates, strict=True):

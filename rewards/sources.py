@@ -99,7 +99,7 @@ class Source:
 
 
 def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Source:
-    """Read a source whose files exist and can be used; no user code is run.
+    """Read a source, and check without running user code that it can be used.
 
     Raises:
         ConfigError: a file, function or pattern can't be used.

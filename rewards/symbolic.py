@@ -17,7 +17,7 @@ SECONDS, MEMORY = 3.0, 2**30
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two answers mean the same; False if it can't be decided by the deadline."""
+    """Whether two answers mean the same; False if time or memory runs out first."""
     _load()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -35,7 +35,7 @@ def equal(gold: str, answer: str) -> bool:
 
 @functools.cache
 def _load() -> None:
-    """Import math-verify and let it build its tables, which every child then has."""
+    """Import math-verify and let it build its tables, which every child then inherits."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no deadline
     _are_equal("x^2", r"\frac{1}{2}")
 

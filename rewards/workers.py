@@ -181,7 +181,7 @@ def _start_python(
     *arguments: int,
     environment: dict[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a function of this module in a new process; return its pid and one end of a pipe."""
+    """Start a function of this module in a new process, with one end of a pipe."""
     # Not `python -m`, which would define this module's classes twice.
     code = f"from rewards import workers; workers.{function}()"
     words = map(str, (connection.fileno(), os.getpid(), *arguments))
@@ -242,7 +242,7 @@ def _serve(trainer: Connection) -> None:
 
 
 _SPAWN = threading.Lock()
-"""Held while a worker starts, while adopted processes are reaped, and at the end."""
+"""Held while a worker starts, while adopted processes are reaped, and during the final cleanup."""
 
 _WORKERS: set[int] = set()
 """Pids of the workers, which their threads wait for."""

@@ -1,7 +1,7 @@
 """Decoding one pass ahead of the host: sampled tokens go into the next pass on the GPU.
 
 The host reads the tokens of a pass while the GPU computes the next one. Sequences keep their rows
-meanwhile. A sequence that ended is computed until rows are assigned again; its tokens are dropped.
+meanwhile. An ended sequence is still computed until rows are reassigned; its tokens are dropped.
 
 Dimension names: B sequences, V vocabulary.
 """
@@ -23,10 +23,10 @@ class Ahead:
     """Passes of the same sequences, each sampled and followed by the next on the device.
 
     Args:
-        rows: repeats the passes; has just computed one.
+        rows: repeats the passes; it has just computed one.
         tickets: the sequences of its first rows, for which `can_stay_ahead` holds.
-        logits: of that pass.
-        room: passes that the pages of the sequences have room for; None if all.
+        logits: the result of that pass.
+        room: number of passes for which the sequences have pages; None for any number.
         counts: counts the passes.
     """
 
@@ -53,18 +53,18 @@ class Ahead:
         ]
         words = torch.from_numpy(np.array(state, np.uint64).T.copy().view(np.int64))
         self._state: Int[Tensor, "3 B"] = words.to(logits.device)
-        """Tokens until its limit, key, and number of the next draw of each sequence."""
+        """For each sequence: tokens until its limit, key, and number of the next draw."""
         self._unread: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self._draw(logits)
 
     @property
     def is_read(self) -> bool:
-        """Whether the tokens of all launched passes are read."""
+        """Whether the tokens of all launched passes have been read."""
         return not self._unread
 
     @property
     def has_next(self) -> bool:
-        """Whether another pass is worthwhile: few sequences ended, and another one needs it."""
+        """Whether another pass is possible and worthwhile: few sequences ended, one needs it."""
         is_full = 8 * sum(ticket.ended for ticket in self.tickets) <= len(self.tickets)
         needed = any(not ticket.ended and tokens_left(ticket) > 0 for ticket in self.tickets)
         return self._room > 0 and is_full and needed
@@ -77,7 +77,7 @@ class Ahead:
         self._draw(self._rows.repeat()[: len(self.tickets)])
 
     def read(self) -> list[Choice]:
-        """Wait for the oldest pass that was not read, and return its tokens."""
+        """Wait for the oldest unread pass; return its tokens and their log-probabilities."""
         tokens, logprobs, event = self._unread.popleft()
         if event is not None:
             event.synchronize()
@@ -106,7 +106,7 @@ def tokens_left(ticket: Ticket) -> int:
 
 
 def can_stay_ahead(tickets: Sequence[Ticket]) -> bool:
-    """Whether the device can choose all tokens: one sampler, which needs no earlier tokens."""
+    """Whether the device can choose all tokens: one sampler, unaltered logits, no `num_top`."""
     sampler = tickets[0].sampler
     alike = all(each.sampler is sampler and each.request.num_top is None for each in tickets)
     return alike and sampler.alters_logits is None

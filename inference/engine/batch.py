@@ -1,4 +1,4 @@
-"""Continuous generation: requests are submitted at any time, run together, and cancelled.
+"""Continuous generation: requests run together, and are submitted or cancelled at any time.
 
     batch = OpenBatch(model, num_slots=8, capacity=512)
     ticket = batch.submit(Request(prompt, sampler, key=0, max_new_tokens=64))
@@ -50,9 +50,9 @@ class OpenBatch:
     """A batch that requests join and leave while others run.
 
     `submit` and `cancel` may be called from any thread, all other methods from one. A step reads
-    at most `chunk` prompt tokens, so that long prompts don't hold up running sequences, and one
-    token of each of these. A closed batch admits requests in groups and reads their prompts at
-    once, in the fewest passes.
+    at most `chunk` prompt tokens, so that long prompts don't hold up running sequences, and decodes
+    one token of each running sequence. A closed batch admits requests in groups and reads their
+    prompts at once, in the fewest passes.
 
     With a tensor-parallel model, all processes of the group must close the batch with the same
     requests, cancel the same ones, and call `step` the same number of times. `step` raises the
@@ -62,7 +62,7 @@ class OpenBatch:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once; halved when memory runs out, which loses no response.
         capacity: maximum tokens per sequence, prompt and response.
-        num_pages: pages of the cache, enough for one sequence; enough for all if not given.
+        num_pages: pages of the cache, at least enough for one sequence; by default, for all slots.
         chunk: maximum prompt tokens per step; `PREFILL` if not given.
         reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
             or ended, of the same `scope`; otherwise only equal prompts share.
@@ -200,7 +200,7 @@ class OpenBatch:
         self._rows.free([ticket for ticket in tickets if ticket.ended])
 
     def _has_fewer_slots(self, error: Exception) -> bool:
-        """Halve the slots if memory ran out; otherwise, or at one slot, return False."""
+        """Halve the slots if memory ran out and there are several; return whether it was done."""
         if not is_out_of_memory(error) or self._num_slots == 1:
             return False
         self._num_slots //= 2
@@ -209,7 +209,7 @@ class OpenBatch:
         return True
 
     def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, Reported]]:
-        """Prefill, then one decoding pass: its requests, and tokens or errors of each."""
+        """Prefill and decode; return the requests, their tokens or errors, and reports by row."""
         rows = self._rows
         if self._ahead is None:
             rows.prefill(self._waiting, chunk=self._chunk, is_closed=self._closed)
@@ -230,7 +230,7 @@ class OpenBatch:
         return ahead.tickets, choices, {}
 
     def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:
-        """Append a token to its response."""
+        """Append the chosen token to the response, and yield the events."""
         if ticket.ended:
             return  # a padded batch keeps the rows of ended requests
         if isinstance(choice, Exception):
@@ -291,7 +291,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
 def reports(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, Reported]:
-    """The policy's log-probabilities, by row, for the requests that include them."""
+    """The policy's log-probabilities, by row, for the requests that have `num_top`."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))

@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 MANY = 64
-"""Up to this number of rows, passes have powers of two of rows; beyond it multiples of `STEP`."""
+"""Up to this number, rows are padded to a power of two; beyond it, to a multiple of `STEP`."""
 
 STEP = 32
 
 WIDER = 4
-"""Verified passes with up to this factor more rows are used for fewer rows: padding costs less than
-three more passes of the modules' Python code."""
+"""A verified pass is used for as few as 1 / `WIDER` of its rows: the padding costs less than three
+more passes of the modules' Python code."""
 
 SHORT = 256
 """Up to this length sequences share a graph; longer ones have a graph per power of two, because a
@@ -189,7 +189,7 @@ class CudaCapture:
         """Record the computation, as defined by `Capture`.
 
         Raises:
-            ReplayError: the modules do what a graph can't contain, such as waiting for a number.
+            ReplayError: the modules do something a graph can't contain, such as reading a value.
         """
         graph = torch.cuda.CUDAGraph()
         current, side = torch.cuda.current_stream(self._device), capture_stream(self._device)
@@ -260,7 +260,7 @@ class Decoder:
         self._counts = counts
         self._agree = agree
         self.replayed: GraphedRows | None = None
-        """The rows that replayed the last pass from a graph."""
+        """The rows that replayed the last pass from a graph; None if none did."""
 
     def __call__(
         self, columns: Sequence[Column], layout: NextToken, *, repeats: bool
@@ -307,7 +307,7 @@ class Decoder:
         return self._kept[key]
 
     def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
-        """The verified passes with the fewest rows, if not too many more."""
+        """The smallest verified pass with more rows, at most `WIDER` times as many; else None."""
         if self._device.type == "cpu" and not (kernel_mode() != "off" and is_built(self._dtype)):
             return None  # PyTorch would compute the padding too
         found = [
@@ -336,7 +336,7 @@ def can_replay(model: nn.Module, device: torch.device) -> bool:
     """Whether decoding passes can be replayed without the modules.
 
     Hooks must run in every pass, except those of tensor parallelism on GPUs, whose collectives are
-    part of a graph; a trace of a CPU's operators has none.
+    part of a graph; a trace of a CPU's operators can't contain them.
     """
     hooks = [
         hook

@@ -37,7 +37,7 @@ class PaddedRows:
         """Do nothing: rows of ended requests leave the batch in `step`."""
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
-        """If no batch runs, begin one with the oldest prompts, or the shortest if it is closed."""
+        """If no batch runs, begin one with the oldest prompts, or the shortest if `is_closed`."""
         del chunk  # prompts are not chunked
         if self.running or not waiting:
             return

@@ -50,7 +50,7 @@ class PassCounts:
 
 
 class Stage(Enum):
-    """The next kind of pass for a number of rows."""
+    """The kind of the next pass with a given number of rows."""
 
     RECORD = auto()
     VERIFY = auto()
@@ -58,7 +58,7 @@ class Stage(Enum):
 
 
 class ReplayedRows(ABC):
-    """Passes with one number of rows: the first is recorded, the second verified, later replayed.
+    """Passes with a fixed size: the first is recorded, the second verified, later ones replayed.
 
     The first two return the logits of the modules.
     """
@@ -68,7 +68,7 @@ class ReplayedRows(ABC):
         self.stage = Stage.RECORD
 
     def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
-        """Return the logits of the rows, in memory that the next pass may use again.
+        """Return the logits of the rows, in memory that the next pass may overwrite.
 
         Args:
             columns: input of each row; rows beyond those of `layout` are padding.
@@ -140,7 +140,7 @@ WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select
 """Operators, in addition to the elementwise ones, that can write to `out`."""
 
 TO_PYTHON = {"tolist", "numpy", "__array__"}
-"""Methods that return numbers to Python without the dispatcher, which sees `item`."""
+"""Methods that return numbers to Python unseen by the dispatcher, unlike `item`."""
 
 UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
@@ -313,7 +313,7 @@ class OperatorTrace:
 
 
 def varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
-    """The calls whose results depend on the inputs, except views."""
+    """The calls whose results may differ between replays, except views."""
     alive = {memory(tensor) for tensor in inputs}
     alive |= {memory(tensor) for call in calls for tensor in call.changed()}
     kept: list[Call] = []
@@ -342,7 +342,7 @@ def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
 NORM = (("pow", 0, 2), ("mean", 1, (-1,), True), ("add", 2, float), ("rsqrt", 3), ("mul", 0, 4))
 NORMS = ((*NORM, ("mul", 6, 5)), (*NORM, ("mul", 5, 6)))
 ROTATIONS = ((("mul", 0, 1), ("neg", 3), ("cat", (4, 5), -1), ("mul", 6, 7), ("add", 2, 8)),)
-"""Names and arguments; tensors are numbered in the order in which they are read or created."""
+"""Names and arguments of calls; tensors are numbered in the order of their first use."""
 
 
 def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
@@ -385,7 +385,7 @@ def fuse_gate(calls: list[Call], index: int) -> None:
 
 
 def fuse_norm(group: Sequence[Call]) -> Replay | None:
-    """X * rsqrt(mean(x^2) + epsilon) * weight with the kernel; None for other calls."""
+    """Replay of x * rsqrt(mean(x^2) + epsilon) * weight by the kernel; None if unsupported."""
     pattern, tensors = describe(group)
     if pattern not in NORMS or tensors[6].shape != tensors[0].shape[-1:]:
         return None
@@ -393,7 +393,7 @@ def fuse_norm(group: Sequence[Call]) -> Replay | None:
 
 
 def fuse_rotation(group: Sequence[Call]) -> Replay | None:
-    """Rotate by the kernel: x * cos + cat(-x2, x1) * sin, with halves x1 and x2; or return None."""
+    """Replay of x * cos + cat(-x2, x1) * sin by the kernel, with halves x1, x2; else None."""
     pattern, tensors = describe(group)
     if pattern not in ROTATIONS:
         return None
@@ -474,7 +474,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def memory(tensor: Tensor) -> int:
-    """A key of a tensor's memory; a view has its base's."""
+    """A key of a tensor's memory, equal for a tensor and its views."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 

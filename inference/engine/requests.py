@@ -77,7 +77,7 @@ class Request:
     their random numbers."""
 
     num_top: int | None = None
-    """Adds `Reported` to each token, with this number of most likely tokens."""
+    """If given, each token has `Reported`, with this number of most likely tokens."""
 
     scope: Hashable = None
     """Only requests with the same scope share keys and values."""
@@ -89,7 +89,7 @@ def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
 
 
 def sample_key(row: int, sample: int) -> int:
-    """The key of a sample; the first sample is independent of the number of samples."""
+    """The key of one of a row's samples; it does not depend on their number."""
     return sample << 40 | row
 
 
@@ -103,7 +103,7 @@ class Ticket:
         self.newest = request.prompt[-1]
         """The input token of the next decoding pass."""
         self.sampler, self.key = without_seed(request.sampler, request.key)
-        """An equivalent sampler and key, shared with requests that have other seeds."""
+        """An equivalent sampler, which requests with other seeds can share, and its key."""
         self.num_reused = 0
         """Prompt tokens whose keys and values were already stored when it got a slot."""
 

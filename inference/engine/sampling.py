@@ -123,7 +123,7 @@ class Sampler(Draw):
             responses: the sampled tokens of each sequence, where `counts_tokens`.
 
         Raises:
-            KernelError: kernels are required, and there is none for these.
+            KernelError: kernels are required, but none supports these logits.
         """
         if sampling.kernel_for(logits, self.alters_logits) is not None and len(logits):
             numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
@@ -176,7 +176,7 @@ class Sampler(Draw):
         return logits
 
     def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Top-k, then top-p of the remaining tokens, then min-p, in the order of `transformers`."""
+        """Apply top-k, top-p of the remaining tokens, and min-p, in the order of `transformers`."""
         if not self.truncates:
             return probabilities
         probabilities = probabilities.double()
@@ -235,10 +235,10 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """The token at cumulative weight `points`, a fraction of each row's total; never of weight 0.
+    """The token of each row at the fraction `points` of its total weight; never one of weight 0.
 
-    In a large vocabulary it is found in two steps, the block and the token in it: one pass over the
-    weights.
+    In a large vocabulary it is found in two steps, first its block and then the token in it, with
+    one pass over the weights.
     """
     if weights.shape[-1] <= SMALL:
         return _place(weights, points)[0]
@@ -313,7 +313,7 @@ def counted(
 
 
 def biased(logits: Float[Tensor, "B V"], bias: Sequence[tuple[int, float]]) -> Float[Tensor, "B V"]:
-    """Add to the logits of some tokens."""
+    """Add each bias to the logit of its token."""
     tokens = torch.tensor([token for token, _ in bias], device=logits.device)
     values = torch.tensor([value for _, value in bias], dtype=logits.dtype, device=logits.device)
     return logits.index_add(1, tokens, values.expand(len(logits), -1))

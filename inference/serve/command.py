@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _open_ratings(config: ServeConfig) -> "RatingsFile | None":
-    """Open the file of ratings; None for a run whose directory can't be written to."""
+    """Open the file of ratings; None if there is none, or a run's directory is not writable."""
     from inference.ratings import RatingsFile
 
     path = config.ratings or (config.run and config.run / "ratings.jsonl")

@@ -229,7 +229,7 @@ class Reply:
 
 
 def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) -> None:
-    """Reject a prompt without room for `after` tokens, or with token ids that the model lacks.
+    """Reject a prompt that is empty, leaves no room for `after` tokens or has unknown token ids.
 
     Raises:
         ApiError: the prompt is refused.
@@ -357,7 +357,7 @@ class TextReply(Reply):
         self.fields = fields
         served, given = self.served, fields.prompts
         self.scores: list[list[Reported | None]] = []
-        """Log-probabilities of each prompt, if it is echoed with them."""
+        """Log-probabilities of each prompt's tokens; empty unless prompts are echoed with them."""
         if not given:
             raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):
@@ -422,7 +422,7 @@ class TextReply(Reply):
     def _logprobs(
         self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, Reported | None]]
     ) -> dict[str, Any]:
-        """OpenAI's logprobs object; the very first token has no log-probability."""
+        """OpenAI's logprobs object; a prompt's first token has no log-probability."""
         names = self.served.view_bytes
         reports = [report for *_, report in tokens]
         return {
@@ -442,7 +442,7 @@ def new_id(prefix: str) -> str:
 
 
 def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
-    """OpenAI's usage object; a prompt's tokens are cached if none of its responses read them."""
+    """OpenAI's usage object; a prompt's cached tokens are those that all its responses reused."""
     num_completion = sum(len(piece.ids) for piece in pieces.values())
     reused: dict[int, int] = {}
     for row, piece in pieces.items():
@@ -462,7 +462,7 @@ class TextPosition:
 
     served: ServedModel
     begins: bool
-    """Whether a new text has not yet returned a token with text."""
+    """Whether the response begins a text and none of its tokens with text has been returned."""
 
     offset: int = 0
     """Characters before the next token; an incomplete character doesn't count."""

@@ -27,7 +27,7 @@ KINDS = {
 """The type of an error by its status; `invalid_request_error` for others."""
 
 RETRY_SECONDS = 5
-"""Value of `Retry-After`, for clients that are refused now."""
+"""Value of `Retry-After` in responses with status 429 or 503."""
 
 LEFT = 499
 """Status of a request whose client disconnected, in logs and metrics."""
@@ -95,7 +95,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     """Read the JSON object of a request, within the server's limits of size and time.
 
     Raises:
-        ApiError: the body is not a JSON object, or is too large.
+        ApiError: the body is not a JSON object, too large or received too late.
     """
     config: ServeConfig = request.app.state.server.config
     seconds = config.idle_seconds

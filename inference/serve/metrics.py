@@ -13,29 +13,29 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         by_model = {"labelnames": ["model_name"], "registry": registry}
         self.running = Gauge("vllm:num_requests_running", "Responses in a slot.", **by_model)
-        self.waiting = Gauge("vllm:num_requests_waiting", "Prompts without a slot.", **by_model)
+        self.waiting = Gauge("vllm:num_requests_waiting", "Waiting prompts.", **by_model)
         self.slots = Gauge("rlhf:slots", "Sequences that can run at once.", **by_model)
         self.passes = Gauge(
-            *("rlhf:decoding_passes", "Passes until now: by the model's modules, or replayed."),
+            *("rlhf:decoding_passes", "Passes so far, by the model's modules or replayed."),
             ["model_name", "by"],
             registry=registry,
         )
         self.prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **by_model)
         self.queried = Counter(
-            "vllm:prefix_cache_queries", "Tokens of prompts, by response.", **by_model
+            "vllm:prefix_cache_queries", "Prompt tokens of all responses.", **by_model
         )
         self.reused = Counter(
-            "vllm:prefix_cache_hits", "Those whose keys and values were there.", **by_model
+            "vllm:prefix_cache_hits", "Prompt tokens with reused keys and values.", **by_model
         )
         self.generated = Counter("vllm:generation_tokens", "Tokens of responses.", **by_model)
         self.first = Histogram(
-            "vllm:time_to_first_token_seconds", "From a slot on.", buckets=SECONDS, **by_model
+            "vllm:time_to_first_token_seconds", "After getting a slot.", buckets=SECONDS, **by_model
         )
         self.between = Histogram(
             "vllm:time_per_output_token_seconds", "Between tokens.", buckets=SECONDS, **by_model
         )
         self.ended = Counter(
-            *("rlhf:responses", "Responses by why they ended.", ["model_name", "reason"]),
+            *("rlhf:responses", "Responses by reason for ending.", ["model_name", "reason"]),
             registry=registry,
         )
         self.requests = Counter(
@@ -43,7 +43,7 @@ class Metrics:
             registry=registry,
         )
         self.seconds = Histogram(
-            *("rlhf:request_seconds", "Time of a request.", ["route"]),
+            *("rlhf:request_seconds", "Duration of a request.", ["route"]),
             buckets=SECONDS,
             registry=registry,
         )

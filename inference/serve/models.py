@@ -120,7 +120,7 @@ class ServedModel:
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text, after the tokenizer's first special tokens."""
+        """Return the token ids of text; `special` adds special tokens unless it begins with BOS."""
         begin = self.tokenizer.bos_token
         special = special and not (begin and text.startswith(str(begin)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -195,7 +195,7 @@ MOST_SLOTS = 32
 """Maximum concurrent sequences without `--slots`."""
 
 CHUNK = {"cpu": 64, "cuda": 512}
-"""Prompt tokens of a step without `--prefill-chunk`."""
+"""Maximum prompt tokens per step without `--prefill-chunk`."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def models_of_run(out: Path) -> list[ModelPath]:
     """Return a run's models that generate: base, step 1, and step 3, the best method last.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: no step has finished such a model.
     """
     paths: list[ModelPath] = []
     steps = _steps(out)
@@ -356,7 +356,7 @@ def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
 def plan_memory(
     paths: Sequence[ModelPath], reward: str | None, config: ServeConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return (number, tokens) of each model's slots.
+    """Return the number of each model's slots, and the tokens per slot.
 
     Raises:
         ConfigError: the weights don't fit, or leave no room for a single sequence.

@@ -197,7 +197,7 @@ async def score(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """`GET /api/server`: the views that have data to show."""
+    """`GET /api/server`: the models, and whether there are a reward model and ratings."""
     state = get_state(request)
     return json_response(
         {

@@ -31,7 +31,7 @@ NOT_SERVED = (
 """Fields of OpenAI and vLLM that are refused."""
 
 DEFAULTS = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type": "text"})
-"""Values of those fields that have no effect."""
+"""Values of the fields in `NOT_SERVED` that have no effect and are accepted."""
 
 EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
 
@@ -164,7 +164,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> "list[str | list[int]]":
-        """One or more prompts, each a text or token ids."""
+        """One or more prompts, each text or token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

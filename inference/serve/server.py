@@ -61,7 +61,7 @@ class ImpatientProtocol(H11Protocol):
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the timer of its first request."""
+        """Start the timer for the connection's first request."""
         super().connection_made(transport)
         self._silent = self.loop.call_later(self.seconds, self._close_without_request)
 
@@ -78,7 +78,7 @@ class ImpatientProtocol(H11Protocol):
         self._unread = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Cancel that timer."""
+        """Cancel the timer of a client that reads its response again."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -134,7 +134,7 @@ class Broker:
         waiting = sum(not job.started for job in self._jobs) + self._calls
         tokens = sum(job.num_prompt_tokens for job in self._jobs)
         if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
-            raise ApiError(429, f"{waiting} requests are already waiting; try again later")
+            raise ApiError(429, f"the queue is full ({waiting} requests); try again later")
         return self.worker
 
 
@@ -149,7 +149,7 @@ class State:
     reward: ServedReward | None = None
     ratings: RatingsFile | None = None
     created: int = 0
-    """Time of its start, in seconds since 1970."""
+    """Time at which the server started, in seconds since 1970."""
     metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class Piece:
     reported: list[Reported] = field(default_factory=list)
     """Log-probabilities of the tokens with text, if they are requested."""
     num_reused: int = 0
-    """Number of tokens in the prompt whose keys and values were stored; in the first piece."""
+    """Number of prompt tokens whose keys and values were reused; 0 after the first piece."""
     finish: Literal["stop", "length"] | None = None
     """The reason why the response ended."""
     error: str | None = None
@@ -97,7 +97,7 @@ class Job:
         self._ready.set()
 
     async def take(self) -> list[Piece]:
-        """Wait for pieces, and return them by row."""
+        """Wait for pieces, and return them in the order of rows."""
         await self._ready.wait()
         self._ready.clear()
         pieces, self._pieces = self._pieces, {}
@@ -212,7 +212,7 @@ class Worker:
             self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a function on this thread between two steps, unless its future is cancelled first."""
+        """Run a function on the thread between two steps, unless its future is cancelled first."""
         future: Future[T] = Future()
         with self._changed:
             self._calls.append((future, function))  # pyrefly: ignore[bad-argument-type]
@@ -221,7 +221,7 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job waits or runs."""
+        """Whether no job or call waits or runs."""
         return not (self._submitted or self._cancelled or self._calls or self._rows or self._jobs)
 
     def _run(self) -> None:

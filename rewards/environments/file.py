@@ -16,7 +16,7 @@ VERBS = ("reset", "step", "reward")
 """The methods of an environment, which are described in docs/environments.md."""
 
 BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calculator"}
-"""Our examples, by short name."""
+"""Built-in environments, by short name."""
 
 REWARDS = ("get_reward", "reward")
 """Names of the reward in a tool class: methods; the second may also be an attribute."""
@@ -86,7 +86,7 @@ def _columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
 
 
 def is_tool(name: str) -> bool:
-    """Return whether a method with that name is a tool, in a tool class."""
+    """Whether the method of a tool class with this name is a tool."""
     return not name.startswith("_") and name not in (*VERBS, *REWARDS)
 
 

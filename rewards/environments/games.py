@@ -46,7 +46,7 @@ class GuessingGame:
         return [Message("user", hint(guess, self.number))]
 
     def reward(self) -> dict[str, float]:
-        """Rewards for finding the number and for consistent guesses, minus a cost per guess."""
+        """Rewards for finding the number, less a cost per wrong guess, and for consistency."""
         found = max(0.0, 1.0 - COST * self.wrong) if self.found else 0.0
         guesses = self.wrong + self.found
         share = self.sensible / guesses if guesses else 0.0

@@ -57,7 +57,7 @@ class _Move:
 class Environments:
     """Worker processes that hold an environment for each episode.
 
-    An episode has one pending move at a time, whose result is `receive`d.
+    An episode has one pending move at a time, whose result `receive` returns.
 
     Args:
         file: the user's class.
@@ -76,7 +76,7 @@ class Environments:
         self._episodes: list[set[int]] = [set() for _ in range(workers)]
         """Episodes of each worker."""
         self._calls: dict[int, int] = {}
-        """Episode by number of a call."""
+        """Episode of each pending call, by the call's number."""
         name = f"ppo.environment {file.name} of {file.file}"
         self._workers = Workers([Lane(name, partial(_Episodes, file))] * workers)
 

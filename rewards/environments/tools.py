@@ -168,7 +168,7 @@ class Calculator:
     """Addition, subtraction, multiplication and division: `--environment calculator`.
 
     `python -m pipeline.demo.arithmetic --calculator true` writes rows whose demonstrations call it.
-    The reward is that of the last response, by any source, such as `--reward math`.
+    Any source can reward the last response, such as `--reward math`.
     """
 
     INSTRUCTIONS = ""  # the demonstrations show the calls
