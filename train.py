@@ -96,7 +96,7 @@ EXAMPLES = (
 
 
 def train_help(*, full: bool = False) -> str:
-    """Return the text of `--help`: the options that most runs need, with `full` all options."""
+    """Return the text of `--help`: the options that most runs need, or all options if `full`."""
     sections = [stage.section for stage in STAGES]
     options = {each.name: each for each in list_settings(Request)}
     shown = list(options) if full else COMMON
@@ -110,10 +110,10 @@ def train_help(*, full: bool = False) -> str:
         *settings_help([options[name] for name in shown], dashes=True),
         *help_entry(
             "--config FILE ...",
-            "YAML files with these options and the steps' sections, as sft: or ppo:; later files"
-            " win, and the command line wins over files.",
+            "YAML files with these options and the steps' sections, such as sft: or ppo:; later"
+            " files win, and the command line wins over files.",
         ),
-        *help_entry("--help [all]", "This; all: every option."),
+        *help_entry("--help [all]", "Show this help; all: every option."),
     ]
     if not full:
         others = [f"--{name.replace('_', '-')}" for name in options if name not in shown]

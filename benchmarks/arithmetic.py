@@ -3,8 +3,8 @@
     python -m benchmarks.arithmetic --out DIR [--seeds 1 2 3] [--methods grpo rloo raft] \
         [--digits 2] [--rows 8100] [--options "--ppo.max_steps 300 --sft.max_steps 3000"]
 
-For each seed the sums, their demonstrations (right in half), the base model's random weights and
-all draws of training are that seed's. `train.py --config arithmetic-grpo.yaml` then runs step 1
+Each seed determines the sums, their demonstrations (half of them right), the base model's random
+weights and all draws of training. `train.py --config arithmetic-grpo.yaml` then runs step 1
 once and step 3 by each method, with `--options` after the preset's settings. Results already in DIR
 are kept, so an interrupted command resumes where it stopped.
 
@@ -113,7 +113,7 @@ def result(step: Path) -> Mapping[str, Any]:
 
 
 def percent(share: float | None) -> str:
-    """0.85 as `85.0 %`."""
+    """Format 0.85 as `85.0 %`, and None as `-`."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 

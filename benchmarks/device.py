@@ -1,6 +1,6 @@
-"""Common parts of the GPU benchmarks: rows of results, timing, ceilings.
+"""Common parts of the GPU benchmarks: rows of results, timing, and the device's peak rates.
 
-    python -m benchmarks.device                 # software and ceilings of the device
+    python -m benchmarks.device                 # software and peak rates of the device
     python -m benchmarks.device --show FILE     # rows as a table; exit code 1 if one is not ok
 
 A row is one line of JSON on standard output, and in the file that the variable ROWS names.
@@ -29,7 +29,7 @@ from pipeline.system.logs import configure_logging
 ROWS = "ROWS"
 REPEATS = 20
 FALLBACKS = ("PyTorch is used instead", "attention pads", "decoding runs the model's modules")
-"""Beginnings of the messages that report a missing kernel."""
+"""Prefixes of the messages that report a missing kernel."""
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def emit(part: str, *, ok: bool = True, **figures: Any) -> None:  # noqa: ANN401
-    """Report a row at once."""
+    """Print a row, and append it to the file that ROWS names, if any."""
     line = json.dumps({"part": part, "ok": ok, **figures}, default=str)
     print(line, flush=True)
     if ROWS in os.environ:
@@ -90,7 +90,7 @@ def wait() -> None:
 
 
 def take_peak() -> int:
-    """Most bytes that PyTorch reserved since the last call; 0 without a GPU."""
+    """Return the peak bytes that PyTorch has reserved since the last call; 0 without a GPU."""
     peak = torch.cuda.max_memory_reserved() if GPU else 0
     if GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -98,7 +98,7 @@ def take_peak() -> int:
 
 
 def time_call(call: Callable[[], object], *, count: int = 1) -> float:
-    """Seconds of a call, the GPU's work included; the mean of a number of them."""
+    """Mean seconds of `count` calls, including the GPU's work."""
     wait()
     began = time.perf_counter()
     for _ in range(count):
@@ -108,9 +108,9 @@ def time_call(call: Callable[[], object], *, count: int = 1) -> float:
 
 
 def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median seconds of one of the calls, which differ in their memory alone.
+    """Median seconds per call, over calls that differ only in the memory that they use.
 
-    On a GPU by replays of a CUDA graph, timed there.
+    On a GPU, all calls are replayed as one CUDA graph and timed with CUDA events.
     """
     for call in calls:
         call()
@@ -133,7 +133,7 @@ def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def profile(call: Callable[[], object], *, count: int) -> Row:
-    """Seconds of a call, those in which the GPU is busy, and milliseconds of its kernels."""
+    """Seconds per call; on a GPU also its busy seconds and the milliseconds of the top kernels."""
     seconds = time_call(call, count=count)
     if not GPU:
         return {"seconds": seconds}
@@ -150,14 +150,14 @@ def profile(call: Callable[[], object], *, count: int) -> Row:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a copy on the device, read and written."""
+    """Bytes read and written per second by a copy on the device."""
     source = torch.randn(1 << (30 if GPU else 18), device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds([lambda: target.copy_(source)])
 
 
 def show(file: Path) -> int:
-    """Print a line for each row; 1 if one is not ok."""
+    """Print a line for each row; return 1 if one is not ok, else 0."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows:
         names = [name for name in row if name not in ("part", "ok")]
@@ -170,7 +170,7 @@ def show(file: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Report software and ceilings, or show the rows of a file."""
+    """Report software and peak rates, or show the rows of a file."""
     if argv[:1] == ["--show"]:
         return show(Path(argv[1]))
     kernels = cache_directory()

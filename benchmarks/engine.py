@@ -4,20 +4,20 @@
     python -m benchmarks.engine --deepspeed-python PATH [--precisions bf16 fp32] [--rounds 3]
     python -m benchmarks.engine --quick
 
-Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, one
-micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in separate processes,
+Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, with
+one micro-batch of 4 sequences of 256 tokens each per step. Every system runs in separate processes,
 and each round visits every system once, so that a slow minute of the machine affects all. Tokens
-per second are those of the median step, of the median round; a ratio is taken within each round,
+per second are those of the median step in the median round; a ratio is taken within each round,
 and its median is shown.
 
-CPU ms is processor time of one process in a step, of all its threads, polling included: the figure
-to compare if the machine is shared.
+CPU ms is one process's processor time per step, over all its threads and including polling: the
+figure to compare if the machine is shared.
 
 Bytes are those of the tensors on the process with the most: alive between steps, and at the peak of
-a step (`benchmarks/memory.py` explains the counting). Peers keep their defaults where
-`benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed add gradients
+a step (`benchmarks/memory.py` explains the counting). Peers keep their defaults unless
+`benchmarks/engine_systems.py` sets others: in bf16 DDP, FSDP2 and DeepSpeed add gradients
 in bf16, the engine in fp32. The engine keeps freed memory; set MALLOC_MMAP_MAX_=0 and
-MALLOC_TRIM_THRESHOLD_=100000000000 to give that to all of them.
+MALLOC_TRIM_THRESHOLD_=100000000000 to make all systems do so.
 """
 
 import argparse
@@ -51,7 +51,7 @@ WARM_UP = 3
 """Steps before timing starts."""
 
 Rounds = dict[str, list[dict[str, float]]]
-"""The figures of every round, by system."""
+"""Metrics of every round, by system."""
 
 MIB = 2**20
 
@@ -121,7 +121,7 @@ def run_inside(args: argparse.Namespace) -> None:
 
 
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
-    """Versions, and which Adam to use: DeepSpeed's own if it can be built."""
+    """Return versions and the Adam to use, DeepSpeed's if it builds; None without DeepSpeed."""
     if python is None:
         print("skipping DeepSpeed: set --deepspeed-python to an interpreter that has it")
         return None
@@ -146,7 +146,7 @@ def call(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank."""
+    """Return the last line that is not blank, or `no output`."""
     return (text.strip().splitlines() or ["no output"])[-1]
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.engine_gpu [--systems plain "stage 0" ...]
     python -m benchmarks.engine_gpu --tiny      # the same with a tiny model, on any device
 
-Trains OPT-1.3B with random weights in bf16, with fp32 masters, clipping and fused AdamW, on 8
+Trains a random OPT-1.3B in bf16, with fp32 master weights, clipping and fused AdamW, on 8
 sequences of 512 tokens: a plain loop, then stages 0 to 3 and offload. Nothing is downloaded. With
 the optimizer on the host a step has a target of 0.5 s and is measured twice.
 """
@@ -33,14 +33,14 @@ SYSTEMS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "stage 2, gradients on the host": (2, {"gradients": "cpu"}),
     "stage 2, optimizer on the host": (2, {"optimizer": "cpu"}),
 }
-"""ZeRO stage and offload."""
+"""ZeRO stage and settings of `OffloadConfig`, by system."""
 
 WARM_UP = 3
 """Steps before timing starts."""
 
 
 def measure(system: str, *, tiny: bool, steps: int) -> float:
-    """Median seconds per step of OPT-1.3B, or of two narrow layers."""
+    """Median seconds per step of OPT-1.3B, or if `tiny` of two narrow layers."""
     torch.manual_seed(0)
     with DEVICE:
         model: Any = OPTForCausalLM(opt(64 if tiny else 2048, use_cache=False))

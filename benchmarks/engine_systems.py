@@ -21,7 +21,7 @@ BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 BUCKET_ELEMENTS = 12_500_000
 """Elements of DeepSpeed's buckets: 25 MB in bf16, as in DDP. The default, 1 GB, is many times the
-model."""
+size of the model."""
 
 OURS = tuple(f"ours-{stage}" for stage in range(4))
 DDP = ("ddp", "ddp-bf16")
@@ -32,7 +32,7 @@ SYSTEMS = tuple(
     for stage, other in enumerate((*DDP, *FSDP2))
     for system in (f"ours-{stage}", other, f"deepspeed-{stage}")
 )
-"""In the order of a round: compared systems run right after each other."""
+"""All systems in the order of a round: systems to compare run right after each other."""
 
 
 def build_model(*, tiny: bool) -> nn.Module:

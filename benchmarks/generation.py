@@ -9,7 +9,7 @@ A Llama of 15M parameters with random weights answers prompts of 64 tokens greed
 have responses of 128 tokens each; the last has 64 prompts whose responses are 8 to 128 tokens long,
 as if they ended with an end token. The two sides alternate within one run, after one warm-up round
 each; a figure is the median over rounds of response tokens per second. The last column counts
-responses with identical tokens (others diverge where two tokens are equally likely up to rounding),
+responses with identical tokens (others diverge where two tokens are equally likely up to rounding);
 the one before it is the fraction of our decoding passes that were replayed. With `--model`
 the prompts are 56 tokens of this repository's documentation, and all responses have the same
 length. With `--opt` OPT-1.3B with random weights answers 64 prompts of 256 tokens with 256, in
@@ -55,7 +55,7 @@ BATCHES = (1, 8, 32)
 
 @dataclass(frozen=True)
 class Course:
-    """Requests to both sides."""
+    """Sizes of the requests to both sides."""
 
     longest: int = 128
     shortest: int = 8
@@ -67,7 +67,7 @@ class Course:
 TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-"""The clock: processor time, with one thread, is meaningful even on a shared machine."""
+"""Clocks by name; with one thread, processor time is meaningful even on a shared machine."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -247,7 +247,7 @@ def text_prompts(directory: Path, count: int, length: int) -> Responses:
 
 
 def format_line(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a case."""
+    """Return the table cells of a case."""
     lengths, slow, fast = row["lengths"], row["transformers"], row["ours"]
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     return [

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels [--parameters 10000000 100000000] [--rounds 24]
     python -m benchmarks.kernels --quick
 
-Each round runs every implementation once, each time starting with the next one, and times the
-second of two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to fp32 times a
+Each round visits every implementation once, starting with a different one, and times the second of
+two steps. `mixed` is an optimizer step in mixed precision: bf16 gradient to fp32 times a
 clip coefficient, AdamW on fp32 masters and moments, weights rounded to bf16; `split` stores the
 master as these weights and 16 more bits; `bf16-moments` stores the Adam moments in bf16. Ratios are
 taken within a round.
@@ -80,7 +80,7 @@ def torch_adamw(params: list[nn.Parameter], **settings: Any) -> torch.optim.Opti
 
 @functools.cache
 def deepspeed_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """DeepSpeedCPUAdam, if it is installed and can be compiled."""
+    """DeepSpeedCPUAdam if it is installed and can be compiled, else None."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

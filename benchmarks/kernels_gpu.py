@@ -6,7 +6,7 @@
 AdamW over 1.3B parameters against PyTorch's fused AdamW with casts, and decode attention against
 scaled_dot_product_attention on the live keys, by replays of CUDA graphs over more memory than the
 cache holds. `share` is the fraction of a copy's bandwidth; targets are 0.85 for AdamW and 0.75 for
-attention of 64 sequences and more. `tests/pipeline/kernels/test_device.py` tests the kernels.
+attention of 64 sequences or more. `tests/pipeline/kernels/test_device.py` tests the kernels.
 """
 
 import argparse
@@ -40,11 +40,11 @@ HEADS = {
     "Llama-3-8B": (32, 8, 128),
     "Llama-3-70B, an eighth": (8, 1, 128),
 }
-"""Query heads, key heads, head size."""
+"""Query heads, key-value heads and head size, by model."""
 
 
 def time_adamw(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
-    """fp32 masters with bf16 copies, and split masters."""
+    """Time AdamW with fp32 master weights and bf16 copies, and with split master weights."""
     count = 1000 if tiny else 1_320_000_000
     for form in ("mixed", "mixed-split"):
         seconds: list[float] = []
@@ -60,7 +60,7 @@ def time_adamw(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
 
 
 def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
-    """A new token of each sequence, in bf16, all of one length."""
+    """Time attention of one new token per sequence, in bf16, with sequences of equal length."""
     shapes = [(1, 20)] if tiny else [(64, 512), (512, 512), (1, 2048), (16, 8192)]
     for batch, length in shapes:
         for model, (heads, kv_heads, size) in HEADS.items():

@@ -100,7 +100,7 @@ def run_ours(
     method: str = "ppo",
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Times]:
-    """Step 3 as users run it; seconds per iteration are read from its metrics."""
+    """Run step 3 as users do; return seconds per iteration from its metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
     from step3_ppo.methods import METHODS
@@ -195,7 +195,7 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
 
 
 def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """Its own trainer and reward model, on engines at stage 0 with DeepSpeed's CPU Adam.
+    """DeepSpeed-Chat's trainer and reward model, on engines at stage 0 with DeepSpeedCPUAdam.
 
     Models are loaded by our code, because its loader needs names that `transformers` removed.
     """
@@ -312,7 +312,7 @@ OURS = ("ours", "ours, grpo")
 
 
 def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """A Markdown table: how many times more samples per second ours processes, by method."""
+    """A Markdown table, with the ratios of our samples per second to each peer's, by method."""
     from benchmarks.kernels import show_ratios
 
     head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]

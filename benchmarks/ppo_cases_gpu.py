@@ -30,12 +30,12 @@ Settings = Mapping[str, Any]
 
 
 def offload(stage: int, **places: Any) -> Settings:  # noqa: ANN401
-    """A ZeRO stage with something on the host."""
+    """Settings of a ZeRO stage with offload; `places` are settings of `OffloadConfig`."""
     return {"zero_stage": stage, "zero": ZeroConfig(offload=OffloadConfig(**places))}
 
 
 def adam(**settings: Any) -> OptimConfig:  # noqa: ANN401
-    """AdamW with a constant rate."""
+    """Settings of AdamW with a constant learning rate."""
     return OptimConfig(lr=1e-4, schedule="constant", warmup_ratio=0.0, **settings)
 
 
@@ -53,11 +53,11 @@ CASES: Mapping[str, Settings] = {
     "stage 3, lora": {"zero_stage": 3, "lora": LoraConfig(rank=4)},
     "offload in generation": {},
 }
-"""Settings of actor and critic."""
+"""Settings of actor and critic, by case."""
 
 
 def iterate_case(name: str, directory: Path, vocabulary: int) -> dict[str, Any]:
-    """Figures of the second iteration."""
+    """Run two iterations of a case; return the metrics of the second."""
     kernels = "required" if GPU else "auto"
     config, models = load(
         directory,

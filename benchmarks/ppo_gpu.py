@@ -75,7 +75,7 @@ OVER_PLAN = 1.15
 
 
 def opt(width: int, **settings: Any) -> OPTConfig:  # noqa: ANN401
-    """An OPT without dropout: of 24 layers, or narrow and of two."""
+    """Settings of an OPT without dropout, of 24 layers, or of two if `width` is 64."""
     sizes = {
         "hidden_size": width,
         "ffn_dim": 4 * width,
@@ -88,7 +88,7 @@ def opt(width: int, **settings: Any) -> OPTConfig:  # noqa: ANN401
 
 
 def save_models(directory: Path, *, tiny: bool, model: str = MODELS[0]) -> int:
-    """Save an actor and a reward model with random weights, and a tokenizer; return its size."""
+    """Save a random actor and reward model, and a tokenizer; return the vocabulary size."""
     tokenizer, is_opt = build_tokenizer(), model == MODELS[0]
     vocabulary = max(len(tokenizer), 512) if tiny else 50_272 if is_opt else 151_936
     common: Row = {
@@ -129,7 +129,7 @@ def load(
     rollout: int,
     **settings: Any,  # noqa: ANN401
 ) -> tuple[PPOConfig, Models]:
-    """Settings of step 3, one update a rollout, and its models; `trained` is of both that learn."""
+    """Settings and models of step 3, one update per rollout; `trained` is for actor and critic."""
     torch.cuda.empty_cache()
     trained, reward = {"precision": "bf16", **trained}, str(directory / "reward")
     config = PPOConfig(
@@ -192,7 +192,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
 
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
-    """Report iterations; return their medians."""
+    """Report iterations; return their medians, and the planned and reserved memory."""
     prompt, answer = (16, 8) if args.tiny else (PROMPT, ANSWER)
     config, models = load(
         directory,
@@ -225,7 +225,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
 
 
 def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> None:
-    """Report decoding steps of several numbers of rows; of one its share of the bandwidth."""
+    """Report decoding steps for several numbers of rows; for one row also the bandwidth share."""
     sampler = Sampler(temperature=1.0, seed=0)
     with models.hybrid_engine.generating() as actor:
         floor = sum(param.nbytes for param in actor.parameters()) / copy_bandwidth()

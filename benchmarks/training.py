@@ -6,7 +6,7 @@
 
 Both sides train the same Llama of 15M parameters on the same token ids in batches of the same size,
 with fused AdamW, without gradient checkpointing or evaluation. Ours is the step as users run it,
-tokenizing on the fly; TRL gets token ids, or for DPO texts, which it tokenizes before training.
+tokenizing on the fly; TRL gets token ids, or for DPO text, which it tokenizes before training.
 Both precompute DPO's reference log-probabilities of all rows, which is not timed, so a few hundred
 pairs suffice. The two alternate within one run, each round in a fresh process. A figure is the
 median over rounds of real tokens (or pairs) per second, from the fourth step on.
@@ -143,7 +143,7 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Our step's rows, in its order, as the token ids that TRL takes."""
+    """Our step's rows, in its order, as TRL takes them: token ids, or for DPO text."""
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.batches import RowStream
     from pipeline.data.sharing.steps import load_examples
@@ -228,7 +228,7 @@ def compare(args: argparse.Namespace) -> None:
 def one_side(
     args: argparse.Namespace, model: str, task: str, precision: str, side: str
 ) -> dict[str, float]:
-    """Run one side in a separate process."""
+    """Run one side in a separate process; return its metrics."""
     command = [sys.executable, "-m", "benchmarks.training", "--side", side, "--task", task]
     command += ["--model", model, "--precision", precision, "--data-path", args.data_path]
     command += ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]

@@ -24,7 +24,7 @@ ROOT = _HERE if (_HERE / "pipeline").is_dir() else _HERE.parent
 
 
 def add_to_path() -> None:
-    """Make `pipeline`, `inference` and the steps importable, before other modules so named."""
+    """Make `pipeline`, `inference` and the steps importable, ahead of modules of the same names."""
     root = str(ROOT)
     if root in sys.path:
         sys.path.remove(root)

@@ -18,7 +18,7 @@ from pipeline.system.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(StepConfig):
-    """Step 0: continued pre-training on all tokens of texts."""
+    """Step 0: continued pre-training on all tokens of a text corpus."""
 
     section: ClassVar[str] = "pretrain"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOOKED_AT = 2**20
-"""Number of documents per file among which evaluation documents are searched."""
+"""Maximum number of documents per file that are searched for evaluation documents."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reading:
     data: TextDataConfig
     vocabulary: Vocabulary
     bos: int | None
-    """Token that the tokenizer puts before a text; None if it adds none."""
+    """Token that the tokenizer puts before text; None if it adds none."""
 
     @classmethod
     def for_model(
@@ -64,7 +64,7 @@ class Corpus:
 
     @property
     def notes(self) -> list[str]:
-        """One line per file."""
+        """One line per file: its rows and its fraction of the mixture."""
         total = sum(self.stream.weights)
         return [
             f"{rows.file}, {len(rows):,} rows of up to {rows.room}, {weight / total:.1%} of the mix"

@@ -26,7 +26,7 @@ class Rows:
     corpus: Corpus
     total_steps: int
     prompts: None = None
-    """None: texts have no prompts."""
+    """None: text has no prompts."""
 
     @property
     def stream(self) -> MixedStream:
@@ -58,7 +58,7 @@ def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]
 
 
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
-    """Concatenate the sequences of the rows; without rows, those of `spare` without targets."""
+    """Concatenate the rows' sequences; if all are empty, those of `spare` without targets."""
     learned = [row for row in rows if row.spans]
     used = learned or [spare]
     sequences = [ids for row in used for ids in row.sequences()]

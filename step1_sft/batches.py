@@ -22,7 +22,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
 
 
 def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
-    """Number of trained tokens per row."""
+    """Whether rows are longer than `max_length`, and their trained tokens after truncation."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[Fit]:

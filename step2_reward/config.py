@@ -55,11 +55,11 @@ class RewardConfig(LabelSettings, StepConfig):
     """Prompts for step 1's model, whose responses determine the score's mean and std."""
 
     max_new_tokens: int = 256
-    """Maximum tokens per response for measuring the score's mean and standard deviation; the same
-    as in step 3, since unfinished responses don't count."""
+    """Maximum tokens per response for measuring the score's mean and standard deviation; use that
+    of step 3, since unfinished responses are left out."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
-    """Criterion of the best weights, on held-out rows: accuracy (pairs in the right order, or
+    """Criterion for the best weights, on held-out rows: accuracy (pairs in the right order, or
     rows in the right class), or loss."""
 
     patience: int | None = None
@@ -93,7 +93,7 @@ class RewardConfig(LabelSettings, StepConfig):
 
     @property
     def row_columns(self) -> RowColumns:
-        """Columns for labels and ties, unless it trains only on plain pairs."""
+        """Columns for labels and ties, unless the step trains only on plain pairs."""
         return RowColumns(labels=self.learns_labels)
 
     def choose_rows(

@@ -104,7 +104,7 @@ class Objective(ABC):
     """Base class of the objectives, for the common training loop."""
 
     counts_right = True
-    """Whether single rows are right or wrong."""
+    """Whether single rows can be right or wrong, which gives an accuracy."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
@@ -112,7 +112,7 @@ class Objective(ABC):
         """Settings of the step, including those of the loss."""
 
     def cutpoints(self) -> Cutpoints | None:
-        """Thresholds that are trained with the score."""
+        """Thresholds that are trained with the score; None if the loss has none."""
         return None
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
@@ -178,7 +178,7 @@ class PairObjective(Objective):
     """Pairs: the better response should score higher."""
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and the number of rightly ordered pairs; ties count half."""
+        """The loss summed over pairs, and the number in the right order; ties count half."""
         config = self.config
         chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
         loss = pairwise_loss(
@@ -204,7 +204,7 @@ class TieObjective(Objective):
     """Pairs that may be ties: Rao-Kupper, with a trained threshold."""
 
     def cutpoints(self) -> Cutpoints:
-        """kappa, initialized so that equal scores tie as often as the rows do."""
+        """kappa, initialized so that equal scores tie with the rows' frequency, at most 0.9."""
         share = min(self.labels.tie_share, 0.9)
         return Cutpoints([2 * math.atanh(share)], device=local_device(), positive=True)
 
@@ -275,7 +275,7 @@ class OrdinalObjective(Objective):
         return ordinal_loss(scores, batch.classes, outputs.cutpoints), right
 
     def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Fraction of pairs of classes in order, rank correlation, and mean distance in classes."""
+        """Fraction of pairs in order, rank correlation, and mean error in numbers of classes."""
         assert held_out.cutpoints is not None
         scores, targets = held_out.first.squeeze(1), held_out.targets
         taken = ordinal_log_probabilities(scores, held_out.cutpoints).argmax(dim=1)
@@ -347,7 +347,7 @@ class StepObjective(Objective):
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
     ) -> list[Row]:
-        """Token ids and targets; responses that are too long lose their first steps."""
+        """Token ids and targets; dialogues that are too long lose their beginning."""
         separator, separators = self.config.step_separator, self.separators(chat)
         limit = config.data.max_length
         return [encode_steps(x, chat, separator, separators, max_length=limit) for x in examples]
@@ -362,7 +362,7 @@ class StepObjective(Objective):
         }
 
     def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean loss of all steps, and the fraction predicted correctly, both times the rows."""
+        """The loss summed over steps, and the number predicted correctly, times a step's weight."""
         logits = outputs.logits.squeeze(-1)
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right

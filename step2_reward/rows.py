@@ -83,9 +83,9 @@ class Batch:
 def encode_dialogue(
     chat: ChatFormat, example: Example, response: Turns, *, max_length: int
 ) -> Encoded:
-    """Token ids of the prompt with a response, or of the prompt alone if that is empty.
+    """Token ids of the prompt with a response, or of the prompt alone if the response is empty.
 
-    Texts that are too long lose their beginning, since the score is read at the end; for encoders
+    Long dialogues lose their beginning, since the score is read at the end; for encoders
     the first token is kept.
     """
     if response:
@@ -142,17 +142,17 @@ def encode_steps(
     *,
     max_length: int = UNCUT,
 ) -> Row:
-    """A response as steps joined by the separator; if it is too long, it loses its first steps.
+    """Encode a dialogue with steps joined by the separator; if too long, it loses its beginning.
 
     Args:
         example: a row of steps.
         chat: the chat format of the model.
         separator: the text between steps.
         separators: the tokens that end a step.
-        max_length: tokens that are kept.
+        max_length: maximum number of tokens, the last of which are kept.
 
     Raises:
-        DataError: the tokens have another number of steps.
+        DataError: tokenization changes the number of steps.
     """
     texts = split_steps(example, separator)
     full = chat.encode(
@@ -186,7 +186,7 @@ def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
 
 
 def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: float = 1.0) -> Batch:
-    """The rows with these indices as one batch; with the first row's tokens if there are none."""
+    """The rows with these indices as one batch; if there are none, the first row is a spare."""
     rows = [all_rows[number] for number in numbers]
     present = rows or all_rows[:1]
     longest = max(len(row.sequences) for row in present)

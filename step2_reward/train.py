@@ -74,7 +74,7 @@ class RewardTraining:
     objective: Objective
 
     scorer: Scorer
-    """The model in its engine, or all stages of it."""
+    """Runs the model in its engine, or in all stages of a pipeline."""
 
     def evaluate(self) -> Evaluation:
         """Metrics of the held-out rows, and the model's outputs for them."""
@@ -195,7 +195,7 @@ def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
 
 
 MIN_ENDED = 8
-"""Minimum responses for the moments, or half of the prompts if these are fewer."""
+"""Minimum number of finished responses for the moments; half of the prompts if that is less."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def measure_scores(
     """Mean and standard deviation of the score over responses sampled from step 1's model.
 
     They are exported with the model, and PPO's critic starts on their scale; PPO normalizes its
-    rewards by its first rollout. Unfinished responses do not count: the reward model was not
-    trained to score these. The data's own responses are scored instead if there is no step-1
+    rewards by its first rollout. Unfinished responses are left out: the reward model was not
+    trained to score them. The data's own responses are scored instead if there is no step-1
     model, if hardly any of its responses ended, or if the rows label prompts.
     """
     data = current_mesh().data
@@ -310,7 +310,7 @@ def finish(
 ) -> None:
     """Export the best weights with the moments of their scores, and write the result.
 
-    `kept` is the evaluation of the best weights, unless an earlier run made it.
+    `kept` is the evaluation of the best weights; None if an earlier run made it.
     """
     training, labels = reward.training, reward.objective.labels
     best, config, rows = training.best, training.config, training.rows

@@ -25,7 +25,7 @@ def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Fl
 
 
 def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all counted values of a group are equal; True for groups of one or none.
+    """Whether all counted values of a group are equal; True for groups with fewer than two.
 
     The largest is compared with the smallest, because rounding makes differences from the mean and
     the deviation nonzero.
@@ -73,7 +73,7 @@ class Rewarded:
     """Lambda of GAE: 1 is Monte Carlo, 0 the one-step TD error."""
 
     counted: Bool[Tensor, " B"]
-    """False if a response has no reward: it is not in any baseline, and its advantage is 0."""
+    """False for a response without a reward or masked as overlong: in no baseline, advantage 0."""
 
     group_baseline: bool = False
     """Whether `reinforce_pp` first subtracts the group's mean from scores."""
@@ -224,7 +224,7 @@ def centered(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Flo
 
 
 def of_every_token(advantages: Float[Tensor, "P G"], rewarded: Rewarded) -> Estimate:
-    """A response's advantage at each of its tokens; 0 if it has no reward."""
+    """Assign each response's advantage to all its tokens; 0 for responses that are not counted."""
     counted = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
     return Estimate(counted.float()[:, None] * rewarded.mask)
 

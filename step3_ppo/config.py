@@ -72,7 +72,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     }
 
     AT_LEAST: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
-    """A minibatch is part of one rollout."""
+    """rollout_size is raised to an option's batch_size: a minibatch is part of one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
 
@@ -107,7 +107,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Responses before each round of updates, over all processes."""
+    """Responses generated for each round of updates, over all processes."""
 
     group_size: int = 1
     """Responses per prompt (num_generations, rollout.n)."""
@@ -126,7 +126,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     and keeps every gradient; none is the plain policy gradient, for one update per rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Weighting of that loss: tokens equally, responses equally, or 1 / max_new_tokens each."""
+    """Weighting in the loss: tokens equally, responses equally, or 1 / max_new_tokens per token."""
 
     dynamic_sampling: int = 0
     """Maximum rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
@@ -163,8 +163,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     resident keeps it."""
 
     offload_in_generation: bool = False
-    """Move the training states of actor and critic to host memory while responses are generated, on
-    GPUs, to make room for more at once."""
+    """On GPUs, move the training states of actor and critic to host memory during generation, to
+    make room for more concurrent responses."""
 
     max_prompt_length: int = 256
     """Maximum tokens per prompt; rows with longer prompts are dropped and counted."""
@@ -273,14 +273,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def method_name(self) -> str:
-        """Name of the method: `method`, or if that is not set the advantage's."""
+        """Name of the method: `method`, or if that is ppo, the name that fits `advantage`."""
         by_advantage = {"gae": "ppo", "best": "raft"}
         named = self.method != "ppo"
         return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def step_name(self) -> str:
-        """Name of the step in metrics; each of several methods has a directory with its name."""
+        """Name in metrics: step3_METHOD if the directory is so named, else step3_ppo."""
         own = f"step3_{self.method}"
         return own if self.output_dir.name == own else "step3_ppo"
 
@@ -301,7 +301,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def reference_role(self) -> Literal["reference", "teacher"] | None:
-        """The frozen policy: a teacher, or a reference for a penalty or to measure the KL."""
+        """Role of the frozen policy: teacher, or reference for a penalty or to measure the KL."""
         if self.distills:
             return "teacher"
         measured = self.reference.path is not None or self.step_name != "step3_ppo"
@@ -341,7 +341,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Reward sources and method; in an environment each process plays separately."""
+        """Reward sources, the method of `teacher`, and no tensor parallelism with `environment`."""
         words = {name: given[name] for name in ("reward_function", "reward") if name in given}
         sources = {"rewards": read_reward_options(words.items())} if words else {}
         sources |= {"method": "distill"} if "teacher" in given else {}
@@ -365,7 +365,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             return None
         if not self.ptx_data:
             return replace(self.data, eval_path=())
-        # Separate rows with default fields. All of them train; the embedded task can't be split.
+        # Separate rows with default fields. All are trained on; the embedded task can't be split.
         data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
@@ -448,7 +448,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         )
         require(
             self.kl_target is None or self.kl_coef > 0,
-            "ppo.kl_target scales kl_coef by factors: set ppo.kl_coef above 0",
+            "ppo.kl_target multiplies kl_coef, which is 0: set ppo.kl_coef above 0",
         )
         for role in ("actor", "critic"):
             lora = getattr(self, role).lora
@@ -504,7 +504,7 @@ def _has_reference_of_its_own(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """The initial actor, if no other is given; with LoRA it is the actor's base."""
+    """The given `reference`, also if the actor's base serves (LoRA); else the actor's settings."""
     if config.reference.path is not None or not _has_reference_of_its_own(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}
@@ -595,7 +595,7 @@ def _check_kl(config: PPOConfig) -> None:
     )
     require(
         config.kl_target is None or config.kl_in != "none",
-        "ppo.kl_target adapts the KL penalty, but ppo.kl_in none omits it: set reward or loss",
+        "ppo.kl_target needs a KL penalty, so ppo.kl_in can't be none: set it to reward or loss",
     )
 
 
@@ -604,7 +604,7 @@ def _check_teacher(config: PPOConfig) -> None:
         is_one_of_several = config.step_name != "step3_ppo" or config.method == "ppo"
         require(
             config.teacher.path is None or is_one_of_several,
-            f"--teacher is for --method distill, not {config.method}; choose one of them",
+            f"--teacher is for --method distill, not {config.method}; omit it, or use distill",
         )
         return
     require(

@@ -60,7 +60,7 @@ class EpisodeResponse(Response):
 
     @property
     def observation_length(self) -> int:
-        """Tokens between the actor's responses."""
+        """Number of observation tokens between the actor's responses."""
         return len(self.sequence) - self.sequence.trained.index(True) - len(self.ids)
 
 
@@ -195,7 +195,7 @@ class _Table:
         return bool(self._generating or self._thinking or self._finishing)
 
     def begin(self, index: int, prompt: Prompt, *, key: int, seed: int) -> None:
-        """Reset an environment."""
+        """Begin an episode by resetting its environment."""
         number = self._environments.begin(row_of(prompt), seed=seed)
         self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
 
@@ -229,7 +229,7 @@ class _Table:
         return done
 
     def _take_rewards(self) -> list[_Playing]:
-        """The episodes whose rewards have arrived; waits for one if nothing else can run."""
+        """Return the episodes whose rewards have arrived; wait for one if nothing else can run."""
         if not self._finishing:
             return []
         self._receive()
@@ -253,7 +253,7 @@ class _Table:
         return self._replies.pop(number)
 
     def _take(self, playing: _Playing, played: Played) -> list[_Playing]:
-        """Continue with the result of a move; return the episode if that was its last."""
+        """Continue with the result of a move; return the episode if it has ended."""
         episode = playing.episode
         if played.verdict is not None:
             episode.verdict = played.verdict
@@ -275,7 +275,7 @@ class _Table:
     def _open(self, playing: _Playing, played: Played) -> None:
         """Submit the first turn; if the episode can't start, respond to the row's prompt instead.
 
-        So a rollout always has the full number of responses, all from the policy.
+        This way, a rollout always has the full number of responses, all from the policy.
         """
         episode, failure = playing.episode, played.failure
         opening = played.messages or ()
@@ -334,7 +334,7 @@ class _Table:
         self._generating[self._batch.submit(request)] = playing
 
     def _end_turn(self, playing: _Playing, ticket: Ticket) -> list[_Playing]:
-        """Pass a response to the environment; return the episode if that failed."""
+        """Request the next move or the reward; return the episode if it had already failed."""
         episode, response = playing.episode, ticket.response
         _append(episode.sequence, response.ids, trained=True)
         episode.ids += response.ids
@@ -351,7 +351,7 @@ class _Table:
         return []
 
     def _finish(self, playing: _Playing, end: End) -> None:
-        """Request the reward."""
+        """Record how the episode ended, and request its reward."""
         playing.episode.end = end
         self._environments.finish(playing.number)
         self._finishing[playing.number] = playing

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 SHOWN = 2
-"""Prompts whose responses are printed during training."""
+"""Number of prompts whose responses are printed during training."""
 
 
 def get_opening(response: Response) -> list[Mapping[str, Any]]:
@@ -205,7 +205,7 @@ class HeldOut(HeldOutPrompts):
     def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """The objective on these prompts: mean reward minus the KL penalty in nats.
 
-        Higher is better; its weight is the setting kl_coef, even if that is adaptive.
+        Higher is better. The penalty's weight is the setting kl_coef, even if that is adaptive.
         """
         penalty = self.config.kl_weight * kl if self.config.reference_role == "reference" else 0.0
         if self.config.rewards or self.config.distills:  # their scores are the objective
@@ -220,9 +220,9 @@ class HeldOut(HeldOutPrompts):
 class Evaluator:
     """Evaluates the actor at the start, at intervals, and at the end.
 
-    Intermediate evaluations sample responses to the first held-out prompts, as many as a rollout
-    has: the best actor has the highest objective, mean reward minus the KL penalty. If a
-    guard acts on divergence, its gold reward must also be no lower than at the start.
+    Intermediate evaluations sample a response to each of the first `rollout_size` held-out prompts.
+    The best actor has the highest objective, mean reward minus the KL penalty. If a guard acts on
+    divergence, the best actor's gold reward must also be no lower than at the start.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Evaluator:
         """Minimum gold reward of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Evaluate the starting model, the first candidate, on all held-out prompts.
+        """Evaluate the starting model, the first candidate for the best, on all held-out prompts.
 
         Raises:
             ModelError: the model's metrics are not finite.
@@ -279,7 +279,7 @@ class Evaluator:
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
     def evaluate(self, step: int, run: Run) -> None:
-        """Print samples and evaluate the actor after iteration `step`, if that is due.
+        """Print samples and evaluate the actor after iteration `step`, each if it is due.
 
         Raises:
             DivergedError: the actor's metrics are not finite.
@@ -354,7 +354,7 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 
 
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
-    """Warn if the actor did not improve on the starting model, or if it got worse again.
+    """Warn if no evaluation improved on the starting model, or if the last one is worse.
 
     The metric is the objective on the watched prompts: mean reward minus kl_coef times the KL.
     """

@@ -126,7 +126,7 @@ class Rollout:
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
-    """The reward of each response, before the KL penalty; of a teacher, the sum over its tokens."""
+    """Reward of each response without the KL penalty; with a teacher, the sum over its tokens."""
 
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
@@ -137,7 +137,7 @@ class Rollout:
     """False for responses that are excluded from baselines and losses."""
 
     correction: Float[Tensor, "B T"] | None = None
-    """Importance weights if generation's policy differs from training's; otherwise None."""
+    """Importance weights of the tokens; None without a correction."""
 
     group_size: int = 1
     """Responses per prompt, which are adjacent."""
@@ -418,10 +418,10 @@ def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, fl
 
 
 GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
-"""Maximum mean and maximum gap in nats that rounding explains; True if all weights are fp32."""
+"""Largest mean and largest token gap in nats from rounding, by whether all weights are fp32."""
 
 RATIO_LIMITS = {True: 1e-3, False: 0.5}
-"""Maximum distance from 1 of a token's ratio in the first update; keys as above."""
+"""Largest distance from 1 of a token's ratio in the first update, by the same keys."""
 
 
 class OffPolicyError(RuntimeError):
@@ -431,8 +431,8 @@ class OffPolicyError(RuntimeError):
 def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> None:
     """Stop if generation's log-probabilities are not those of the trained weights.
 
-    Rounding causes a mean of up to 3e-2 nats below fp32 (adapters with extreme weights, merged into
-    bf16) and 1e-6 in fp32; a wrong merge or position shows in the mean, or in a few tokens.
+    Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
+    into bf16) and 1e-6 in fp32; a wrong merge or position shows in the mean, or in a few tokens.
 
     Args:
         gap: mean absolute difference in nats.
@@ -448,17 +448,17 @@ def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> No
         raise OffPolicyError(
             f"log-probabilities of generation and training differ by {gap:.2g} nats on average and"
             f" {largest:.2g} at most per token, above the limits {mean_limit} and {token_limit}:"
-            " the responses are not from the policy in training; please report the model, and set"
-            " ppo.inference_tp_size 1 if it is not"
+            " the responses are not from the policy in training; please report the model, and if"
+            " ppo.inference_tp_size is above 1, set it to 1"
         )
 
 
 def check_first_update(ratio_error: float, models: Models) -> None:
     """Stop if the ratio of the first minibatch, before any update, is not 1.
 
-    The tolerance is 1e-3 in fp32, for sums in another order, and 0.5 at any token below fp32, where
-    rounding is coarse. If the update backpropagates through the pass that scored the rollout, the
-    ratio is 1 unless rows are mismatched; `check_rollout_gap` compares policies in any case.
+    The tolerance per token is 1e-3 in fp32, for sums in another order, and 0.5 in lower precision,
+    where rounding is coarse. If the update backpropagates through the pass that scored the rollout,
+    the ratio is 1 unless rows are mismatched; `check_rollout_gap` compares policies in any case.
 
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.

@@ -1,4 +1,4 @@
-"""Signals of step 3, and the actions if they exceed their limits.
+"""Signals of step 3, and the actions taken when they exceed their limits.
 
 See docs/guards.md for the meaning of each signal and what to do about it.
 """
@@ -60,8 +60,8 @@ class GuardConfig(Guard):
     which the training reward rises while ppo.gold falls."""
 
     window: int = 3
-    """Consecutive iterations that must be beyond the limit; for divergence those over which both
-    change, or as many as there are, at least 3. A rollback clears it."""
+    """Consecutive iterations that must be beyond the limit; for divergence, iterations of the
+    trend, early in a run fewer but at least 3. A rollback clears the window."""
 
     action: Action = "warn"
     """warn logs a message; stop ends the run with the last healthy actor; rollback returns to the

@@ -76,13 +76,13 @@ class RLSignals(Signals):
                 return metrics.get(signal)
 
     def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Whether the run diverges from gold."""
+        """Whether the trained reward and gold diverge."""
         return diverges(history, errors=guard.limit)
 
     def format_sentence(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return the problem and its fix."""
+        """Return a sentence with the problem and its fix."""
         if guard.signal == "divergence":
             return _divergence(history, self.rate)
         more = {
@@ -94,7 +94,7 @@ class RLSignals(Signals):
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
-    """Whether the trained reward rises and gold falls, both by more than the standard errors.
+    """Whether the trained reward rises and gold falls, both by more than `errors` standard errors.
 
     The slopes are those of least-squares lines over all of `history`; False if an iteration lacks
     one of `OF_DIVERGENCE`.

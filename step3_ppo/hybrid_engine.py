@@ -24,7 +24,7 @@ class HybridEngine:
         model: the actor's Hugging Face model, with its adapters if it has any.
         tp_group: the tensor-parallel group of generation.
         resident: keep the replica's memory between generations.
-        offloading: engines whose optimizer state leaves the device while the actor generates.
+        offloading: engines whose states are moved to host memory while the actor generates.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ def rollout_statistics(
 ) -> dict[str, float]:
     """Scores, entropy per token, lengths, and the critic's accuracy.
 
-    `score` is the mean of `counted_score`, NaN for a response without one (by default, of the
-    reward model's raw score), `score_stderr` its standard error, and `reward_score` the mean of the
-    maximized reward; `uncounted` is the fraction of responses in neither a baseline nor a loss;
+    `score` is the mean of `counted_score` (by default, of the reward model's raw score) ignoring
+    NaN, `score_stderr` its standard error, and `reward_score` the mean of the maximized reward;
+    `uncounted` is the fraction of responses in neither a baseline nor a loss;
     `rollout_gap` and `rollout_gap_max` are the mean and the largest absolute difference between the
     log-probabilities of generation and of training.
     """
@@ -92,7 +92,7 @@ def kl_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean value per token, and the explained variance of the returns."""
+    """Mean value per token, and the returns' explained variance; empty without a critic."""
     mask, values = rollout.experience.mask, rollout.experience.values
     if values is None or rollout.returns is None:
         return {}
@@ -111,7 +111,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
     """Mean standard deviation within groups, and the fraction of groups with equal rewards.
 
     `dead_right` is the fraction of groups with equal rewards above 0, `dead_wrong` the fraction of
-    other equal groups.
+    other equal groups. Empty with one response per prompt.
     """
     if rollout.group_size == 1:
         return {}

@@ -78,7 +78,7 @@ class RewardText:
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
     def know(self, prompts: Iterable[Prompt]) -> None:
-        """Store the dialogues of prompts; prompts are passed as the actor's tokens."""
+        """Store each prompt's dialogue under its token ids for the actor."""
         self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
@@ -132,7 +132,7 @@ class RewardModel:
         )
         self.settings = base_model(model).config
         self.text = text
-        """Set if the reward model has another tokenizer or chat template."""
+        """Converter of tokens; None if the reward model has the actor's tokenizer and template."""
         self.mean, self.std = stored_normalization(model)
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
@@ -166,7 +166,7 @@ class Reference:
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
-        """Its engine: the actor's if the reference is the actor without its adapter."""
+        """The actor's engine if the reference is the actor without its adapter, else its own."""
         self.passes = passes
         """The reference's passes."""
 
@@ -288,7 +288,7 @@ def load_models(
     iterations: int,
     sources: RewardSources | None = None,
 ) -> Models:
-    """Load the outputs of steps 1 and 2, for `iterations` rollouts, with further reward `sources`.
+    """Load the models for `iterations` rollouts; `sources` are by default made from the settings.
 
     Raises:
         ModelError: a model is missing, or actor, critic and reward model have different
@@ -438,7 +438,7 @@ def load_reward(
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
-    """Refuse, before training, lengths that exceed a model's context.
+    """Check before training that prompt and response fit a model's context.
 
     Raises:
         ConfigError: prompt and response may exceed the model's context.
@@ -457,14 +457,14 @@ def load_reference(
 ) -> Reference | None:
     """The teacher, or the reference, by default the initial actor; sharded like the actor.
 
-    None without a penalty, unless the KL is to be measured. With LoRA the default is the base with
+    None without a penalty, unless the KL is measured anyway. With LoRA the default is the base with
     the adapter disabled, which needs no second copy.
     """
     role = config.reference_role
     if role is None:
         logger.info(
             "no KL penalty, so no reference is loaded and the KL to the start is not measured"
-            " (ppo.reference.path measures it)"
+            " (set ppo.reference.path to measure it)"
         )
         return None
     source: FrozenModelConfig = config.teacher if role == "teacher" else config.reference

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rewards.environments.file import EnvironmentFile
 
 MODEL = "model"
-"""Kind of the reward model as a source, which step 3 scores."""
+"""Kind of the source that is the reward model, whose scores step 3 computes."""
 
 ENVIRONMENT = "environment"
 """Kind, and default name, of the environment's reward as a source."""
@@ -40,7 +40,7 @@ class RewardSettings:
     """Maximum seconds per source or environment call; longer ones are aborted and fail."""
 
     reward_workers: int = 2
-    """Worker processes for the sources of each process of the step, and the same number for
+    """Worker processes that each process of the step has for sources, and the same number for
     environments."""
 
     environment: str | None = None
@@ -51,8 +51,8 @@ class RewardSettings:
     """Maximum turns of the actor in an episode."""
 
     max_reward_failures: float = 0.1
-    """The run stops if rewards of more than this fraction of an iteration's responses fail; those
-    are not trained on."""
+    """Fraction of an iteration's responses on which a source may fail; more stop the run. Responses
+    on which a source failed are not trained on."""
 
     @property
     def uses_reward_model(self) -> bool:

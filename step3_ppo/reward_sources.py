@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 CHUNK = 8
-"""Minimum responses submitted together."""
+"""Minimum number of responses that are submitted together."""
 
 
 ENVIRONMENT_FILE = "ppo.environment"
-"""Name of the environment's file; no source can have it."""
+"""Name of the environment's file in fingerprints; no source can have this name."""
 
 
 class RewardSources:
@@ -44,7 +44,7 @@ class RewardSources:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.seconds = 0.0
-        """Seconds of waiting for the last results."""
+        """Seconds spent waiting for the last results."""
         self.environments: Environments | None = None
         """The workers of the environment, if there is one."""
         self._rewards: Rewards | None = None
@@ -68,7 +68,7 @@ class RewardSources:
     def submitting(
         self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> "Submitting":
-        """Return a callback for each response that ends."""
+        """Return a callback that is called with each response as it ends."""
         return Submitting(self, prompts, tokenizer)
 
     def submit(self, episodes: Sequence[Episode]) -> None:

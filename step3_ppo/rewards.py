@@ -101,7 +101,7 @@ def measured_moments(
 ) -> list[float]:
     """Mean and standard deviation of the raw score over the finished responses of all processes.
 
-    If fewer than two responses finished, all count.
+    If fewer than two responses finished, unfinished ones are included.
     """
     score = raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
@@ -137,10 +137,10 @@ class ResponseRewards:
     """The values of each source, and `gold`; empty with only a reward model."""
 
     seconds: float = 0.0
-    """Seconds of waiting for the sources after everything else was done."""
+    """Seconds spent waiting for the sources after everything else was done."""
 
     raw_score: Float[Tensor, " B"] | None = None
-    """The reward model's own score; None if the reward has sources."""
+    """The reward model's raw score if it is the only reward; otherwise None."""
 
     @property
     def known(self) -> Bool[Tensor, " B"]:
@@ -213,7 +213,7 @@ def compute_rewards(
     given = models.sources.results() if given is None else given
     if strict:
         check_source_failures(given, config, num_rows=len(stopped))
-    if config.distills:  # all rewards are of tokens
+    if config.distills:  # the only rewards are per token
         zeros = torch.zeros(len(stopped), device=stopped.device)
         return ResponseRewards(zeros, zeros, given, models.sources.seconds)
     if not config.rewards:

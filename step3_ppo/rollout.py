@@ -39,7 +39,7 @@ class PromptBatch:
     """This process's prompts of a rollout, or of some of its groups."""
 
     groups: list[int]
-    """Groups of the prompts in the rollout; group g belongs to process g % W."""
+    """Indices in the rollout of the prompts' groups; group g belongs to process g % W of W."""
 
     prompts: list[Prompt]
     """Prompts; equal prompts of a group are adjacent."""
@@ -192,17 +192,17 @@ class Sampled:
     metrics of `step3_ppo.metrics.episode_statistics`."""
 
     given: dict[str, Scored] | None = None
-    """Rewards of the sources, if dynamic sampling needed them."""
+    """Rewards of the sources, if dynamic sampling is on; otherwise None."""
 
     score: Float[Tensor, " B"] | None = None
-    """Raw scores of the reward model, if dynamic sampling needed them."""
+    """Raw scores of the reward model, if dynamic sampling is on and there is one; else None."""
 
 
 def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampled:
     """Sample responses to the next prompts, and replace prompts whose rewards are all equal.
 
     A group with equal rewards has no gradient: its prompt is replaced by the stream's next one, in
-    at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups that are still equal after
+    at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups whose rewards are equal after
     that are kept. All processes know which groups are replaced, and prompts are assigned in group
     order, so that any number of processes samples the same responses.
     """
@@ -300,7 +300,7 @@ def _scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"] | None:
-    """The reward model's scores, if there is one."""
+    """The reward model's scores; None without a reward model."""
     return None if models.reward is None else raw_scores(models, inputs, responses, config)
 
 

@@ -125,10 +125,10 @@ def slow_down(ppo: Setup) -> None:
 def set_moments(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Measure, or restore, the moments of the reward model's scores where PPO starts.
+    """Measure, or restore, the mean and standard deviation of the initial actor's scores.
 
-    The responses are those that the first iteration learns from. Those that step 2 stored may be of
-    other prompts, or of another model's responses.
+    The responses are those that the first iteration learns from. The moments that step 2 stored may
+    be from other prompts, or from another model's responses.
     """
     if models.reward is None or not config.normalize_score:
         return

@@ -31,7 +31,7 @@ from step3_ppo.rewards import ResponseRewards
 
 
 class Ema:
-    """Averages the fp32 masters: shadow = decay * shadow + (1 - decay) * master.
+    """Averages the fp32 master weights: average = decay * average + (1 - decay) * master.
 
     Every process averages its own shard.
     """
@@ -59,10 +59,10 @@ class Ema:
 
 
 def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
-    """Open the batches of PPO-ptx if it is on, and write the record of all prompts of the step.
+    """Return the batches of PPO-ptx, or None without it; write the record of the step's prompts.
 
     Args:
-        chat: how dialogues are encoded.
+        chat: the chat format of dialogues.
         config: settings of the step.
         prompts: the prompts that PPO and earlier steps train on and hold out.
     """
@@ -97,7 +97,7 @@ class PtxStream:
         return self.rows.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at another stream's position."""
+        """Continue at a saved position."""
         self.rows.load_state_dict(state)
 
     def __next__(self) -> tuple[list[TokenBatch], int]:
@@ -152,7 +152,7 @@ class Updates:
         return len(self._all)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates (maxima for maxima, the last learning rates), and their number."""
+        """Means over updates, except ratio_max, ratio_error and learning rates, and their count."""
         names = {name for update in self._all for name in update.metrics}
         seen = {
             name: [update.metrics[name] for update in self._all if name in update.metrics]
@@ -214,9 +214,9 @@ def fit_values(
 ) -> None:
     """Train the critic alone on the first rollout (Yuan et al. 2025, arXiv:2503.01491).
 
-    A reward model's scores of inner tokens were not trained, and as values are worse than a
-    constant. Targets are the returns of lambda 1, which don't contain the critic's values, and
-    these may move as far as they need to: the actor has not learned from them yet.
+    A reward model is not trained to score inner tokens: as values, its scores are worse than a
+    constant. Targets are the returns of lambda 1, which don't contain the critic's values. Values
+    may move freely (no `value_clip`), since the actor has not learned from them yet.
     """
     assert models.critic is not None
     config = replace(config, lam=1.0, value_clip=None)
@@ -245,7 +245,7 @@ def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[lis
 def own_rows(slots: Sequence[int], data: Group, *, group_size: int) -> list[int]:
     """This process's rows among these indices of a rollout.
 
-    Groups are assigned round-robin: that of slot s is the (s // G // W)-th of process s // G % W.
+    Groups are assigned round-robin: slot s is in group s // G // W of process s // G % W.
     """
     rows: list[int] = []
     for slot in slots:
@@ -264,7 +264,7 @@ def update_minibatch(
     ptx: PtxStream | None,
     forward: Forward | None = None,
 ) -> Update:
-    """One optimizer step of each model, on this process's `rows` of a shared minibatch.
+    """Take an optimizer step of each trained model on this process's `rows` of a minibatch.
 
     A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
     over these rows, if the models have not changed since. With `target_kl`, a minibatch whose
@@ -307,7 +307,7 @@ def _of_all(
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
-    own = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its share
+    own = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each part takes its values
     rows = models.policy_passes.from_last(own)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
@@ -370,7 +370,7 @@ def _cut_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[
 def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
     """The counts of a minibatch over all processes, and the number of all its response tokens.
 
-    Tokens that are excluded from the loss don't count.
+    Tokens that are excluded from the loss are only in the latter.
     """
     mask = rollout.experience.mask
     index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)

@@ -54,7 +54,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
 OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
-"""Signals from the actor's responses; the other one is from held-out rows."""
+"""Signals from the actor's responses; chosen_nll is from held-out rows."""
 
 USUAL: tuple[tuple[Signal, float, int], ...] = (
     ("kl_per_token", 0.5, 1),
@@ -67,7 +67,7 @@ USUAL: tuple[tuple[Signal, float, int], ...] = (
 """Signal, limit and window of the default guards; unmeasured signals are ignored."""
 
 STRICT = [(signal, limit, max(2, window)) for signal, limit, window in USUAL]
-"""The same for acting guards: a single evaluation does not trigger a rollback."""
+"""The same for guards that act: a single evaluation does not trigger a rollback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class GuardConfig(Guard):
     """kl: nats per sampled response; kl_per_token: nats per token; chosen_nll: nats per token by
     which held-out chosen responses have become less likely since the start; response_length:
     relative to the start, below 1 a lower bound; stop_rate: decrease since the start; repetition:
-    share."""
+    fraction."""
 
     window: int = 2
     """Consecutive evaluations that must be beyond the limit."""
@@ -165,20 +165,20 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     loss: Literal["dpo", "ipo", "hinge", "orpo", "kto"] = "dpo"
     """dpo is the logistic loss of a pair's margin, ipo its squared distance from a fixed margin,
-    hinge the shortfall from one, orpo the log odds ratio; kto weights single responses."""
+    hinge its shortfall from 1, orpo the log odds ratio; kto weights single responses."""
 
     beta: float = 0.1
     """Weight of the margin: larger values stay closer to the reference. For orpo the weight of the
     odds ratio. Log-probabilities per token (logp mean) need 10 to 50 times larger values."""
 
     gamma: float = 0.0
-    """Margin that a pair must exceed in loss dpo, after beta (SimPO)."""
+    """Margin that beta times a pair's difference must exceed, in loss dpo (SimPO)."""
 
     label_smoothing: float = 0.0
     """Assumed fraction of pairs whose order is wrong, in loss dpo (cDPO)."""
 
     robust: bool = False
-    """Correct the loss for this share instead of averaging over it (robust DPO)."""
+    """Correct the loss for wrong labels instead of averaging over them (robust DPO)."""
 
     logp: Literal["auto", "sum", "mean"] = "auto"
     """Log-probability of a response: the sum over its tokens, or their mean; auto is the mean for
@@ -249,7 +249,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
 
     @property
     def row_share(self) -> RowShare:
-        """Rows if `data.split` has separate parts for it: pairs, or single responses for kto."""
+        """Kind of rows, pairs or for kto single responses, and their parts of `data.split`."""
         return RowShare("responses" if self.is_unpaired else "pairs", tuple(sorted(self.shares)))
 
     def workload(self, world: int) -> Workload:

@@ -157,7 +157,7 @@ class HeldOut(HeldOutPrompts):
         return score_responses(reward, dialogues)
 
     def kl(self, responses: Sequence[Response]) -> float:
-        """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
+        """Mean over sampled responses of log pi - log pi_ref, summed over tokens, in nats."""
         rows = [
             Encoded(
                 self.prompts[row].input_ids + response.ids,
@@ -246,7 +246,7 @@ class Evaluator:
         self.watched = self.held_out.on(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
         self.rows_at: dict[int, dict[str, float]] = {}
-        """Metrics of the held-out rows by step; without the evaluations of a resumed run."""
+        """Metrics of the held-out rows by step; a resumed run lacks its earlier steps except 0."""
 
     @property
     def best(self) -> BestWeights:
@@ -254,7 +254,7 @@ class Evaluator:
         return self.training.best
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> dict[str, float]:
-        """Evaluate the initial actor, which is the first candidate; return its metrics.
+        """Evaluate the initial actor, the first candidate for the best; return its metrics.
 
         Raises:
             ModelError: the model's metrics are not finite.
@@ -357,7 +357,7 @@ class Evaluator:
         return {"eval_by_prompt": found} if found else {}
 
     def _summary(self, after: HeldOutResponses) -> dict[str, float | None]:
-        """Metrics of greedy responses to all prompts; the win rate is null without a judge."""
+        """Metrics of responses to all prompts; the win rate is None without a judge."""
         before = self.before
         new, old = (
             [
@@ -391,7 +391,7 @@ def warn_if_not_improved(
     best: BestWeights,
     config: PreferenceConfig,
 ) -> None:
-    """Warn if the actor did not improve on held-out rows, or if chosen responses fell too."""
+    """Warn if the held-out loss did not improve, or if chosen responses became less likely too."""
     method = method_title(config.method)
     if best.step == 0 and best.last_step > 0:
         logger.warning(

@@ -23,7 +23,7 @@ def sigmoid_loss(
     label_smoothing: float = 0.0,
     robust: bool = False,
 ) -> Float[Tensor, ""]:
-    """-log sigmoid(beta h - gamma), if labels are wrong with probability `label_smoothing`.
+    """-log sigmoid(beta h - gamma), adjusted for the fraction `label_smoothing` of wrong labels.
 
     DPO (Rafailov et al. 2023, eq. 7), and depending on the arguments SimPO (Meng et al. 2024, eq.
     6), CPO (Xu et al. 2024, eq. 3), conservative DPO (Mitchell 2023, eq. 3: the expected loss) and

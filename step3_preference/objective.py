@@ -1,4 +1,4 @@
-"""The loss of a batch of rows, as in the settings, and its metrics.
+"""The loss that the settings choose, for a batch of rows, and its metrics.
 
 Dimension name: S sequences of a batch, the chosen ones first.
 """
@@ -26,7 +26,7 @@ from step3_preference.rows import RowBatch
 
 @dataclass(frozen=True)
 class Point:
-    """KTO's loss inputs besides the responses of a batch."""
+    """Inputs of KTO's loss other than the responses of a batch."""
 
     z0: float = 0.0
     """The reference point, in nats per response."""
@@ -122,7 +122,7 @@ def objective(
 def paired_loss(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], config: PreferenceConfig
 ) -> Float[Tensor, ""]:
-    """The settings' loss over pairs."""
+    """The loss over pairs that `config.loss` names."""
     if config.loss == "orpo":
         return orpo_loss(chosen, rejected, beta=config.beta)
     h = chosen - rejected

@@ -210,9 +210,9 @@ class Reference:
     def compared(
         self, batches: Sequence[RowBatch], stored: Float[Tensor, "B 2"] | None
     ) -> list[ComparedBatch]:
-        """The batches of some rows, with their `stored` log-probabilities of the reference.
+        """The batches of some rows, with the reference's log-probabilities.
 
-        If none are stored, all are computed here.
+        These are 0 without a reference, taken from `stored` if given, and otherwise computed.
         """
         found: list[Tensor | None]
         if self.config.reference_free:
@@ -231,7 +231,7 @@ class Reference:
 
     @property
     def of_held_out(self) -> Float[Tensor, "M 2"] | None:
-        """Log-probabilities of the held-out rows."""
+        """Log-probabilities of the held-out rows; None if they are computed on the fly."""
         return None if self.table is None else self.table.held_out
 
     def z0(self, rows: Sequence[Row], *, first: int | None) -> float:
@@ -297,7 +297,7 @@ def open_reference(
 
 
 def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
-    """Fingerprint of the rows, format and weights of these log-probabilities."""
+    """Fingerprint of the rows, format and weights that the table is computed from."""
     engine = start.engine
     replica = Replica(
         cast("Policy", engine.model).model,
@@ -320,7 +320,7 @@ def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
 
 
 def _read(path: Path, bound_to: str) -> Table | None:
-    """Read the table from its file; None if there is none or it belongs to another run."""
+    """Read the table from its file; None if that is missing, damaged or of another run."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("fingerprint") != bound_to:
@@ -331,7 +331,7 @@ def _read(path: Path, bound_to: str) -> Table | None:
 
 
 def _compute(start: Start, total_steps: int, store: RowStore, config: PreferenceConfig) -> Table:
-    """Compute the table in the training batches, so that the first step has the same bits."""
+    """Compute the table in the training batches, for bitwise equality with the first step."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
     held_out = store.held_out
     train: dict[tuple[int, int], float] = {}

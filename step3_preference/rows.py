@@ -26,7 +26,7 @@ RowOutcome = Literal["whole", "cut", "too long", "equal", "untrained"]
 
 @dataclass(frozen=True)
 class Row:
-    """The sequences of a row; for a single response one is missing."""
+    """The sequences of a row; one is None for a single response."""
 
     chosen: Encoded | None
     rejected: Encoded | None
@@ -86,8 +86,8 @@ class ComparedBatch:
 def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, RowOutcome]:
     """The row truncated to `data.max_length`, and the outcome.
 
-    Both sides keep the same prompt, truncated at its beginning, and their ends: the model would
-    learn a difference in truncation or a missing end of turn.
+    Both sides keep the same prompt, truncated at its beginning, and their ends: otherwise the model
+    would learn a difference in truncation or a missing end of turn.
     """
     start = _prompt_length(example, chat)
     sides = [

@@ -1,7 +1,7 @@
 """Metrics of a reward model: rank agreement, classes, calibration, length bias, best of n, steps.
 
-Pure functions. Dimension names: N rows or items, C classes. A pair is two classes with logits
-(difference, 0), the first of which is right.
+Pure functions. Dimension names: N rows or items, C classes. A pair is a row of two classes with
+logits (difference, 0), of which the first is right.
 """
 
 import math
@@ -139,7 +139,7 @@ def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) ->
 
 
 def minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """Minimum of a unimodal function between two positive bounds, by golden-section search."""
+    """Minimizer of a unimodal function between two positive bounds, by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     start, end = math.log(low), math.log(high)
     for _ in range(60):
@@ -191,10 +191,10 @@ def length_bias(
 
     Returns:
         spearman, the mean rank correlation of score and length; of_data, the same of worth and
-        length; better_longer and better_shorter, fractions of correctly ordered pairs among those
-            whose better response is longer or shorter (None without such pairs); always_longer and
-            always_shorter, accuracy of
-        always choosing the longer or the shorter response, ties half.
+            length; better_longer and better_shorter, fractions of correctly ordered pairs among
+            those whose better response is longer or shorter (None without such pairs);
+            always_longer and always_shorter, accuracy of always choosing the longer or the shorter
+            response, ties counting half.
     """
     longer, shorter, even = list[float](), list[float](), 0
     for scores, lengths, worth in prompts:
@@ -285,7 +285,7 @@ class PredictedSteps:
     """The labelled steps of a response."""
 
     targets: tuple[float, ...]
-    """Correctness of each step, from 0 to 1; correct from 1/2."""
+    """Correctness of each step, from 0 to 1; right if at least 1/2."""
 
     logits: tuple[float, ...]
     """The model's log-odds that each step is correct."""
@@ -307,8 +307,8 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
     Returns:
         with_error, responses with a wrong step; found, those of them whose first predicted error is
         the first error; without_error, the other responses; kept, those of them without a predicted
-        error; accuracy; and f1, the harmonic mean of both fractions (None without responses of both
-        kinds). Responses without a labelled step do not count.
+        error; accuracy; and f1, the harmonic mean of found / with_error and kept / without_error
+        (None without responses of both kinds). Responses without a labelled step are left out.
     """
     labelled = [row for row in rows if row.targets]
     wrong = [row for row in labelled if row.first_error is not None]
@@ -324,7 +324,7 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
 
 
 def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
-    """Accuracy over all, wrong and right steps, and the metrics of first errors."""
+    """Accuracy and macro recall of right and wrong steps, accuracy and F1 of first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]

@@ -71,7 +71,7 @@ PROBES = ("no_end", "truncated", "doubled")
 repeated."""
 
 MAX_PROBED = 256
-"""Maximum responses that are changed and scored again, in four passes each."""
+"""Maximum number of responses that are scored with their changed versions, in four passes each."""
 
 
 def measure(
@@ -91,7 +91,7 @@ def measure(
         examples: the rows.
         chat: the model's chat format.
         config: settings of step 2.
-        probed: the model, for scoring changed responses.
+        probed: the model, for scoring changed responses; None omits them.
     """
     encoded = held_out.rows
     figures: Figures = {"labels": labels.kind, "rows": len(examples)}
@@ -395,7 +395,7 @@ def measure_model(config: LabConfig) -> Measured:
 
 
 def read_examples(config: LabConfig) -> list[Example]:
-    """All labelled rows of the data path, of its test split if it has one."""
+    """All labelled rows of the data path, or of its test split if it has one."""
     if config.data_path == EMBEDDED:
         return embedded_examples(step=2, seed=config.seed)[1]
     source = read_source(config.data_path, step=2)
@@ -439,7 +439,7 @@ def over_optimization(
 ) -> list[dict[str, float]]:
     """Score and verifier verdict of the actor's best-of-n responses on the embedded task."""
     if not labels.gives_scores:
-        raise ModelError(f"path {config.path}: its classes have no values, so there is no score")
+        raise ModelError(f"path {config.path} gives no score: train it with reward.class_values")
     assert config.actor is not None
     actor, tokenizer = load_for_inference(config.actor)
     own = resolve_format(tokenizer, "auto")

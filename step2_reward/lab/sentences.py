@@ -86,7 +86,7 @@ def _classes(figures: Mapping[str, Any]) -> list[str]:
     what = "steps" if figures["labels"] == "steps" else "rows"
     worst = min(classes, key=lambda each: each["recall"])
     return [
-        f"The mean recall of the classes is {_percent(figures['macro_recall'])}; the least,"
+        f"The mean recall of the classes is {_percent(figures['macro_recall'])}; the lowest,"
         f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} {what}"
     ]
 
@@ -131,7 +131,7 @@ def _probes(figures: Mapping[str, Any]) -> list[str]:
         if name in found and found[name]["lower"] < 0.5:
             lines.append(
                 f"Only {_percent(found[name]['lower'])} of good responses score lower when they"
-                f" {what}: RL will find that"
+                f" {what}: RL will exploit that"
             )
     return lines
 
@@ -144,7 +144,7 @@ def _best_of(figures: Mapping[str, Any]) -> list[str]:
     best = max(rows, key=lambda row: row["gold"])
     line = (
         f"The best of {best['n']} responses by its score is right {_percent(best['gold'])} of the"
-        f" time, against {_percent(first['gold'])} of one response"
+        f" time, against {_percent(first['gold'])} for one response"
     )
     if best is not last:
         line += (
