@@ -131,7 +131,7 @@ class Origins:
 def _of_all_stages(
     own: dict[str, Origin], replica: PreTrainedModel, stages: Group
 ) -> Iterator[tuple[str, Origin]]:
-    """The origin of each weight on the first stage that trains it under any of its names."""
+    """Yield each weight's name with its origin, from the first stage that trains it."""
     tied: dict[nn.Parameter, list[str]] = {}
     for name, _, _, param in places(replica):
         tied.setdefault(param, []).append(name)

@@ -22,7 +22,7 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
     """Load a reward model, given its path or settings, and the chat format saved with it.
 
     Raises:
-        ModelError: there is no reward model, it has no trained score head, or no label values.
+        ModelError: there is no model, no trained score head, or no `class_values` for its classes.
     """
     config = FrozenModelConfig(path=reward) if isinstance(reward, str) else reward
     model, tokenizer = load_reward(config)

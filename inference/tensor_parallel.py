@@ -83,5 +83,5 @@ class Sharding(TensorShards):
 
 
 def is_of_sharding(hook: Callable[..., object]) -> bool:
-    """Whether `Sharding` added a hook."""
+    """Whether a hook was added by `Sharding`."""
     return isinstance(getattr(hook, "__self__", None), Sharding)

@@ -93,7 +93,7 @@ MAX_TOKENS = 1024
 
 
 def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Scorer:
-    """Score the episodes of a call with concurrent requests."""
+    """A scorer that sends the episodes of a call to the judge concurrently."""
 
     def score(episode: Episode) -> Outcome:
         body = {

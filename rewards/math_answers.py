@@ -1,4 +1,4 @@
-r"""Answers of mathematics: numbers as exact rational numbers, others by `rewards.symbolic`.
+r"""Grade mathematical answers: numbers as exact rationals, others with `rewards.symbolic`.
 
 The answer of a response is its last \boxed{...}, else what follows its last ####, else its last
 number. Numbers may be written in the usual ways: 0.5, 1/2 and \frac{1}{2} are equal.

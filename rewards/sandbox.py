@@ -156,7 +156,7 @@ def _place() -> str:
     for place in _PLACES:
         if Path(place).is_dir() and not sys.base_prefix.startswith(f"{place}/"):
             return place
-    raise SandboxError(f"none of these directories exists: {', '.join(_PLACES)}")
+    raise SandboxError(f"the sandbox needs one of {', '.join(_PLACES)}, without Python in it")
 
 
 def _temporary() -> "tempfile.TemporaryDirectory[str]":

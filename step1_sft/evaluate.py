@@ -56,7 +56,7 @@ class CompareConfig:
     """Seed of sampling: the same seed draws the same responses."""
 
     out: Path | None = None
-    """JSON file for the comparison; null only prints it."""
+    """JSON file for the comparison; if null, it is only printed."""
 
     def __post_init__(self) -> None:
         require(bool(self.baseline), "--baseline is missing: pass the model before training")

@@ -355,7 +355,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens per prompt with its response."""
+        """Maximum tokens of a prompt and its response together."""
         return self.max_prompt_length + self.max_new_tokens
 
     @property

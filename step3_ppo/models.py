@@ -168,7 +168,7 @@ class Reference:
         self.engine = engine
         """The actor's engine if the reference is the actor without its adapter, else its own."""
         self.passes = passes
-        """The reference's passes."""
+        """Runs the reference's forward passes."""
 
     def logprobs(
         self, batches: Sequence[TokenBatch], *, temperature: float

@@ -291,7 +291,9 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         super().__post_init__()
         self.parallel.check_model("preference.model", self.model)
         check_tasks(self)
-        require(bool(self.shares), "preference.shares must be a part of data.split: 1, 2 or 3")
+        require(
+            bool(self.shares), "preference.shares is empty; name parts of data.split: 1, 2 or 3"
+        )
         for name in ("beta", "temperature", "max_prompt_length", "max_new_tokens"):
             value = getattr(self, name)
             require(value > 0, f"preference.{name} must be above 0, got {value}")

@@ -120,7 +120,7 @@ def _prompt_length(example: Example, chat: ChatFormat) -> int:
 def _response(
     example: Example, response: Sequence[Message], chat: ChatFormat, start: int
 ) -> Encoded:
-    """The dialogue, with only the response trained."""
+    """The dialogue, with the loss only on the response."""
     encoded = chat.encode(example.prompt, response, origin=example.origin)
     trained = [flag and place >= start for place, flag in enumerate(encoded.trained)]
     return replace(encoded, trained=trained)

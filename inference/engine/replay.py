@@ -162,7 +162,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The operator's name without namespace and overload."""
+        """Name of the operator without namespace or overload; `outside` if there is none."""
         return self.operator.overloadpacket.__name__ if self.operator else "outside"
 
     def read(self) -> Iterator[Tensor]:

@@ -89,7 +89,7 @@ def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
 
 
 def sample_key(row: int, sample: int) -> int:
-    """The key of one of a row's samples; it does not depend on their number."""
+    """The random-number key of one sample of a row, whatever the number of samples."""
     return sample << 40 | row
 
 

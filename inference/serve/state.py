@@ -28,7 +28,7 @@ QUEUED_TOKENS = 2**22
 """Maximum tokens of all prompts in the server."""
 
 LONG = 20_000
-"""Characters whose tokenization takes a few milliseconds."""
+"""Minimum characters of a text that is tokenized in a thread: it takes a few milliseconds."""
 
 
 class Broker:

@@ -125,7 +125,7 @@ class OptimConfig:
         )
         require(
             self.final_lr_ratio == 0 or self.schedule not in WITHOUT_FINAL_RATIO,
-            f"optim.final_lr_ratio must be 0: the schedule {self.schedule} ignores it",
+            f"optim.final_lr_ratio must be 0: the {self.schedule} schedule ignores it",
         )
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,

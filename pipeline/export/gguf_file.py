@@ -147,7 +147,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
         if vocabulary.agrees(expected):
             return vocabulary
     raise ModelError(
-        f"the tokenizer of {path} splits text unlike the known pre-tokenizers of llama.cpp"
+        f"the tokenizer of {path} splits text unlike the supported pre-tokenizers of llama.cpp"
         f" ({', '.join(pre for pre, _ in pairs)}); export it with --to onnx"
     )
 

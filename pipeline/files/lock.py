@@ -1,4 +1,4 @@
-"""One job at a time in a directory."""
+"""A lock that gives one job at a time exclusive use of a directory."""
 
 import errno
 import fcntl

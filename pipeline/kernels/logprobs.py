@@ -50,7 +50,7 @@ ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 
 @dataclass(frozen=True)
 class Words:
-    """The vocabulary range whose rows of the output layer this process has."""
+    """The vocabulary rows of an embedding or output layer that this process holds."""
 
     first: int
     """Token id of the first row."""

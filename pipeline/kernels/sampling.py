@@ -222,7 +222,7 @@ def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Compare samples of four sequences with the reference, greedily and at random."""
+    """Whether greedy and random samples of four sequences agree with `reference_sample`."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 300, generator=generator)
     logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])

@@ -143,7 +143,7 @@ class _Group:
 
 
 class _Command:
-    """The command of one machine."""
+    """A command running on one machine, whose output is passed on."""
 
     def __init__(self, remote: RemoteCommand, *, prefixed: bool) -> None:
         self.host = remote.host

@@ -270,7 +270,7 @@ class Resolver:
         in_files = [file.settings for file in self._files(stage)]
         require(
             stage.method is None or "method" not in dotted,
-            f"{stage.section}.method selects one method, but --method several; omit it",
+            f"{stage.section}.method can't be set when --method names several methods; omit it",
         )
         require(
             not any("output_dir" in names for names in (dotted, *in_files)),

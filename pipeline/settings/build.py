@@ -378,7 +378,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if isinstance(key, yaml.ScalarNode) and key.value != "<<" and key.value in lines:
                 raise ConfigError(
-                    f"has {key.value} twice, in lines {lines[key.value]} and {line}; keep one of"
+                    f"has {key.value} twice, on lines {lines[key.value]} and {line}; keep one of"
                     " them"
                 )
             lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line

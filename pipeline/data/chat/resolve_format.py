@@ -100,7 +100,7 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     lines = ""
     for name, value in arguments.items():
         if not name.isidentifier() or iskeyword(name) or name in _OWN:
-            raise ConfigError(f"data.template_args {name} can't be set")
+            raise ConfigError(f"data.template_args {name} can't be set: it is reserved or no name")
         if never_read(template, [name]):
             raise ConfigError(
                 f"data.template_args {name}: the chat template never reads it; remove it, or check"

@@ -91,7 +91,7 @@ class CheckpointWriter:
     ) -> None:
         require(keep_last >= 2, f"keep_last must be at least 2, got {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
-            raise ValueError(f"{job!r} is not valid in a directory name")
+            raise ValueError(f"job {job!r} may contain only letters, digits, _ and -")
         self.root = root
         self.failure: str | None = None
         """The reason why this process's last save failed; None if it didn't."""

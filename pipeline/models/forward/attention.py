@@ -376,7 +376,7 @@ def attend_causally(
 def causal_mask(
     num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
 ) -> Bool[Tensor, "T M"] | None:
-    """True where one of the last tokens may attend to a key; None if `is_causal` is equivalent."""
+    """Mask for queries at the last positions, True to attend; None if `is_causal` suffices."""
     if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
         return None
     positions = torch.arange(num_keys - num_queries, num_keys, device=device)
@@ -386,10 +386,10 @@ def causal_mask(
 
 
 def leave_out_cudnn(query: Tensor) -> None:
-    """Prefer FlashAttention to cuDNN's attention on GPUs, for the whole process.
+    """Disable cuDNN's attention for the whole process, so that PyTorch can use FlashAttention.
 
-    From Hopper on, PyTorch prefers cuDNN's attention, which makes a plan for each new shape, and
-    batches of sequences with varying lengths have thousands of shapes.
+    On Hopper and later GPUs PyTorch prefers cuDNN's attention, which builds a plan for each shape,
+    and batches of sequences with varying lengths have thousands of shapes.
     """
     if query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -56,7 +56,7 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 
 def divide_table(module: nn.Module, rows: int, group: Group) -> None:
-    """Make an embedding or output layer use this process's rows, out of `rows` rows."""
+    """Make an embedding or output layer use only this process's share of its `rows` rows."""
     words = Words(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
         setattr(module, _WORDS, words)

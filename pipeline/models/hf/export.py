@@ -104,7 +104,7 @@ class _Shards:
         self._pending: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the next file to the CPU."""
+        """Copy a tensor to the CPU, to be written in the next file."""
         if name in self.shard_of:
             raise ValueError(f"{name} was passed twice")
         self.shard_of[name] = len(self.files)

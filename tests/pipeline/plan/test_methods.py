@@ -66,7 +66,7 @@ REFUSED = {
         "--methods.rloo.clip is for a method that does not run; add rloo to --method"
     ),
     "--method ppo grpo --ppo.method rloo": (
-        "method ppo: ppo.method selects one method, but --method several; omit it"
+        "method ppo: ppo.method can't be set when --method names several methods; omit it"
     ),
     "--method ppo grpo dapo --methods.grpo.foo 1": (
         "method grpo: there is no setting ppo.foo; --help lists the settings"

@@ -12,7 +12,7 @@ SENTENCES = (
     ("3: 4", "there is no setting 3 in {}"),
     (
         "epochs: 1\nmodel:\n  path: a\n  zero_stage: 1\n  path: b",
-        "--config {} has path twice, in lines 3 and 5; keep one of them",
+        "--config {} has path twice, on lines 3 and 5; keep one of them",
     ),
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
