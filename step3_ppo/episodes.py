@@ -152,6 +152,7 @@ def play(
         num_slots=slots,
         capacity=config.max_length,
         num_pages=min(room, 1 + slots * num_pages(config.max_length)),
+        reuses=True,  # a turn reads only what came after the last one
     )
     table = _Table(batch, chat, environments, sampler, Limits.of(config))
     for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):

@@ -113,7 +113,7 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PPOConfig, {**GROUP, "baseline": "group"}, "baseline group requires ppo.advantage reinf"),
     (PPOConfig, {**GROUP, "kl_in": "loss", "kl_estimator": "k1"}, "k1 in the loss has an expected"),
     (PPOConfig, {**GROUP, "kl_in": "reward", "kl_estimator": "k3"}, "k3 is for the loss"),
-    (PPOConfig, {**GROUP, "kl_target": 6.0}, "ppo.kl_target adapts the KL penalty"),
+    (PPOConfig, {**GROUP, "kl_target": 6.0}, "ppo.kl_target needs a KL penalty"),
     (PPOConfig, {**GROUP, "overlong": "mask", "missing_eos_score": -1.0}, "overlong mask and ppo"),
     (PPOConfig, {**GROUP, **BUFFER, "missing_eos_score": -1.0}, "ppo.overlong_buffer 4 and ppo"),
     (PPOConfig, {**GROUP, **BUFFER, "overlong": "mask"}, "ppo.overlong mask excludes"),

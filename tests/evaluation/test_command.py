@@ -122,7 +122,7 @@ WRONG = {
     "no such file or directory": [
         *("--path", "embedded", "--tasks", "gsm8k", "--data", "gsm8k=none.jsonl"),
     ],
-    "--k 4 needs as many responses per": [
+    "--k 4 needs that many responses per": [
         *("--path", "embedded", "--tasks", "embedded", "--k", "1", "4", "--samples", "2"),
     ],
     "gives the same response 4 times": [

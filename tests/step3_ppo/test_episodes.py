@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from inference.engine.batch import OpenBatch
+from inference.engine.requests import Request, Ticket
 from pipeline.data.examples import Message
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
@@ -76,8 +78,16 @@ def test_an_environment_of_one_turn_is_the_plain_rollout(toy: Path) -> None:
 
 
 def test_what_was_sampled_is_never_encoded_again_and_observations_come_as_the_format_cuts_them(
-    toy: Path,
+    toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tickets: list[Ticket] = []
+
+    class Recording(OpenBatch):
+        def submit(self, request: Request) -> Ticket:
+            tickets.append(super().submit(request))
+            return tickets[-1]
+
+    monkeypatch.setattr("step3_ppo.episodes.OpenBatch", Recording)
     config = game_config(toy, "Counting")
     with playing(config) as models:
         chat = models.chat
@@ -88,6 +98,9 @@ def test_what_was_sampled_is_never_encoded_again_and_observations_come_as_the_fo
         )
         experience = score_responses(models, opening, episodes, config)
 
+    # The last token of a response is read with the observation.
+    read = {len(each.request.prompt) - each.num_reused for each in tickets[8:] if each.num_reused}
+    assert read == {1 + len(between)}
     encoded_alike = 0
     for episode, begin in zip(episodes, opening, strict=True):
         turns = answer_ids(episode)
