@@ -1,10 +1,9 @@
 """The replica: a second, plain set of modules of the trained model's class, for generation.
 
-It shares weights that the trained model stores complete and unchanged, and the adapters next to
-them; others are copies, made one unit at a time from the weights that an engine gathers. Adapters
-are merged into copies, and quantized weights are dequantized there. Weights that another pipeline
-stage trains are received from it. The replica has no hooks or autograd, so a process generates
-without the others.
+It shares weights that the trained model stores complete and unchanged; others are copies, made one
+unit at a time from the weights that an engine gathers. Adapters are merged into copies, and
+quantized weights are dequantized there. Weights that another pipeline stage trains are received
+from it. The replica has no hooks, adapters or autograd, so a process generates without the others.
 """
 
 import copy
@@ -15,8 +14,8 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64, Shaped
-from peft.tuners.lora import Linear, LoraLayer
+from jaxtyping import Int64, Shaped
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -72,7 +71,7 @@ class Origin:
 
     def is_stored_as(self, spec: ShardSpec | None) -> bool:
         """Whether the trained model stores that shard between uses of an engine."""
-        return self.layer is None and self.is_part(spec)
+        return self.layer is None and self.adapter is None and self.is_part(spec)
 
     def value(self) -> Shaped[Tensor, "*S"]:
         """This process's trained shard, dequantized and with its adapter merged."""
@@ -207,12 +206,6 @@ class ReplicaWeight:
         assert self.memory is not None
         return self.memory
 
-    def merged(self) -> Tensor:
-        """`value`, merged with its adapter if generation computes that separately."""
-        if self.is_copied or self.origin.adapter is None:
-            return self.value
-        return self.origin.value().to(self.origin.dtype)
-
     def show(self, weight: Tensor) -> None:
         """Set the modules' parameters to `weight`."""
         param = nn.Parameter(weight, requires_grad=False)
@@ -222,22 +215,6 @@ class ReplicaWeight:
     def shard(self, full: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*P"]:
         """This process's shard of the full weight."""
         return full if self.spec is None else self.spec.of(full)
-
-
-class Adapted(nn.Module):
-    """A layer with the trained adapter next to it: W x + s B A x (Hu et al. 2021, 4.1)."""
-
-    def __init__(self, layer: nn.Module, adapter: Linear) -> None:
-        super().__init__()
-        self.layer = layer
-        self._trained = (adapter,)  # no submodule: the replica has no weights but its own
-
-    def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """Compute the layer and its adapter, in the dtypes of training."""
-        (adapter,) = self._trained
-        down, up = (cast("nn.Linear", each["default"]) for each in (adapter.lora_A, adapter.lora_B))
-        update = F.linear(F.linear(x.to(down.weight.dtype), down.weight), up.weight)
-        return torch.add(self.layer(x), update, alpha=adapter.scaling["default"]).to(x.dtype)
 
 
 class Replica:
@@ -277,9 +254,6 @@ class Replica:
         """Whether the weights for generation are loaded."""
         self.weights = list(self._lay_out(sharding, shares=shares))
         sharding.apply()
-        for weight in self.weights:
-            if not weight.is_copied and isinstance(weight.origin.adapter, Linear):
-                self._add_adapter(weight, weight.origin.adapter)
         if stages.size > 1:
             mark_sharing(self.model, stages.apart)
         self._by_source: dict[nn.Parameter, list[ReplicaWeight]] = {}
@@ -297,19 +271,10 @@ class Replica:
             spec = sharding.spec(name.rpartition(".")[0], leaf, origin.whole)
             key = origin.key, spec
             if key not in weights:
-                # The collectives of a tensor-parallel layer know no adapter next to it.
-                adapts = isinstance(origin.adapter, Linear) and self.tp_group.size == 1
-                in_place = origin.adapter is None or adapts
-                is_copied = not (shares and in_place and origin.is_stored_as(spec))
+                is_copied = not (shares and origin.is_stored_as(spec))
                 weights[key] = ReplicaWeight(len(weights), name, origin, spec, is_copied)
                 yield weights[key]
             weights[key].places.append((module, leaf))
-
-    def _add_adapter(self, weight: ReplicaWeight, adapter: Linear) -> None:
-        """Compute the layers of a shared weight with its trained adapter."""
-        names = {module: name for name, module in self.model.named_modules()}
-        for module, _ in weight.places:
-            self.model.set_submodule(names[module], Adapted(module, adapter))
 
     @property
     def shares(self) -> bool:
@@ -403,7 +368,7 @@ class Replica:
 
         A collective of `tp_group`.
         """
-        sums = torch.stack([self._sum(each, each.merged()) for each in self.weights])
+        sums = torch.stack([self._sum(each, getattr(*each.places[0])) for each in self.weights])
         return hash_of_sums([each.name for each in self.weights], sum_(sums, self.tp_group))
 
     def _sum(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:

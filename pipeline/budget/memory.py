@@ -257,9 +257,9 @@ class _ModelMemory:
     def replica(self, generation: Generation) -> Iterator[Item]:
         """A copy of the weights for generation, if one is needed."""
         trained, shape = self.model.trained, self.model.shape
-        quantized = trained is not None and trained.quantize != "none"
+        adapted = trained is not None and (trained.lora is not None or trained.quantize != "none")
         regroups = self.pp > 1 or generation.tensor_parallel != self.tp
-        if self.weight_shards > 1 or self._place("params") != "device" or quantized or regroups:
+        if self.weight_shards > 1 or self._place("params") != "device" or adapted or regroups:
             yield Item("replica", shape.merged_bytes / generation.tensor_parallel)
 
     def responses(self, generation: Generation) -> Iterator[Item]:

@@ -44,17 +44,21 @@ def test_the_replica_says_what_the_trained_model_says_at_every_stage_and_divisio
 
 
 @torch.no_grad()
-def test_adapters_stay_next_to_the_weights_that_generation_shares(llama: str) -> None:
+def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
     actor = Actor(llama, lora=LORA)
     with torch.enable_grad():
         actor.relearn(3)
+    exported = {name.replace(".base_layer", "") for name in actor.weights() if "lora_" not in name}
 
     with actor.hybrid.generating() as replica:
+        merged = dict(replica.named_parameters())
+
+        assert set(merged) == exported
         for name, layer in base_model(actor.model).named_modules():
             if hasattr(layer, "base_layer"):
-                shared = replica.get_submodule(name).layer.weight
-                assert shared.data_ptr() == layer.base_layer.weight.data_ptr()
-        torch.testing.assert_close(replica(input_ids=IDS).logits, actor.logits())
+                rank_2 = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+                expected = layer.base_layer.weight + 6.0 * rank_2  # alpha / rank
+                assert torch.equal(merged[f"{name}.weight"], expected)
 
 
 @pytest.mark.parametrize("resident", [False, True])

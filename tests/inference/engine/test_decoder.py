@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -164,8 +163,7 @@ def test_sequences_that_end_while_the_next_pass_runs_change_no_other(
 
 
 def test_a_row_at_its_limit_repeats_its_last_pass() -> None:
-    modules: Any = str
-    rows = GraphedRows(modules, 2, longest=64, device=CPU, capture=traced, agree=bool)
+    rows = GraphedRows(watched, 2, longest=64, device=CPU, capture=traced, agree=bool)
     rows._numbers.copy_(torch.tensor([[5, 6], [10, 20], [10, 20], [11, 21]]))
 
     rows.advance(torch.tensor([7, 8]), torch.tensor([1, 0]))
