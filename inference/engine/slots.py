@@ -267,9 +267,8 @@ class Scheduler:
             if not self._prefixes.is_pending(ticket, reading):
                 oldest.append(ticket)
                 reading[ticket.identity] = ticket
-        if (
-            self._lacking not in waiting
-        ):  # reuse sequences before their slots are given to other requests
+        # Reuse sequences before their slots are given to others, unless that overtakes a request.
+        if self._lacking not in waiting:
             oldest.sort(key=lambda ticket: -self._prefixes.find(ticket)[1])
         available = self._num_available() - sum(slot.may_grow for slot in self.slots)
         copies: dict[int, int] = {}
@@ -327,7 +326,7 @@ class Scheduler:
             if length + self._ahead <= PAGE * len(slot.pages) or not slot.is_running:
                 continue
             needed = num_pages(length) - len(slot.pages)
-            while needed > max(0, len(self._pool)) and needed > self._num_available():
+            while needed > len(self._pool) and needed > self._num_available():
                 newest = self._by_age(occupied=True)[-1]
                 self._preempt(newest, waiting)
             if slot.ticket is None:
