@@ -159,25 +159,7 @@ class LabConfig:
     output_dir: Path | None = None
     """Directory of lab.json and predictions.jsonl; null uses `lab` in the model's directory."""
 
-    actor: str | None = None
-    """A model that answers the built-in task's prompts, such as OUT/step1_sft: plots
-    over-optimization against the task's verifier."""
-
-    best_of: int = 16
-    """Responses that the actor samples to each prompt."""
-
-    prompts: int = 64
-    """Number of the built-in task's prompts that the actor responds to."""
-
-    seed: int = 1234
-    """Seed of the actor's sampling."""
-
     def __post_init__(self) -> None:
         require(bool(self.path), "path is empty; pass the directory of a reward model")
-        for name in ("rows", "best_of", "prompts"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
+        require(self.rows > 0, f"rows must be above 0, got {self.rows}")
         require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")
-        require(
-            self.actor is None or self.data_path == EMBEDDED,
-            "actor needs data_path embedded: other rows have no verifier",
-        )

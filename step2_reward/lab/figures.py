@@ -1,4 +1,4 @@
-"""Metrics of a reward model: rank agreement, classes, calibration, length bias, best of n, steps.
+"""Metrics of a reward model: rank agreement, classes, calibration, length bias, steps.
 
 Pure functions. Dimension names: N rows or items, C classes. A pair is a row of two classes with
 logits (difference, 0), of which the first is right.
@@ -7,7 +7,6 @@ logits (difference, 0), of which the first is right.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -235,49 +234,6 @@ def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]
         if len(set(lengths)) > 1
     ]
     return sum(found) / len(found) if found else 0.0
-
-
-def best_of(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[float, float]:
-    """Expected (proxy, gold) scores of the best of n samples by the proxy.
-
-    The unbiased estimator over all subsets (Nakano et al. 2021, 2112.09332, appendix I): in
-    ascending order, the i-th sample is the best of C(i - 1, n - 1) of the C(N, n) subsets. Ties in
-    the proxy are broken at random.
-
-    Args:
-        proxy: proxy scores of N samples for one prompt.
-        gold: gold scores of these samples.
-        n: subset size, at most N.
-    """
-    total = math.comb(len(proxy), n)
-    order = sorted(range(len(proxy)), key=lambda place: proxy[place])
-    worth = [0.0, 0.0]
-    done = 0
-    for value, group in groupby(order, key=lambda place: proxy[place]):
-        places = list(group)
-        weight = (math.comb(done + len(places), n) - math.comb(done, n)) / total
-        worth[0] += weight * value
-        worth[1] += weight * sum(gold[place] for place in places) / len(places)
-        done += len(places)
-    return worth[0], worth[1]
-
-
-def best_of_curve(
-    proxies: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]
-) -> list[dict[str, int | float]]:
-    """Means over prompts of the best of n = 1, 2, 4, ..., N samples for each prompt.
-
-    Returns:
-        n; kl, the bound log n - (n - 1) / n on KL(best-of-n || model) in nats (Stiennon et al.
-        2020; Beirami et al. 2024, 2401.01879); proxy and gold.
-    """
-    most = min(map(len, proxies))
-    curve: list[dict[str, int | float]] = []
-    for n in sorted({*(2**power for power in range(most.bit_length())), most}):
-        best = [best_of(p, g, n) for p, g in zip(proxies, golds, strict=True)]
-        proxy, gold = (sum(values) / len(best) for values in zip(*best, strict=True))
-        curve.append({"n": n, "kl": math.log(n) - (n - 1) / n, "proxy": proxy, "gold": gold})
-    return curve
 
 
 @dataclass(frozen=True)

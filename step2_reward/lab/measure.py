@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.generation import generate
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, RowColumns
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
@@ -20,16 +19,14 @@ from pipeline.data.rows.named import named_set
 from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import read_source
 from pipeline.data.sharing.steps import embedded_examples
-from pipeline.demo.task import verify
 from pipeline.models.forward.forward import Scorer, base_model, context_length
 from pipeline.models.forward.scores import Cutpoints
-from pipeline.models.hf.chat import check_ready, decode_response
-from pipeline.models.hf.load import load_for_inference, load_reward
+from pipeline.models.hf.chat import check_ready
+from pipeline.models.hf.load import load_reward
 from pipeline.parallel.device import local_device
-from pipeline.system.errors import DataError, ModelError
+from pipeline.system.errors import DataError
 from step2_reward.config import LabConfig, RewardConfig
 from step2_reward.lab.figures import (
-    best_of_curve,
     calibrate,
     class_report,
     concordance,
@@ -55,7 +52,6 @@ from step2_reward.objectives import HeldOut, compute_outputs, make_objective, pr
 from step2_reward.rows import (
     UNCUT,
     Row,
-    encode_dialogue,
     encode_rows,
     get_responses,
     get_target,
@@ -388,16 +384,13 @@ def measure_model(config: LabConfig) -> Measured:
     )
     encoded = make_objective(labels, settings).encode(rows, chat, settings)
     held_out = compute_outputs(scorer, encoded, settings)
-    figures, lines = measure(held_out, labels, rows, chat, settings, probed=scorer)
-    if config.actor is not None:
-        figures["best_of"] = over_optimization(scorer, labels, chat, config, settings)
-    return figures, lines
+    return measure(held_out, labels, rows, chat, settings, probed=scorer)
 
 
 def read_examples(config: LabConfig) -> list[Example]:
     """All labelled rows of the data path, or of its test split if it has one."""
     if config.data_path == EMBEDDED:
-        return embedded_examples(step=2, seed=config.seed)[1]
+        return embedded_examples(step=2, seed=0)[1]
     source = read_source(config.data_path, step=2)
     rows = source.eval or source.train
     if config.fields:
@@ -432,36 +425,3 @@ def read_labels(settings: object, examples: Sequence[Example], config: RewardCon
         return Labels(kind, "bce" if kind == "steps" else "rao_kupper")
     rows = [row for row in examples if has_kind(kind, row)]
     return resolve_labels(replace(config, labels=kind), rows, [])
-
-
-def over_optimization(
-    scorer: Scorer, labels: Labels, chat: ChatFormat, config: LabConfig, settings: RewardConfig
-) -> list[dict[str, float]]:
-    """Score and verifier verdict of the actor's best-of-n responses on the embedded task."""
-    if not labels.gives_scores:
-        raise ModelError(f"path {config.path} gives no score: train it with reward.class_values")
-    assert config.actor is not None
-    actor, tokenizer = load_for_inference(config.actor)
-    own = resolve_format(tokenizer, "auto")
-    questions = list(dict.fromkeys(row.prompt for row in embedded_examples(step=3, seed=0)[1]))
-    slots = [prompt for prompt in questions[: config.prompts] for _ in range(config.best_of)]
-    responses = generate(
-        actor,
-        [own.encode_prompt(prompt) for prompt in slots],
-        max_new_tokens=64,
-        temperature=1.0,
-        stop_ids=own.stop_ids,
-        seed=config.seed,
-        keys=list(range(len(slots))),
-    )
-    texts = [decode_response(tokenizer, response.text_ids) for response in responses]
-    limit = settings.data.max_length
-    rows = [
-        Row((encode_dialogue(chat, Example(p), (Message("assistant", x),), max_length=limit),))
-        for p, x in zip(slots, texts, strict=True)
-    ]
-    scores = score_outputs(compute_outputs(scorer, rows, settings).first, labels)
-    verdicts = [verify(p[-1].content, x) for p, x in zip(slots, texts, strict=True)]
-    golds = torch.tensor([float(x is not None and x.both) for x in verdicts])
-    shape = (-1, config.best_of)
-    return best_of_curve(scores.view(shape).tolist(), golds.view(shape).tolist())

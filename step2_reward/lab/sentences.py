@@ -19,7 +19,7 @@ def sentences(figures: Mapping[str, Any]) -> list[str]:
     """Findings, most important first, without trailing periods."""
     first = [*_accuracy(figures), *_steps(figures)]
     found = [*first, *_classes(figures), *_calibration(figures)]
-    return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
+    return [*found, *_length(figures), *_probes(figures)]
 
 
 def _format_count(number: int, name: str) -> str:
@@ -134,24 +134,6 @@ def _probes(figures: Mapping[str, Any]) -> list[str]:
                 f" {what}: RL will exploit that"
             )
     return lines
-
-
-def _best_of(figures: Mapping[str, Any]) -> list[str]:
-    rows = figures.get("best_of")
-    if not rows:
-        return []
-    first, last = rows[0], rows[-1]
-    best = max(rows, key=lambda row: row["gold"])
-    line = (
-        f"The best of {best['n']} responses by its score is right {_percent(best['gold'])} of the"
-        f" time, against {_percent(first['gold'])} for one response"
-    )
-    if best is not last:
-        line += (
-            f"; the best of {last['n']}, {_percent(last['gold'])}: beyond a KL of"
-            f" {best['kl']:.2f} nats the score rises and the truth does not"
-        )
-    return [line]
 
 
 def _percent(share: float) -> str:

@@ -1,17 +1,13 @@
-"""The laboratory's figures, by hand, by enumeration and on simulators of known bias."""
+"""The laboratory's figures, by hand and on simulators of known bias."""
 
 import math
-from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from step2_reward.lab import sentences
 from step2_reward.lab.figures import (
     area_under_curve,
-    best_of,
-    best_of_curve,
     calibrate,
     class_report,
     concordance,
@@ -87,32 +83,6 @@ def test_rank_correlation_by_hand() -> None:
 
     assert spearman(one, torch.tensor([10.0, 20.0, 40.0, 30.0])) == pytest.approx(0.8)
     assert spearman(one, torch.ones(4)) == 0.0
-
-
-def test_the_best_of_n_is_the_mean_over_all_subsets() -> None:
-    proxy, gold = [0.3, 0.9, 0.1, 0.9, 0.5], [1.0, 0.0, 0.0, 1.0, 0.5]
-
-    for n in range(1, 6):
-        best: list[tuple[float, float]] = []
-        for subset in combinations(range(5), n):
-            most = max(proxy[place] for place in subset)
-            ties = [gold[place] for place in subset if proxy[place] == most]
-            best.append((most, sum(ties) / len(ties)))
-        expected = [sum(each) / len(best) for each in zip(*best, strict=True)]
-        assert best_of(proxy, gold, n) == pytest.approx(expected)
-
-
-def test_the_curve_of_the_best_of_n_by_hand() -> None:
-    curve = best_of_curve([[1.0, 2.0, 3.0], [0.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
-
-    assert [each["n"] for each in curve] == [1, 2, 3]
-    assert [each["proxy"] for each in curve] == pytest.approx([4 / 3, (8 / 3 + 1) / 2, 2.0])
-    assert [each["gold"] for each in curve] == pytest.approx([1 / 2, (1 / 3 + 1 / 2) / 2, 1 / 4])
-    kl = [0.0, math.log(2) - 1 / 2, math.log(3) - 2 / 3]
-    assert [each["kl"] for each in curve] == pytest.approx(kl)
-    (said,) = sentences._best_of({"best_of": curve})
-    assert "best of 1" in said
-    assert "best of 3, 25.0 %" in said
 
 
 def test_the_bias_for_length_by_hand() -> None:
