@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipeline.models.parallel.sharding import STYLES, TensorShards
 from pipeline.parallel.group import ALONE, Group, tree_sum
-from pipeline.system.position import HERE
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 _SHARING = "same_prompts_group"
@@ -44,8 +43,7 @@ def get_sharing_group(model: nn.Module) -> Group:
 def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
     """Sum over the group, in place, with the same bits on each process."""
     if group.size > 1 and values.is_cuda:
-        with HERE.waiting(group.others):
-            dist.all_reduce(values, group=group.process_group)
+        dist.all_reduce(values, group=group.process_group)
     elif group.size > 1:
         values.copy_(tree_sum(group.gather(values, what="hidden states")))
     return values

@@ -120,8 +120,7 @@ class Group:
         """Broadcast `tensor` from rank `source`, in place."""
         if self.process_group is not None:
             self._enter_collective("broadcast", "", tensor.nbytes)
-            with HERE.waiting():
-                dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
+            dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
     def share(self, items: Sequence[T]) -> list[T]:
         """This process's share of the items: every `size`-th one, starting at `rank`."""

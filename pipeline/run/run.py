@@ -24,7 +24,7 @@ from pipeline.settings.fields import changed_values, flatten, plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
 from pipeline.system.signals import ExitOnSignal
-from pipeline.watchdog.monitors import Stragglers, peak_memory
+from pipeline.system.torch_process import memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ class Run:
         self._held = ExitStack()
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
-        self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
         self._tokens_per_second = 0.0
         self._at_once = ExitOnSignal()
 
@@ -157,10 +156,9 @@ class Run:
         self._step_end = now
         self.step = step
         self.tokens += tokens
-        self._stragglers.end_step(step)
         is_due = step % self.config.log_every == 0 or step == self.total_steps
         if is_due:
-            metrics["memory_gb"] = peak_memory(self.mesh.world)
+            metrics["memory_gb"] = round(self.mesh.world.max(memory_bytes()) / 1e9, 3)
         if self._metrics is None:
             return
         if is_due:
@@ -186,7 +184,6 @@ class Run:
         """
         # The time since the last step was spent on evaluation or, before step 1, loading.
         self._step_end = time.perf_counter()
-        self._stragglers.begin_step()
         if self._metrics is None:
             return
         named = {f"eval_{name}": value for name, value in figures.items()}

@@ -1,11 +1,10 @@
-"""Position of this process: the collectives it has reached, and its time waiting in them."""
+"""Position of this process: the collectives it has reached, and the processes it is waiting for."""
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SAME_ORDER = "all processes must run the same layers of the same engines in the same order"
 
@@ -31,7 +30,7 @@ class Collective(NamedTuple):
 
 
 class Position:
-    """Counts this process's collectives, and the seconds it waited for other processes.
+    """Counts this process's collectives, and names the processes it is waiting for.
 
     `enter_collective` is called before every collective of a training step; a thread of
     `pipeline.watchdog.process` reads the state at any time.
@@ -49,8 +48,6 @@ class Position:
         """Ranks of the processes that this one is waiting for, as far as it knows."""
         self.waits_at = ""
         """Reason for waiting, if it is not a collective."""
-        self._waited = 0.0
-        self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
     def enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         """Record the next collective."""
@@ -64,29 +61,16 @@ class Position:
         return self.recent[-1] if self.recent else Collective(0, "none yet")
 
     @contextmanager
-    def waiting(self, ranks: Sequence[int] = (), at: str = "") -> Iterator[None]:
-        """Context whose time counts as waiting for these processes.
+    def waiting(self, ranks: Sequence[int], at: str = "") -> Iterator[None]:
+        """Context in which this process waits for these processes.
 
         `at` describes the wait if it is not for a collective that this process has entered.
         """
-        start = time.perf_counter()
         self.waits_for, self.waits_at = tuple(ranks), at  # doesn't copy tuples
         try:
             yield
         finally:
             self.waits_for, self.waits_at = (), ""
-            self._waited += time.perf_counter() - start
-
-    def add_stall(self, begin: Any, end: Any) -> None:  # noqa: ANN401  # CUDA events
-        """Count the time between two events of the compute stream as waiting, once they pass."""
-        self._stalls.append((begin, end))
-
-    def waited(self) -> float:
-        """Total seconds of waiting."""
-        while self._stalls and self._stalls[0][1].query():
-            begin, end = self._stalls.popleft()
-            self._waited += begin.elapsed_time(end) / 1000
-        return self._waited
 
 
 HERE = Position()

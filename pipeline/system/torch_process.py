@@ -1,4 +1,4 @@
-"""PyTorch's settings in this process: allocators, rounding, random numbers."""
+"""PyTorch's settings in this process (allocators, rounding, random numbers), and its memory."""
 
 import os
 import random
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -55,6 +56,13 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
         if in_order:
             torch.use_deterministic_algorithms(mode=False)
+
+
+def memory_bytes() -> int:
+    """Bytes of memory of this process; on a GPU, the peak of its tensors."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 def seed_generators(seed: int) -> None:

@@ -1,1 +1,1 @@
-"""Monitoring of a job: positions of its processes, failures, lost and slow processes."""
+"""Monitoring of a job: positions of its processes, failures and lost processes."""

@@ -171,7 +171,7 @@ class GroupCollectives(Collectives):
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         work = all_gather(full, self.piece(full), self.group.process_group)
-        return Timed(work, self.group, on_gpu=full.is_cuda)
+        return OfGroup(work, self.group)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         if self.narrow is not None:
@@ -179,13 +179,13 @@ class GroupCollectives(Collectives):
         if not self.exchanges:
             target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
             work = reduce_scatter(target, full, self.group.process_group)
-            timed = Timed(work, self.group, on_gpu=full.is_cuda)
-            return timed if target is out else Then(timed, partial(out.copy_, target))
+            work = OfGroup(work, self.group)
+            return work if target is out else Then(work, partial(out.copy_, target))
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
-        timed = Timed(work, self.group, on_gpu=full.is_cuda)
-        return Then(timed, lambda: tree_sum(received.chunk(self.size), out=out))
+        summed = partial(tree_sum, received.chunk(self.size), out=out)
+        return Then(OfGroup(work, self.group), summed)
 
     def _all_reduce(self, values: Tensor) -> None:
         """Sum the values, together with fingerprints of the processes' histories.
@@ -196,30 +196,21 @@ class GroupCollectives(Collectives):
         packed = self.group.with_fingerprints(values)
         work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
         assert work is not None
-        Timed(work, self.group, on_gpu=values.is_cuda).wait()
+        OfGroup(work, self.group).wait()
         values.copy_(self.group.without_fingerprints(packed))
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A collective that records its waiting time."""
+class OfGroup:
+    """A collective of a group of processes, which wait for each other."""
 
     work: Work
     group: Group
-    on_gpu: bool
 
     def wait(self) -> None:
         """Return when the result may be used, on a GPU by the compute stream."""
-        if not self.on_gpu:
-            with HERE.waiting(self.group.others):
-                self.work.wait()
-            return
-        # wait() blocks the current stream, not the host.
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self.work.wait()
-        end.record()
-        HERE.add_stall(begin, end)
+        with HERE.waiting(self.group.others):
+            self.work.wait()
 
 
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:

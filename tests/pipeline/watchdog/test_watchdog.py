@@ -13,7 +13,6 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
-from pipeline.watchdog.monitors import WINDOW, slow_ranks
 from pipeline.watchdog.process import Heartbeat, find_late
 from tests.distributed import rank
 from tests.jobs import Job, run_job
@@ -163,25 +162,3 @@ def test_the_rank_that_is_furthest_behind_is_late() -> None:
     )
     assert find_late(seen, 5.1) is None
     assert find_late({0: seen[0], 1: seen[0]}, 1.0) is None
-
-
-def slow(*seconds: list[float]) -> dict[int, float]:
-    return slow_ranks(torch.tensor(seconds, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        ([1.5] * 20, {1: 1.5}),
-        ([1.4999] * 20, {}),
-        ([1.0] * 2 + [1.5] * 18, {1: 1.5}),
-        ([1.0] * 3 + [9.0] * 17, {}),
-    ],
-)
-def test_a_rank_is_slow_that_takes_half_as_long_again_in_18_of_20_steps(
-    own: list[float], expected: dict[int, float]
-) -> None:
-    usual = [1.0] * WINDOW
-
-    assert slow(usual, own) == expected
-    assert slow(usual, own, usual) == expected
