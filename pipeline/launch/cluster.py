@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     deployment, step = parse(argv)
     where = layout(deployment)
     if not deployment.no_check:
-        where = check_machines(where, deployment, Path.cwd())
+        check_machines(where, deployment, Path.cwd())
     if where.by == "ssh":
         raise SystemExit(run_by_ssh(step, where, deployment))
     ending = run_child(launch_command(step, where, deployment), step_environment(where, deployment))

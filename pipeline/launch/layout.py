@@ -74,7 +74,8 @@ class Deployment:
     """Address of the first machine, for the rendezvous. By default the first host's name."""
 
     master_port: int | None = None
-    """Port on the first machine. By default 29500, or another one if that is taken."""
+    """Port on the first machine. By default 29500 or, with SLURM, one from 29500 to 30499 that
+    depends on the job."""
 
     ssh_command: str = SSH
     """Command to reach a host; its name and a command line for its shell are appended. For a port

@@ -68,13 +68,6 @@ class Plan:
         config = config or self.configs[stage.name]
         return step_memory(config, machine=self.machine, origins=self.origins)
 
-    def moved(self, where: Layout) -> "Plan":
-        """The plan with another placement of processes, including its port."""
-        request = self.request
-        if where.port != self.where.port:
-            request = replace(request, master_port=where.port)
-        return replace(self, where=where, request=request)
-
     def config_file(self, stage: Stage) -> Path:
         """Path of the file with the step's resolved settings."""
         return self.request.output_dir / stage.name / MARK

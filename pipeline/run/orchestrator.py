@@ -120,8 +120,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
             say("\n".join(memory_lines(plan)))
         check_rows(plan, downloads=True)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
-            where = check_machines(plan.where, plan.request, plan.request.output_dir)
-            plan = plan.moved(where)
+            check_machines(plan.where, plan.request, plan.request.output_dir)
         with only_job(plan.request.output_dir):
             if plan.request.autotune is not None:
                 from pipeline.plan.tune import tune
