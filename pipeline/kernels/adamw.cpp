@@ -3,7 +3,6 @@
 // Makes one pass over memory: reads the gradient, updates the master weights and moments, and writes a
 // rounded copy of the master weights. Macros select a variant at compile time:
 //
-//   GRADIENT    Float32 | BFloat16 | Float16    dtype of the gradient
 //   MOMENT      Float32 | BFloat16              dtype of both moments
 //   COPY        None | BFloat16 | Float16       dtype of the copy
 //   SPLIT       0 | 1                           master stored as bf16 and 16 low bits
@@ -50,7 +49,7 @@ struct Vectors {
     void* exp_avg_sq;
     void* copy;
     void* low_bits;
-    const void* gradient;
+    const float* gradient;
 };
 
 // Rounds a master weight to bf16, to nearest with ties away from zero. The result is in the upper 16 bits.
@@ -80,14 +79,6 @@ struct BFloat16 {
 
 struct Float16 {
     using Stored = uint16_t;
-    static float load(uint32_t stored) {
-        // A multiplication rebiases the exponent and normalizes subnormal numbers.
-        const uint32_t shifted = uint32_t(stored & 0x7fffu) << 13;
-        const uint32_t finite = bits_of(float_of(shifted) * 0x1p112f);
-        const uint32_t special = shifted | 0x7f800000u;
-        const uint32_t magnitude = (stored & 0x7c00u) == 0x7c00u ? special : finite;
-        return float_of(magnitude | uint32_t(stored & 0x8000u) << 16);
-    }
     static Stored store_weight(float value) {
         const uint32_t bits = bits_of(value);
         const uint32_t magnitude = bits & 0x7fffffffu;
@@ -106,7 +97,6 @@ struct None {
     using Stored = uint8_t;
 };
 
-using Gradient = GRADIENT;
 using Moment = MOMENT;
 using Copy = COPY;
 #if SPLIT
@@ -152,11 +142,11 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
     auto* __restrict exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
     [[maybe_unused]] auto* __restrict copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
     auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
-    const auto* __restrict gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
+    const float* __restrict gradient = vectors.gradient + begin;
     const Numbers by = numbers;
     for (int32_t i = 0; i < count; i++) {
         const float weight = load_master(master, low_bits, i);
-        const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, Gradient::load(gradient[i]), by);
+        const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, gradient[i], by);
         exp_avg[i] = Moment::store(to.average);
         exp_avg_sq[i] = Moment::store(to.square);
 #if HAS_COPY

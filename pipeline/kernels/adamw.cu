@@ -1,12 +1,12 @@
 // AdamW over any number of flat shards in one launch. Bitwise equal to the reference in adamw.py.
 //
 // Each block updates CHUNK elements of one shard, given by `shard_of_block`. Each value is read and
-// written once: 28 bytes per element for fp32 master and moments with a 16-bit gradient and copy.
+// written once: 30 bytes per element for fp32 gradient, master and moments with a 16-bit copy.
 // Scalars that change every step are read from GPU memory, so that a step does not wait for the
 // host and a CUDA graph of it can be replayed.
 //
-// Macros: GRADIENT is float, Bf16 or F16; MOMENT is float or Bf16; COPY, the dtype of the master's
-// copy if HAS_COPY is 1, is Bf16 or F16; SPLIT is 1 if the master is stored as Bf16 and 16 low bits.
+// Macros: MOMENT is float or Bf16; COPY, the dtype of the master's copy if HAS_COPY is 1, is Bf16 or
+// F16; SPLIT is 1 if the master is stored as Bf16 and 16 low bits.
 #include "prelude.cuh"
 
 #define THREADS 256
@@ -20,7 +20,7 @@ struct Shard {
   void* exp_avg_sq;
   void* copy;
   void* low_bits;
-  const void* gradient;
+  const float* gradient;
   i64 numel;
   i64 first_block;
   double lr;
@@ -76,7 +76,7 @@ struct Arrays {
   MOMENT* exp_avg_sq;
   COPY* copy;
   u16* low_bits;
-  const GRADIENT* gradient;
+  const float* gradient;
 };
 template <class T>
 DEVICE T* array(T* const* field, i64 offset) {
@@ -88,13 +88,13 @@ DEVICE Arrays arrays_of(const Shard* shard, i64 offset) {
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg_sq), offset),
           array(reinterpret_cast<COPY* const*>(&shard->copy), offset),
           array(reinterpret_cast<u16* const*>(&shard->low_bits), offset),
-          array(reinterpret_cast<const GRADIENT* const*>(&shard->gradient), offset)};
+          array(&shard->gradient, offset)};
 }
 DEVICE bool may_be_read_by_four(const Arrays& a) {
   const u64 ends = reinterpret_cast<u64>(a.master) % (4 * sizeof(Master)) |
                    reinterpret_cast<u64>(a.exp_avg) % (4 * sizeof(MOMENT)) |
                    reinterpret_cast<u64>(a.exp_avg_sq) % (4 * sizeof(MOMENT)) |
-                   reinterpret_cast<u64>(a.gradient) % (4 * sizeof(GRADIENT)) |
+                   reinterpret_cast<u64>(a.gradient) % (4 * sizeof(float)) |
                    (HAS_COPY ? reinterpret_cast<u64>(a.copy) % (4 * sizeof(COPY)) : 0) |
                    (SPLIT ? reinterpret_cast<u64>(a.low_bits) % 8 : 0);
   return ends == 0;
@@ -106,7 +106,7 @@ struct Element {
   MOMENT exp_avg, exp_avg_sq;
   COPY copy;
   u16 low_bits;
-  GRADIENT gradient;
+  float gradient;
 };
 
 // Rounds a master weight to bf16, to nearest with ties away from zero.
@@ -119,7 +119,7 @@ DEVICE void store_weight(float value, Bf16& out) { out.bits = nearest_weight(__f
 
 // Updates an element and its moments.
 DEVICE void step(const Factors& f, Element& x, float& average, float& square) {
-  const float gradient = to_float(x.gradient) * f.multiplier;
+  const float gradient = x.gradient * f.multiplier;
 #if SPLIT
   const u32 half = static_cast<u32>(x.master.bits) << 16;
   float master = __uint_as_float(half + static_cast<u32>(static_cast<int>(static_cast<short>(x.low_bits))));
@@ -180,7 +180,7 @@ struct Four {
   MOMENT exp_avg[4], exp_avg_sq[4];
   COPY copy[4];
   u16 low_bits[4];
-  GRADIENT gradient[4];
+  float gradient[4];
 };
 DEVICE void load(const Arrays& a, int i, Four& x) {
   load_four(a.gradient + i, x.gradient);
@@ -198,7 +198,7 @@ DEVICE void store(const Arrays& a, int i, const Four& x) {
 }
 DEVICE Element load_element(const Arrays& a, int i) {
   Element x;
-  load_one(a.gradient + i, x.gradient);
+  x.gradient = load_float(a.gradient + i);
   load_one(a.master + i, x.master);
   load_one(a.exp_avg + i, x.exp_avg);
   load_one(a.exp_avg_sq + i, x.exp_avg_sq);

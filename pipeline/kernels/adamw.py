@@ -24,7 +24,6 @@ from pipeline.kernels.build import build as build_library
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 MOMENTS = (torch.float32, torch.bfloat16)
-GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 COPIES = (torch.bfloat16, torch.float16)
 
 CHUNK = 65536
@@ -90,21 +89,19 @@ class Shard:
 class Kind(NamedTuple):
     """Data types of a step; the kernels have a specialization for each combination."""
 
-    gradient: torch.dtype
     moments: torch.dtype
     copy: torch.dtype | None
     split: bool
 
     @classmethod
-    def of(cls, weights: Weights, gradient: Tensor) -> "Kind":
+    def of(cls, weights: Weights) -> "Kind":
         """The data types of these vectors."""
         copy = None if weights.copy is None else weights.copy.dtype
-        return cls(gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None)
+        return cls(weights.exp_avg.dtype, copy, weights.low_bits is not None)
 
     def macros(self, names: Mapping[torch.dtype | None, str]) -> dict[str, str | int]:
         """Macros for a source that refers to the formats by these names."""
         return {
-            "GRADIENT": names[self.gradient],
             "MOMENT": names[self.moments],
             "COPY": names[self.copy],
             "HAS_COPY": int(self.copy is not None),
@@ -131,7 +128,7 @@ def check(weights: Weights, gradient: Tensor) -> None:
         "exp_avg_sq": (weights.exp_avg.dtype,),
         "copy": () if split else COPIES,
         "low_bits": (torch.int16,),
-        "gradient": GRADIENTS,
+        "gradient": (torch.float32,),
     }
     for name, tensor in tensors.items():
         if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
@@ -164,7 +161,7 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
     are rounded when stored; the step uses them in fp32. Weights are rounded by `round_weights`.
     """
     (beta1, beta2), t = step.betas, step.step
-    grad = gradient.float() * step.multiplier
+    grad = gradient * step.multiplier
     master, low_bits = weights.master, weights.low_bits
     if low_bits is not None:
         master = join_master(master, low_bits)
@@ -230,8 +227,7 @@ def adamw_(
     """One in-place step of AdamW, as defined by `reference_adamw_`.
 
     All vectors must be contiguous, of equal length, on one device, and must not share memory. The
-    gradient is fp32, bf16 or fp16. With `kernels` off, or auto without a kernel, PyTorch computes
-    the step.
+    gradient is fp32. With `kernels` off, or auto without a kernel, PyTorch computes the step.
 
     Raises:
         ValueError: a vector is unsuitable; the message names it.
@@ -294,7 +290,7 @@ class Launches:
             if kernels != "off" and shard.gradient.is_cuda and shard.gradient.numel():
                 kernel = _find(shard.weights, shard.gradient, kernels)
             if isinstance(kernel, Gpu):
-                kind = Kind.of(shard.weights, shard.gradient)
+                kind = Kind.of(shard.weights)
                 by_kind.setdefault((kernel, kind), []).append(shard)
             else:
                 rest.append(shard)
@@ -306,7 +302,7 @@ def _find(weights: Weights, gradient: Tensor, kernels: Kernels) -> Library | Gpu
     tensors = [gradient, *weights.tensors().values()]
     if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
         return choice.accept("AdamW", "a vector is not aligned to its elements", kernels)
-    return find(gradient.device, Kind.of(weights, gradient), kernels)
+    return find(gradient.device, Kind.of(weights), kernels)
 
 
 def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | None:
@@ -446,7 +442,7 @@ class ShardTable:
         for shard in shards:
             check(shard.weights, shard.gradient)
         self.shards, self.gpu = tuple(shards), gpu
-        kinds = {Kind.of(shard.weights, shard.gradient) for shard in shards}
+        kinds = {Kind.of(shard.weights) for shard in shards}
         if len(kinds) != 1:
             raise ValueError(f"all shards of a launch must have the same dtypes, got {kinds}")
         self.kind = kinds.pop()
@@ -515,9 +511,7 @@ def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Compare two steps bitwise with the reference, on a vector with a tail."""
-    gradient_type, moments, copy = (
-        DTYPES_BY_NAME[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")
-    )
+    moments, copy = (DTYPES_BY_NAME[str(defines[name])] for name in ("MOMENT", "COPY"))
     generator = torch.Generator().manual_seed(0)
     gradient, master, exp_avg, square = torch.randn(4, 301, generator=generator)
     low_bits = None
@@ -530,7 +524,6 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
         copy=torch.zeros(301, dtype=copy) if defines["HAS_COPY"] else None,
         low_bits=low_bits,
     )
-    gradient = gradient.to(gradient_type)
     remote = Weights(**{name: t.to(gpu.device, copy=True) for name, t in weights.tensors().items()})
     shard = Shard(weights=remote, gradient=gradient.to(gpu.device), lr=1.0, weight_decay=0.1)
     table = ShardTable([shard], gpu)

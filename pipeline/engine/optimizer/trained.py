@@ -160,7 +160,7 @@ class TrainedParams:
         device, dtype = flat.placement.optimizer_device, flat.settings.dtype
         kind = kind_of_masters(dtype, flat.placement)
         copy = dtype if kind == "whole" and dtype in COPIES else None
-        formats = Kind(torch.float32, self.moment_dtype, copy, kind == "split")
+        formats = Kind(self.moment_dtype, copy, kind == "split")
         find(device, formats, kernels)  # compile before the first step
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)
