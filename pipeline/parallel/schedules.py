@@ -10,8 +10,7 @@ stage, and then sends that of its input to the previous one.
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, chain
-from math import inf
+from itertools import chain
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward"]
@@ -50,40 +49,26 @@ def bubble(stages: int, count: int) -> float:
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
     """Numbers of blocks, at least one per stage, that minimize the time of the slowest stage.
 
-    Among the fastest divisions it is the one with the least sum of squared times, and among these
-    the one whose first stages have the fewest blocks, since they keep the activations of the most
-    micro-batches.
+    Among the fastest divisions it is the one with the fastest second slowest stage, and so on, and
+    of equal ones the one whose first stages have the fewest blocks, since they keep the activations
+    of the most micro-batches.
 
     Args:
         costs: cost of each block, in any unit of time; sums of integers are exact.
         stages: no more than there are blocks.
         last: additional cost of the last stage, such as that of logits.
     """
-    total, count = [0, *accumulate(costs)], len(costs)
-
-    def cost(start: int, stop: int) -> float:
-        return total[stop] - total[start] + (last if stop == count else 0)
 
     @cache
-    def slowest(start: int, left: int) -> float:
-        """The minimum cost of the slowest of `left` stages with the blocks from `start` on."""
+    def best(start: int, left: int) -> tuple[list[float], list[int]]:
+        """Times, slowest first, and block counts of `left` stages with the blocks from `start`."""
         if left == 1:
-            return cost(start, count)
-        stops = range(start + 1, count - left + 2)
-        return min(max(cost(start, stop), slowest(stop, left - 1)) for stop in stops)
-
-    limit = slowest(0, stages)
-
-    @cache
-    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Sum of squares and block counts of `left` stages, none slower than the limit."""
-        stops = [count] if left == 1 else range(start + 1, count - left + 2)
-        found: list[tuple[float, tuple[int, ...]]] = [(inf, ())]
-        for stop in stops:
-            own = cost(start, stop)
-            squares, counts = (0.0, ()) if left == 1 else best(stop, left - 1)
-            if own <= limit:
-                found.append((own * own + squares, (stop - start, *counts)))
+            return [sum(costs[start:]) + last], [len(costs) - start]
+        found: list[tuple[list[float], list[int]]] = []
+        for stop in range(start + 1, len(costs) - left + 2):
+            times, counts = best(stop, left - 1)
+            times = sorted([sum(costs[start:stop]), *times], reverse=True)
+            found.append((times, [stop - start, *counts]))
         return min(found)
 
-    return list(best(0, stages)[1])
+    return best(0, stages)[1]
