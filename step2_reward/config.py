@@ -88,12 +88,12 @@ class RewardConfig(LabelSettings, StepConfig):
 
     @property
     def learns_labels(self) -> bool:
-        """Whether the step trains on labels rather than only on plain pairs."""
+        """Whether the step trains on labels rather than only on pairs."""
         return self.labels != "pairs"
 
     @property
     def row_columns(self) -> RowColumns:
-        """Columns for labels and ties, unless the step trains only on plain pairs."""
+        """Columns for labels, unless the step trains only on pairs."""
         return RowColumns(labels=self.learns_labels)
 
     def choose_rows(
@@ -105,7 +105,7 @@ class RewardConfig(LabelSettings, StepConfig):
     @property
     def sequences_per_row(self) -> int:
         """Maximum dialogues per row; two if only the rows determine the labels."""
-        known = {"classes": 1, "ordinal": 1, "scalar": 1, "steps": 1}
+        known = {"classes": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:

@@ -14,17 +14,13 @@ from pipeline.system.errors import ConfigError, DataError, require
 logger = logging.getLogger(__name__)
 
 
-LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "steps"]
+LabelKind = Literal["pairs", "classes", "scalar", "steps"]
 
-Loss = Literal[
-    "bradley_terry", "focal", "rao_kupper", "cross_entropy", "proportional_odds", "mse", "bce"
-]
+Loss = Literal["bradley_terry", "focal", "cross_entropy", "mse", "bce"]
 
 LOSSES: dict[str, tuple[Loss, ...]] = {
     "pairs": ("bradley_terry", "focal"),
-    "ties": ("rao_kupper",),
     "classes": ("cross_entropy", "focal"),
-    "ordinal": ("proportional_odds",),
     "scalar": ("mse", "bce"),
     "steps": ("bce",),
 }
@@ -36,8 +32,8 @@ class LabelSettings:
     """Labels that a reward model is trained on."""
 
     labels: Literal["auto", LabelKind] = "auto"
-    """Kind of labels of the rows (docs/reward_models.md): pairs, pairs that may be ties, classes,
-    ordered classes, numbers, or steps; auto detects it from the rows' columns."""
+    """Kind of labels of the rows (docs/reward_models.md): pairs, classes, numbers (scalar),
+    or steps; auto detects it from the rows' columns."""
 
     loss: Literal["auto", Loss] = "auto"
     """The loss for the labels; auto uses the default loss of each kind. Others are focal (pairs,
@@ -48,8 +44,8 @@ class LabelSettings:
     its label; 0 is the usual loss."""
 
     class_list: tuple[str, ...] = ()
-    """Names of the classes in the model's order, for ordered ones worst first; empty uses those in
-    the rows, in ascending order."""
+    """Names of the classes in the model's order; empty uses those in the rows, in ascending
+    order."""
 
     class_values: tuple[float, ...] = ()
     """Value of each class: RL's score is the expected value. Empty uses labels that are numbers, or
@@ -96,17 +92,12 @@ class LabelSettings:
 MOST_CLASSES = 20
 """Maximum number of distinct integers that `labels: auto` treats as classes."""
 
-SINGLE = ("classes", "ordinal", "scalar")
+SINGLE = ("classes", "scalar")
 """Kinds that label one response."""
-
-CLASSES = ("classes", "ordinal")
-"""Kinds whose labels are classes."""
 
 NEEDS = {
     "pairs": "a chosen and a rejected response",
-    "ties": "a chosen and a rejected response, and `tie` if neither is better",
     "classes": "a label",
-    "ordinal": "a label",
     "scalar": "a label that is a number",
     "steps": "steps with a label for each (prompt, steps or completions, labels)",
 }
@@ -126,15 +117,9 @@ class Labels:
     values: tuple[float, ...] = ()
     """Value of each class; empty if unknown."""
 
-    counts: tuple[int, ...] = ()
-    """Training rows of each class."""
-
     mean: float = 0.0
     std: float = 1.0
     """Mean and standard deviation of the training labels, used to standardize them."""
-
-    tie_share: float = 0.0
-    """Fraction of the training pairs that are ties, from 0 to 1."""
 
     @property
     def num_labels(self) -> int:
@@ -185,7 +170,7 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
     if any(row.steps for row in rows):
         return "steps"
     if any(row.rejected for row in rows):
-        return "ties" if any(row.tie for row in rows) else "pairs"
+        return "pairs"
     labels = {row.label for row in rows if row.label is not None}
     numbers = [label for label in labels if isinstance(label, int | float)]
     whole = all(isinstance(number, int) for number in numbers)
@@ -200,7 +185,7 @@ def has_kind(kind: LabelKind, row: Example) -> bool:
         return any(label is not None for label in row.step_labels)
     if kind in SINGLE:
         return row.label is not None
-    return bool(row.chosen and row.rejected) and (kind != "pairs" or not row.tie)
+    return bool(row.chosen and row.rejected) and not row.tie
 
 
 def resolve_labels(
@@ -219,11 +204,6 @@ def resolve_labels(
             f"reward.loss {loss} does not learn from {kind}, which the rows have; choose"
             f" {' or '.join(LOSSES[kind])}"
         )
-    if kind == "ties":
-        share = sum(row.tie for row in train) / len(train)
-        if not share:
-            raise DataError("reward.labels ties: no training row is a tie; choose labels pairs")
-        return Labels(kind, loss, tie_share=share)
     if kind == "steps":
         labels = [label for row in train for label in row.step_labels if label is not None]
         right = sum(label >= 0.5 for label in labels)
@@ -234,8 +214,8 @@ def resolve_labels(
             )
     if kind == "scalar":
         return _resolve_numbers(loss, train, held_out)
-    if kind in CLASSES:
-        return _resolve_classes(kind, loss, config, train, held_out)
+    if kind == "classes":
+        return _resolve_classes(loss, config, train, held_out)
     return Labels(kind, loss)
 
 
@@ -257,11 +237,7 @@ def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Ex
 
 
 def _resolve_classes(
-    kind: LabelKind,
-    loss: Loss,
-    config: LabelSettings,
-    train: Sequence[Example],
-    held_out: Sequence[Example],
+    loss: Loss, config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
 ) -> Labels:
     labels = {class_name(row.label): row.label for row in (*train, *held_out)}
     names = sorted(labels)
@@ -281,12 +257,11 @@ def _resolve_classes(
             f"all {len(train)} training rows are of the class {next(iter(number))}; a classifier"
             " needs at least two classes"
         )
-    counts = tuple(number[name] for name in classes)
-    if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
+    if missing := [name for name in classes if not number[name]]:
         logger.warning("no training row has the class %s", ", ".join(missing))
     numbers = [float(x) for x in map(labels.get, classes) if isinstance(x, int | float)]
     own_values = tuple(numbers) if len(numbers) == len(classes) else ()
-    return Labels(kind, loss, classes, config.class_values or own_values, counts)
+    return Labels("classes", loss, classes, config.class_values or own_values)
 
 
 def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) -> None:

@@ -1,12 +1,12 @@
 """The losses of step 2, by kind of label; each is a sum over rows.
 
-Pairs and ties, classes, ordered classes, numbers; pure functions of tensors.
+Pairs, classes, numbers; pure functions of tensors.
 Dimension names: B rows, C classes.
 """
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -38,39 +38,6 @@ def pairwise_loss(
     return (nll + center_coef * (chosen + rejected).square()).sum()
 
 
-def tie_log_probabilities(
-    difference: Float[Tensor, " B"], kappa: Float[Tensor, ""]
-) -> Float[Tensor, "B 3"]:
-    """Log-probabilities of a win, a tie and a loss of the first response.
-
-    `difference` is its score minus the second response's.
-
-    Rao and Kupper 1967, with threshold kappa >= 0 in units of score: P(win) = sigmoid(d - kappa),
-    P(loss) = sigmoid(-d - kappa), P(tie) = (e^(2 kappa) - 1) P(win) P(loss); for rewards, Liu et
-    al. 2024 (2410.05328). At kappa 0 it is Bradley-Terry.
-    """
-    win, loss = F.logsigmoid(difference - kappa), F.logsigmoid(-difference - kappa)
-    return torch.stack([win, torch.log(torch.expm1(2 * kappa)) + win + loss, loss], dim=1)
-
-
-def tie_loss(
-    chosen: Float[Tensor, " B"],
-    rejected: Float[Tensor, " B"],
-    is_tie: Bool[Tensor, " B"],
-    kappa: Float[Tensor, ""],
-) -> Float[Tensor, ""]:
-    """-log P of the observed outcome, a win of `chosen` or a tie, summed over pairs.
-
-    P is defined in `tie_log_probabilities`.
-    """
-    difference = chosen - rejected
-    wins = -F.logsigmoid(difference - kappa)
-    if not is_tie.any():  # at kappa 0, ties have probability 0
-        return wins.sum()
-    ties = -tie_log_probabilities(difference, kappa)[:, 1]
-    return torch.where(is_tie, ties, wins).sum()
-
-
 def cross_entropy(
     logits: Float[Tensor, "B C"],
     classes: Int[Tensor, " B"],
@@ -93,35 +60,6 @@ def cross_entropy(
     if weights is not None:
         nll = weights[classes] * nll
     return nll.sum()
-
-
-def ordinal_log_probabilities(
-    scores: Float[Tensor, " B"], cutpoints: Float[Tensor, " cuts"]
-) -> Float[Tensor, "B classes"]:
-    """The log-probability of each class, worst first.
-
-    log P(y) = log[sigmoid(b_y - s) - sigmoid(b_(y-1) - s)].
-
-    Proportional odds (McCullagh 1980), with increasing cutpoints b, b_(-1) = -inf and b_(K-1) =
-    inf; one score for all classes as in CORAL (Cao et al. 2019, 1901.07884). The difference is
-    computed as sigmoid(a) sigmoid(-b) (1 - e^(b - a)), which avoids cancellation.
-    """
-    below = cutpoints - scores[:, None]  # (B, K - 1)
-    upper, lower = F.logsigmoid(below), F.logsigmoid(-below)
-    gaps = torch.log(-torch.expm1(cutpoints[:-1] - cutpoints[1:]))
-    inner = upper[:, 1:] + lower[:, :-1] + gaps
-    return torch.cat([upper[:, :1], inner, lower[:, -1:]], dim=1)
-
-
-def ordinal_loss(
-    scores: Float[Tensor, " B"], classes: Int[Tensor, " B"], cutpoints: Float[Tensor, " cuts"]
-) -> Float[Tensor, ""]:
-    """-log P of each row's class, summed; P is defined in `ordinal_log_probabilities`.
-
-    With two classes it is the Bradley-Terry loss between score and cutpoint.
-    """
-    logprobs = ordinal_log_probabilities(scores, cutpoints)
-    return -logprobs.gather(1, classes[:, None]).sum()
 
 
 def squared_error(scores: Float[Tensor, " B"], targets: Float[Tensor, " B"]) -> Float[Tensor, ""]:

@@ -1,9 +1,8 @@
 """Objectives of step 2, by kind of label: the loss of a micro-batch, metrics of held-out rows.
 
-Dimension names: N rows, C outputs of the model.
+Dimension names: N rows, O positions of a batch, C outputs of the model.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from torch import Tensor
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.lengths import Fit, RowsFit
-from pipeline.models.forward.forward import LabelOutputs, Scorer
-from pipeline.models.forward.scores import Cutpoints, separator_ids
+from pipeline.models.forward.forward import Scorer
+from pipeline.models.forward.scores import separator_ids
 from pipeline.models.passes import evaluating
-from pipeline.parallel.device import local_device, send
+from pipeline.parallel.device import send
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 from pipeline.system.logs import reported
@@ -34,12 +33,8 @@ from step2_reward.labels import Labels
 from step2_reward.losses import (
     binary_cross_entropy,
     cross_entropy,
-    ordinal_log_probabilities,
-    ordinal_loss,
     pairwise_loss,
     squared_error,
-    tie_log_probabilities,
-    tie_loss,
 )
 from step2_reward.rows import UNCUT, Batch, Row, cut_rows, encode_rows, encode_steps
 
@@ -52,8 +47,6 @@ class HeldOut:
 
     outputs: Sequence[Sequence[Sequence[float]]]
     """The C outputs of each sequence, or of each labelled step, of each row."""
-
-    cutpoints: Float[Tensor, " cuts"] | None
 
     @property
     def first(self) -> Float[Tensor, "N C"]:
@@ -70,7 +63,7 @@ def compute_outputs(
     scorer: Scorer,
     rows: Sequence[Row],
     config: RewardConfig,
-    observe: Callable[[LabelOutputs, Batch], None] = lambda _outputs, _batch: None,
+    observe: Callable[[Tensor, Batch], None] = lambda _outputs, _batch: None,
 ) -> HeldOut:
     """Run the model on rows, which are the same on all processes. A collective.
 
@@ -81,23 +74,20 @@ def compute_outputs(
         observe: called with the outputs of each micro-batch of this process.
     """
     found: list[tuple[int, list[list[float]]]] = []
-    cutpoints: Tensor | None = None
     with evaluating(scorer):
         for batch in reported(cut_rows(rows, config), "scored micro-batches of held-out rows"):
-            outputs: LabelOutputs = scorer(batch.tokens, labels=True).at(batch.positions)
+            outputs: Tensor = scorer(batch.tokens, labels=True)[batch.positions]
             observe(outputs, batch)
             present = [rows[number] for number in batch.numbers]
             if rows[0].ends is None:
-                by_row = outputs.logits[batch.places].tolist()
+                by_row = outputs[batch.places].tolist()
                 by_row = [x[: len(row.sequences)] for x, row in zip(by_row, present, strict=True)]
             else:
                 counts = [len(row.ends or ()) for row in present]
-                by_row = [part.tolist() for part in outputs.logits.split(counts)]
+                by_row = [part.tolist() for part in outputs.split(counts)]
             found += zip(batch.numbers, by_row, strict=True)
-            cutpoints = outputs.cutpoints
     gathered = dict(item for part in current_mesh().data.gather_objects(found) for item in part)
-    ordered = [gathered[number] for number in range(len(rows))]
-    return HeldOut(rows, ordered, None if cutpoints is None else cutpoints.float().cpu())
+    return HeldOut(rows, [gathered[number] for number in range(len(rows))])
 
 
 class Objective(ABC):
@@ -110,10 +100,6 @@ class Objective(ABC):
         self.labels = labels
         self.config = config
         """Settings of the step, including those of the loss."""
-
-    def cutpoints(self) -> Cutpoints | None:
-        """Thresholds that are trained with the score; None if the loss has none."""
-        return None
 
     def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
         """Whether the sequences of a row still differ after truncation.
@@ -145,7 +131,7 @@ class Objective(ABC):
         return {}
 
     @abstractmethod
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss summed over rows, and the number of right rows, or None if that is undefined.
 
         Args:
@@ -159,7 +145,7 @@ class Objective(ABC):
         """Metrics of all processes' held-out rows, loss and accuracy first, and their outputs."""
         totals = [0.0, 0.0]
 
-        def observe(outputs: LabelOutputs, batch: Batch) -> None:
+        def observe(outputs: Float[Tensor, "O C"], batch: Batch) -> None:
             loss, right = self.loss(outputs, batch)
             totals[0] += loss.item()
             totals[1] += 0.0 if right is None else right.item()
@@ -177,10 +163,10 @@ class Objective(ABC):
 class PairObjective(Objective):
     """Pairs: the better response should score higher."""
 
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs, and the number in the right order; ties count half."""
         config = self.config
-        chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
+        chosen, rejected = batch.by_row(outputs.squeeze(-1)).unbind(1)
         loss = pairwise_loss(
             chosen,
             rejected,
@@ -200,44 +186,12 @@ class PairObjective(Objective):
         }
 
 
-class TieObjective(Objective):
-    """Pairs that may be ties: Rao-Kupper, with a trained threshold."""
-
-    def cutpoints(self) -> Cutpoints:
-        """kappa, initialized so that equal scores tie with the rows' frequency, at most 0.9."""
-        share = min(self.labels.tie_share, 0.9)
-        return Cutpoints([2 * math.atanh(share)], device=local_device(), positive=True)
-
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and the number whose most probable outcome is right."""
-        assert outputs.cutpoints is not None
-        kappa = outputs.cutpoints[0]
-        chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
-        is_tie = batch.targets == 1
-        likeliest = tie_log_probabilities((chosen - rejected).detach(), kappa.detach()).argmax(1)
-        right = (likeliest == is_tie.long()).sum()
-        return tie_loss(chosen, rejected, is_tie, kappa), right
-
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """The fraction of decided pairs in the right order, and kappa."""
-        assert held_out.cutpoints is not None
-        decided = [
-            float(one > other) + 0.5 * float(one == other)
-            for row, ((one,), (other,)) in zip(held_out.rows, held_out.outputs, strict=True)
-            if not row.targets[0]
-        ]
-        return {
-            "order_accuracy": sum(decided) / max(1, len(decided)),
-            "kappa": held_out.cutpoints[0].item(),
-        }
-
-
 class ClassObjective(Objective):
     """Classes: cross entropy, optionally focal or weighted."""
 
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over rows, and the number of rows whose class is predicted."""
-        logits = outputs.logits[batch.places[:, 0]]
+        logits = outputs[batch.places[:, 0]]
         weights = self.config.class_weights
         loss = cross_entropy(
             logits,
@@ -254,46 +208,14 @@ class ClassObjective(Objective):
         return {name: report[name] for name in ("macro_recall", "macro_f1")}
 
 
-class OrdinalObjective(Objective):
-    """Ordered classes: one score, with trained cutpoints between them."""
-
-    def cutpoints(self) -> Cutpoints:
-        """Thresholds, initialized so that a score of 0 gives the classes' shares."""
-        total = sum(self.labels.counts) + len(self.labels.counts)
-        below, starts = 0.0, list[float]()
-        for count in self.labels.counts[:-1]:
-            below += count + 1  # one pseudocount per class keeps cutpoints distinct
-            starts.append(math.log(below / (total - below)))
-        return Cutpoints(starts, device=local_device())
-
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over rows, and the number of rows whose class is predicted."""
-        assert outputs.cutpoints is not None
-        scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
-        logprobs = ordinal_log_probabilities(scores.detach(), outputs.cutpoints.detach())
-        right = (logprobs.argmax(dim=1) == batch.classes).sum()
-        return ordinal_loss(scores, batch.classes, outputs.cutpoints), right
-
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
-        """Fraction of pairs in order, rank correlation, and mean error in numbers of classes."""
-        assert held_out.cutpoints is not None
-        scores, targets = held_out.first.squeeze(1), held_out.targets
-        taken = ordinal_log_probabilities(scores, held_out.cutpoints).argmax(dim=1)
-        return {
-            "concordance": concordance(scores, targets),
-            "spearman": spearman(scores, targets),
-            "mean_error": (taken - targets).abs().mean().item(),
-        }
-
-
 class ScalarObjective(Objective):
     """Numbers: squared error of standardized labels, or binary cross entropy."""
 
     counts_right = False
 
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, None]:
+    def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, None]:
         """The loss summed over rows, and None, since single rows are not right or wrong."""
-        scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
+        scores = outputs[batch.places[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
@@ -361,9 +283,9 @@ class StepObjective(Objective):
             "step_score": self.config.step_score,
         }
 
-    def loss(self, outputs: LabelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over steps, and the number predicted correctly, times a step's weight."""
-        logits = outputs.logits.squeeze(-1)
+        logits = outputs.squeeze(-1)
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
@@ -382,9 +304,7 @@ def predicted_steps(held_out: HeldOut) -> list[PredictedSteps]:
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "pairs": PairObjective,
-    "ties": TieObjective,
     "classes": ClassObjective,
-    "ordinal": OrdinalObjective,
     "scalar": ScalarObjective,
     "steps": StepObjective,
 }

@@ -20,7 +20,7 @@ from pipeline.parallel.device import local_device, send
 from pipeline.run.training import local_parts
 from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
-from step2_reward.labels import CLASSES, SINGLE, Labels
+from step2_reward.labels import SINGLE, Labels
 
 UNCUT = 2**31
 """A token limit that exceeds the length of any dialogue."""
@@ -33,11 +33,8 @@ class Row:
     sequences: tuple[Encoded, ...]
 
     targets: tuple[float, ...] = ()
-    """The targets: a class index, the standardized label, 1 for a tie, or the margin of a pair. For
-    steps, the correctness of each labelled one, from 0 to 1."""
-
-    ranks: tuple[float, ...] = ()
-    """The rank of each sequence, 1 for the best; empty for a single response."""
+    """The targets: a class index, the standardized label, or the margin of a pair. For steps, the
+    correctness of each labelled one, from 0 to 1."""
 
     ends: tuple[int, ...] | None = None
     """Positions in the sequence at which labelled steps end; None for other kinds of label."""
@@ -101,31 +98,28 @@ def encode_rows(
     """Token ids and targets of rows of any kind except steps."""
 
     def encode(example: Example) -> Row:
-        responses, ranks = get_responses(example, labels)
         encoded = [
             encode_dialogue(chat, example, response, max_length=max_length)
-            for response in responses
+            for response in get_responses(example, labels)
         ]
-        return Row(tuple(encoded), (get_target(example, labels),), ranks)
+        return Row(tuple(encoded), (get_target(example, labels),))
 
     return [encode(example) for example in examples]
 
 
-def get_responses(example: Example, labels: Labels) -> tuple[list[Turns], tuple[float, ...]]:
-    """The trained responses of a row, and their ranks."""
-    if labels.kind in SINGLE:
-        return [example.chosen], ()
-    return [example.chosen, example.rejected], (1.0, 1.0 if example.tie else 2.0)
+def get_responses(example: Example, labels: Labels) -> list[Turns]:
+    """The trained responses of a row, the better one first."""
+    return [example.chosen] if labels.kind in SINGLE else [example.chosen, example.rejected]
 
 
 def get_target(example: Example, labels: Labels) -> float:
-    """The target: a class index, a number, the margin of a pair, or 1 for a tie."""
-    if labels.kind in CLASSES:
+    """The target: a class index, a number, or the margin of a pair."""
+    if labels.kind == "classes":
         return float(labels.class_index(example))
     if labels.kind == "scalar":
         assert isinstance(example.label, int | float)  # checked by `resolve_labels`
         return (example.label - labels.mean) / labels.std
-    return (example.margin or 0.0) if labels.kind == "pairs" else float(example.tie)
+    return example.margin or 0.0
 
 
 def split_steps(example: Example, separator: str) -> list[str]:

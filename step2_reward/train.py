@@ -26,13 +26,7 @@ from pipeline.config import DataConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.models.forward.forward import (
-    LabelOutputs,
-    Scorer,
-    base_model,
-    context_length,
-    reads_whole,
-)
+from pipeline.models.forward.forward import Scorer, base_model, context_length, reads_whole
 from pipeline.models.hf.chat import decode_response, load_chat, require_same_chat
 from pipeline.models.hf.export import move_in
 from pipeline.models.hf.load import load_causal_lm, load_tokenizer
@@ -134,13 +128,12 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         num_labels=labels.num_labels,
     )
     base_model(model).config.update({"label_kind": labels.kind})  # replaces an earlier training's
-    cutpoints = objective.cutpoints()
     passes = make_passes(
         model,
         config.model,
         config.parallel,
         run.mesh,
-        lambda full: Scorer(full, kernels=config.model.kernels, cutpoints=cutpoints),
+        lambda full: Scorer(full, kernels=config.model.kernels),
         total_steps=rows.total_steps,
         name="reward model",
     )
@@ -153,7 +146,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     check_rows(rows.data, objective.rows_fit(rows.chat, config), config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     training = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
-    return RewardTraining(training, objective, scorer_of(passes, model, cutpoints))
+    return RewardTraining(training, objective, scorer_of(passes, model))
 
 
 def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
@@ -164,8 +157,8 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     rights: list[Tensor] = []
 
     def compute_loss(batch: Batch) -> Tensor:
-        outputs: LabelOutputs = engine(batch.tokens, labels=True)
-        loss, right = objective.loss(outputs.at(batch.positions), batch)
+        outputs: Tensor = engine(batch.tokens, labels=True)
+        loss, right = objective.loss(outputs[batch.positions], batch)
         rights.extend([] if right is None else [right])
         return loss
 
@@ -377,7 +370,7 @@ def _trust(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def label_settings(reward: RewardTraining) -> dict[str, Any]:
-    """Entries of config.json: the kind of label, classes and their values, thresholds, steps."""
+    """Entries of config.json: the kind of label, classes and their values, steps."""
     labels = reward.objective.labels
     settings: dict[str, Any] = {"label_kind": labels.kind}
     if labels.classes:
@@ -389,10 +382,6 @@ def label_settings(reward: RewardTraining) -> dict[str, Any]:
             settings["class_values"] = list(labels.values)
     if labels.kind == "scalar" and labels.loss == "mse":
         settings |= {"label_mean": labels.mean, "label_std": labels.std}
-    with reward.training.engine.gathered():
-        cutpoints = reward.scorer.thresholds()
-    if cutpoints is not None:
-        settings["cutpoints"] = cutpoints.tolist()
     return settings | reward.objective.settings()
 
 

@@ -25,7 +25,6 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Message
 from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward.forward import (
-    LabelOutputs,
     Policy,
     Scorer,
     base_model,
@@ -200,7 +199,7 @@ class Critic(nn.Module):
 
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
-    ) -> Float[Tensor, " K"] | LabelOutputs:
+    ) -> Float[Tensor, " K"] | Float[Tensor, "N C"]:
         """Values, read at the token before each target; with `labels`, the scorer's outputs."""
         if labels:
             return self.scorer(batch, labels=True)

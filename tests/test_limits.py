@@ -93,7 +93,7 @@ GROUP = {"advantage": "rloo", "group_size": 4, "kl_in": "none", "missing_eos_sco
 CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (SFTConfig, {"patience": 1, "eval_every": 0}, "patience"),
     (RewardConfig, {"patience": 1, "eval_every": 0}, "patience"),
-    (RewardConfig, {"labels": "ties", "loss": "mse"}, "loss"),
+    (RewardConfig, {"labels": "pairs", "loss": "mse"}, "loss"),
     (RewardConfig, {"class_list": ("a", "b"), "class_values": (1.0,)}, "class_values"),
     (PPOConfig, {"kl_target": 1.0, "kl_coef": 0.0}, "kl_target"),
     (PPOConfig, {"actor": DROPOUT}, "actor.lora.dropout"),

@@ -25,7 +25,7 @@ class RowColumns:
     """Whether every column is kept."""
 
     labels: bool = False
-    """Whether the step trains on `label`; ties are read as well."""
+    """Whether the step trains on `label`."""
 
     known_labels: bool = False
     """Whether step 2 trains on `label`, which tells other steps which rows they can use."""
@@ -64,7 +64,7 @@ def _nested(value: object) -> Mapping[str, Any]:
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]
 """The part of a row that a step reads: a response to imitate; pairs of a better and a worse one;
-pairs, ties, labels or ranked responses; the prompt; or single responses, good or bad."""
+pairs, labels or ranked responses; the prompt; or single responses, good or bad."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward.forward import Policy, Scorer
-from pipeline.models.forward.scores import Cutpoints
 from pipeline.models.hf.load import align_weights
 from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
 from pipeline.models.parallel.tensor_parallel import cut_layers, cut_where_possible
@@ -434,18 +433,12 @@ class StagedScorer(Scorer):
     Args:
         passes: the passes of the stages.
         model: the Hugging Face model, of which this process has a stage.
-        cutpoints: trained on the last stage; the others have the same number of them.
     """
 
-    def __init__(self, passes: StagedPasses, model: nn.Module, cutpoints: Cutpoints | None) -> None:
-        super().__init__(model, cutpoints=cutpoints)
+    def __init__(self, passes: StagedPasses, model: nn.Module) -> None:
+        super().__init__(model)
         self._passes = passes
         self._part = passes.engine.model
-
-    def thresholds(self) -> Tensor | None:
-        """The thresholds of the last stage."""
-        own = super().thresholds()
-        return None if own is None else self._passes.shared(own.detach().clone())
 
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Tensor:
         num_labels = int(classifier.config.num_labels or 1)
@@ -454,12 +447,12 @@ class StagedScorer(Scorer):
 
     def _of_last(self, batch: TokenBatch) -> Tensor:
         assert isinstance(self._part, Scorer)
-        return self._part(batch, labels=True).logits
+        return self._part(batch, labels=True)
 
 
-def scorer_of(passes: Passes, model: nn.Module, cutpoints: Cutpoints | None) -> Scorer:
+def scorer_of(passes: Passes, model: nn.Module) -> Scorer:
     """Return the scorer for evaluations: the trained one, or one over its stages."""
     if isinstance(passes, StagedPasses):
-        return StagedScorer(passes, model, cutpoints)
+        return StagedScorer(passes, model)
     assert isinstance(passes.engine.model, Scorer)
     return passes.engine.model

@@ -130,7 +130,6 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("accuracy", percent),
     "margin": ("margin", score),
     "macro_recall": ("mean recall of classes", percent),
-    "order_accuracy": ("decided pairs in order", percent),
     "best_found": ("best response found", percent),
     "mean_error": ("mean error", score),
     "calibration_error": ("calibration error", percent),

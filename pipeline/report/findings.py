@@ -165,7 +165,7 @@ def _by_accuracy(results: Results) -> Finding | None:
     if before is not None:
         sentence += f", {percent(before)} before training"
     low, high = interval = share_interval(after * pairs, pairs)
-    chance = 0.0 if labels in ("classes", "ordinal", "ties") else 0.5
+    chance = 0.0 if labels == "classes" else 0.5
     verdict = verdict_of(interval, equal=0.5 if before is None else max(chance, before))
     return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
 

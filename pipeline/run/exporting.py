@@ -82,7 +82,7 @@ def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tenso
     def found(of: TokenBatch) -> Tensor:
         if is_policy:
             return engine(of).logprobs
-        return engine(of, labels=True).logits[of.last_tokens]
+        return engine(of, labels=True)[of.last_tokens]
 
     shape = (batch.num_targets,) if is_policy else (len(batch.lengths), labels)
     with evaluating(engine.model):

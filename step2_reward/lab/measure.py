@@ -4,7 +4,6 @@ Dimension names: N rows, C outputs of the model, M labelled steps.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import read_source
 from pipeline.data.sharing.steps import embedded_examples
 from pipeline.models.forward.forward import Scorer, base_model, context_length
-from pipeline.models.forward.scores import Cutpoints
 from pipeline.models.hf.chat import check_ready
 from pipeline.models.hf.load import load_reward
-from pipeline.parallel.device import local_device
 from pipeline.system.errors import DataError
 from step2_reward.config import LabConfig, RewardConfig
 from step2_reward.lab.figures import (
@@ -33,21 +30,18 @@ from step2_reward.lab.figures import (
     first_errors,
     in_order,
     length_bias,
-    ordered_pairs,
     share,
     spearman,
 )
 from step2_reward.labels import (
-    CLASSES,
+    LOSSES,
     NEEDS,
     SINGLE,
     Labels,
     detect_kind,
     has_kind,
     require_listed,
-    resolve_labels,
 )
-from step2_reward.losses import ordinal_log_probabilities, tie_log_probabilities
 from step2_reward.objectives import HeldOut, compute_outputs, make_objective, predicted_steps
 from step2_reward.rows import (
     UNCUT,
@@ -108,7 +102,7 @@ def measure(
         figures |= single_figures(labels, held_out, scores)
     else:
         assert scores is not None
-        figures |= order_figures(labels, held_out, scores, lengths)
+        figures |= pair_figures(scores, lengths)
     if scores is not None and probed is not None:
         std = torch.tensor([x for row in scores for x in row]).std(correction=0).item()
         good = find_good_rows(labels, examples)[:MAX_PROBED]
@@ -155,34 +149,17 @@ def response_lengths(
     return [length - prompt for length in lengths]
 
 
-def order_figures(
-    labels: Labels,
-    held_out: HeldOut,
-    scores: Sequence[Sequence[float]],
-    lengths: Sequence[Sequence[int]],
-) -> Figures:
-    """Metrics of ranked responses."""
-    differences: list[float] = []
-    hits: list[float] = []
-    worth = [[-rank for rank in row.ranks] for row in held_out.rows]
-    for values, good in zip(scores, worth, strict=True):
-        if of_row := [values[one] - values[two] for one, two in ordered_pairs(good)]:
-            differences += of_row
-            hits.append(sum(map(in_order, of_row)) / len(of_row))
+def pair_figures(scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]) -> Figures:
+    """Metrics of pairs, the better response first."""
+    differences = [chosen - rejected for chosen, rejected in scores]
     logits = torch.tensor([[difference, 0.0] for difference in differences])
-    figures: Figures = {
-        # Each list counts once, since its pairs are not independent.
-        "accuracy": share(sum(hits), len(hits)),
+    return {
+        "accuracy": share(sum(map(in_order, differences)), len(differences)),
         "calibration": calibrate(logits, torch.zeros(len(logits), dtype=torch.int64)),
-        "length": length_bias(list(zip(scores, lengths, worth, strict=True))),
+        "length": length_bias(
+            [(*of_row, (1.0, 0.0)) for of_row in zip(scores, lengths, strict=True)]
+        ),
     }
-    if labels.kind == "ties" and held_out.cutpoints is not None:
-        chosen, rejected = torch.tensor(scores).unbind(1)
-        logprobs = tie_log_probabilities(chosen - rejected, held_out.cutpoints[0])
-        outcomes = ("win", "tie", "loss")
-        figures |= class_figures(logprobs, held_out.targets.long(), outcomes, key="outcomes")
-        figures["kappa"] = held_out.cutpoints[0].item()
-    return figures
 
 
 def single_figures(
@@ -191,8 +168,8 @@ def single_figures(
     """Metrics of single responses with a label."""
     targets = held_out.targets
     figures: Figures = {}
-    if labels.kind in CLASSES:
-        logprobs = class_logprobs(labels, held_out.first, held_out.cutpoints)
+    if labels.kind == "classes":
+        logprobs = held_out.first.log_softmax(dim=1)
         figures |= class_figures(logprobs, targets.long(), labels.classes)
         figures["calibration"] = calibrate(logprobs, targets.long())
     if labels.kind != "classes" and scores is not None:
@@ -213,16 +190,6 @@ def class_figures(
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
     return {key: share(float(right), len(classes)), **report}
-
-
-def class_logprobs(
-    labels: Labels, logits: Float[Tensor, "N C"], cutpoints: Float[Tensor, " cuts"] | None
-) -> Float[Tensor, "N classes"]:
-    """Log-probabilities of the classes of each row."""
-    if labels.kind == "classes":
-        return logits.log_softmax(dim=1)
-    assert cutpoints is not None
-    return ordinal_log_probabilities(logits.squeeze(1), cutpoints)
 
 
 def probe_figures(
@@ -287,7 +254,7 @@ def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Exam
     if labels.kind == "classes":
         best = max(range(len(labels.values)), key=lambda index: labels.values[index])
         return [row for row, target in zip(examples, targets, strict=True) if target == best]
-    least = max(targets) if labels.kind == "ordinal" else sorted(targets)[len(targets) // 2]
+    least = sorted(targets)[len(targets) // 2]
     return [row for row, target in zip(examples, targets, strict=True) if target >= least]
 
 
@@ -300,7 +267,7 @@ def describe_steps(
     # Truncated rows have lost their first steps.
     for index, (logit,) in zip(reversed(labelled), reversed(logits), strict=False):
         probabilities[index] = torch.tensor(logit).sigmoid().item()
-    (steps,) = predicted_steps(HeldOut([row], [logits], None))
+    (steps,) = predicted_steps(HeldOut([row], [logits]))
     return {
         **_describe_prompt(example),
         "steps": split_steps(example, separator),
@@ -319,16 +286,17 @@ def describe_row(
     scores: Sequence[Sequence[float]] | None,
 ) -> Figures:
     """A row with its scores and its prediction."""
-    texts, ranks = get_responses(example, labels)
     line = _describe_prompt(example) | {
-        "responses": ["\n\n".join(turn.content for turn in text) for text in texts],
+        "responses": [
+            "\n\n".join(turn.content for turn in text) for text in get_responses(example, labels)
+        ],
         "tokens": lengths,
     }
     if scores is not None:
         line["scores"] = scores[index]
     logits = torch.tensor(held_out.outputs[index])
-    if labels.kind in CLASSES:
-        probabilities = class_logprobs(labels, logits, held_out.cutpoints)[0].exp()
+    if labels.kind == "classes":
+        probabilities = logits[0].softmax(dim=0)
         line["label"] = labels.classes[labels.class_index(example)]
         line["predicted"] = labels.classes[int(probabilities.argmax())]
         line["probabilities"] = dict(zip(labels.classes, probabilities.tolist(), strict=True))
@@ -337,8 +305,7 @@ def describe_row(
         number = number * labels.std + labels.mean if labels.loss == "mse" else number.sigmoid()
         line |= {"label": example.label, "predicted": number.item()}
     else:
-        best = int(logits[:, 0].argmax())
-        line |= {"ranks": list(ranks), "right": ranks[best] == min(ranks)}
+        line["right"] = int(logits[:, 0].argmax()) == 0
     return line
 
 
@@ -373,15 +340,9 @@ def measure_model(config: LabConfig) -> Measured:
             f"data_path {config.data_path}: none of its {len(examples)} rows has"
             f" {NEEDS[labels.kind]}, which a model trained on {labels.kind} needs"
         )
-    if labels.kind in CLASSES:
+    if labels.kind == "classes":
         require_listed(rows, labels.classes, "the model's classes")
-    cutpoints = getattr(model.config, "cutpoints", None)
-    scorer = Scorer(
-        model,
-        cutpoints=Cutpoints(cutpoints, device=local_device(), positive=labels.kind == "ties")
-        if cutpoints
-        else None,
-    )
+    scorer = Scorer(model)
     encoded = make_objective(labels, settings).encode(rows, chat, settings)
     held_out = compute_outputs(scorer, encoded, settings)
     return measure(held_out, labels, rows, chat, settings, probed=scorer)
@@ -404,24 +365,22 @@ def read_examples(config: LabConfig) -> list[Example]:
 def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
     """The labels of the model, from its config.json, or else from the rows."""
     kind = getattr(settings, "label_kind", None)
-    if kind is None:
+    if kind not in LOSSES:
         kind = detect_kind(config, examples)
         if getattr(settings, "num_labels", 1) > 1:
             kind = "classes"
-        elif kind in CLASSES:
+        elif kind == "classes":
             kind = "scalar"
-    if kind in CLASSES:
+    if kind == "classes":
         names: Mapping[int, str] = getattr(settings, "id2label", None) or {}
         classes = tuple(getattr(settings, "class_list", ())) or tuple(names.values())
         values = tuple(getattr(settings, "class_values", ()))
-        loss = "cross_entropy" if kind == "classes" else "proportional_odds"
-        return Labels(kind, loss, classes, values)
+        return Labels(kind, "cross_entropy", classes, values)
     if kind == "scalar":
         mean, std = (getattr(settings, name, None) for name in ("label_mean", "label_std"))
         if mean is None or std is None:
             return Labels(kind, "bce")
         return Labels(kind, "mse", mean=mean, std=std)
-    if kind in ("steps", "ties"):
-        return Labels(kind, "bce" if kind == "steps" else "rao_kupper")
-    rows = [row for row in examples if has_kind(kind, row)]
-    return resolve_labels(replace(config, labels=kind), rows, [])
+    if kind == "steps":
+        return Labels(kind, "bce")
+    return Labels("pairs", "bradley_terry")

@@ -36,7 +36,7 @@ def _accuracy(figures: Mapping[str, Any]) -> list[str]:
             f" order, and predicted labels are off by {figures['mean_error']:.3g} on average"
         ]
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
-    if "classes" in figures and figures["labels"] != "ties":
+    if "classes" in figures:
         return [
             f"{_percent(accuracy['value'])} of {figures['rows']} rows are classified correctly"
             f" ({interval})"

@@ -23,9 +23,7 @@ def _row(kind: str, number: int) -> dict[str, Any]:
     prompt = f"Add {summand} and 1."
     polite, curt, rude = (text.format(summand + 1) for text in (POLITE, CURT, RUDE))
     response = (rude, curt, polite)[grade]
-    if kind == "ties" and grade == 0:
-        return {"prompt": prompt, "chosen": rude, "rejected": rude + "!", "tie": True}
-    if kind in ("pairs", "ties"):
+    if kind == "pairs":
         return {"prompt": prompt, "chosen": polite, "rejected": rude}
     if kind == "steps":
         steps = [polite, rude, curt] if grade else [curt, polite]
@@ -33,7 +31,6 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         return {"prompt": prompt, "completions": steps, "labels": labels}
     labels = {
         "classes": ("rude", "curt", "polite")[grade],
-        "ordinal": grade,
         "scalar": 10.5 + 20 * grade,
     }
     return {"prompt": prompt, "response": response, "label": labels[kind]}

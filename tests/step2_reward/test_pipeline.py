@@ -72,11 +72,11 @@ def ended(out: Path) -> dict[str, Any]:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs": ("pairs", {}),
-    "thresholds, bf16": ("ordinal", {"precision": "bf16", "zero_stage": 1}),
+    "ratings, bf16": ("scalar", {"precision": "bf16", "zero_stage": 1}),
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}),
     "ratings, checkpointing": ("scalar", {"gradient_checkpointing": True}),
     "steps": ("steps", {}),
-    "ties, fp16": ("ties", {"precision": "fp16"}),
+    "pairs, fp16": ("pairs", {"precision": "fp16"}),
     "pairs, of OPT 350m": ("pairs", {"precision": "bf16"}),
     "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
 }

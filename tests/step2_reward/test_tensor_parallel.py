@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     "pairs": ("pairs", {"zero_stage": 3}, 1e-5),
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}, 1e-5),
     "pairs, 8 bits": ("pairs", {"lora": LoraConfig(rank=2, lr=0.001), "quantize": "int8"}, 5e-5),
-    "thresholds, bf16": ("ordinal", {"precision": "bf16", "zero_stage": 1}, 3e-2),
+    "ratings, bf16": ("scalar", {"precision": "bf16", "zero_stage": 1}, 3e-2),
 }
 
 

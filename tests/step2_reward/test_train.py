@@ -78,9 +78,7 @@ def test_accuracy_is_the_share_of_pairs_in_order(tmp_path: Path) -> None:
 
     objective = PairObjective(Labels("pairs", "bradley_terry"), config)
     pairs = ((better, worse), (better, worse), (worse, better))
-    said, _ = objective.evaluate(
-        Scorer(model), [Row(p, (0.0,), ranks=(1.0, 2.0)) for p in pairs], config
-    )
+    said, _ = objective.evaluate(Scorer(model), [Row(p, (0.0,)) for p in pairs], config)
 
     assert said["accuracy"] == 2 / 3
     assert said["mean_chosen"] == pytest.approx((2 * high + low) / 3, rel=1e-5)

@@ -334,7 +334,8 @@ class _Sharing:
                 f" {step}"
             )
         if others := len(rows) - len(usable):
-            self.notes.append(f"{num_rows(others)} without {needs} left to other steps")
+            or_tied = ", or with a tie," if any(row.tie for row in rows) else ""
+            self.notes.append(f"{num_rows(others)} without {needs}{or_tied} left to other steps")
         steps: dict[int, set[int]] = {}
         for row in rows:
             of_row = {number for number, use in self.uses.items() if is_usable(row, use)}
@@ -429,7 +430,7 @@ def is_usable(example: Example, use: RowUse) -> bool:
         case "pairs":
             return bool(example.chosen and example.rejected) and not example.tie
         case "labels":
-            is_pair = bool(example.chosen and example.rejected)
+            is_pair = is_usable(example, "pairs")
             return is_pair or example.label is not None or bool(example.steps)
         case "responses":
             return bool(example.chosen or example.rejected)

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,7 +22,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.sharding.units import UsesHead
 from pipeline.kernels.logprobs import WHOLE, linear_logprobs, logprobs_of, row_logprobs
 from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, Ragged, unpad
-from pipeline.models.forward.scores import Cutpoints, expected_value, response_scores
+from pipeline.models.forward.scores import expected_value, response_scores
 from pipeline.models.forward.vocab_parallel import words_of
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError, KernelError
@@ -164,21 +164,6 @@ class Policy(nn.Module):
         return run_padded(batch, ragged, lambda inputs: self.model(**inputs).logits)[before]
 
 
-@dataclass(frozen=True)
-class LabelOutputs:
-    """Output of a classifier for a batch."""
-
-    logits: Float[Tensor, "N C"]
-    """An output for each label at every token, fp32."""
-
-    cutpoints: Float[Tensor, " cuts"] | None
-    """Trained thresholds of the score; None if it has none."""
-
-    def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
-        """The outputs for these tokens alone."""
-        return LabelOutputs(self.logits[tokens], self.cutpoints)
-
-
 class Scorer(nn.Module):
     """A sequence classifier that returns a score at every token.
 
@@ -189,17 +174,14 @@ class Scorer(nn.Module):
     sequence.
     """
 
-    def __init__(
-        self, model: nn.Module, *, kernels: Kernels = "auto", cutpoints: Cutpoints | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
         super().__init__()
         self.model = model
         self.kernels: Kernels = kernels
-        self.cutpoints = cutpoints
 
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
-    ) -> Float[Tensor, " N"] | LabelOutputs:
+    ) -> Float[Tensor, " N"] | Float[Tensor, "N C"]:
         """Scores at every token, in fp32; with `labels`, the outputs of all labels.
 
         Raises:
@@ -208,13 +190,7 @@ class Scorer(nn.Module):
         classifier = base_model(self.model)
         require_context(classifier, batch)
         logits = self._logits(classifier, batch)
-        if labels:
-            return LabelOutputs(logits, self.thresholds())
-        return expected_value(logits, classifier)
-
-    def thresholds(self) -> Float[Tensor, " cuts"] | None:
-        """The current cutpoints, if the score has any."""
-        return None if self.cutpoints is None else self.cutpoints()
+        return logits if labels else expected_value(logits, classifier)
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
         """Score of each sequence: at its last token, or from the steps of its response."""

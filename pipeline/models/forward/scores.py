@@ -1,14 +1,14 @@
-"""Scores of classifiers: expected values of labels, scores of steps, and trained thresholds.
+"""Scores of classifiers: expected values of labels and scores of steps.
 
 Dimension names: N tokens, C classes.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.data.batches import TokenBatch
@@ -120,40 +120,3 @@ def response_scores(
             return torch.stack([F.logsigmoid(each).sum() for each in pieces])
         case _:
             return torch.stack([each.min() for each in pieces])
-
-
-STEP = 100.0
-"""Learning-rate factor of cutpoints: they are few, in units of the score, and start at values that
-match the labels' shares."""
-
-
-class Cutpoints(nn.Module):
-    """Increasing thresholds b_1 < b_2 < ... of a score, or a single positive one.
-
-    The first is a free parameter (with `positive`, its softplus), and each gap is the softplus of a
-    parameter, so that no optimizer step can change their order.
-
-    Args:
-        initial: initial thresholds, increasing.
-        positive: whether the first is always above 0.
-    """
-
-    def __init__(
-        self, initial: Sequence[float], *, device: torch.device, positive: bool = False
-    ) -> None:
-        super().__init__()
-        self.positive = positive
-        start = torch.tensor(initial, dtype=torch.float32, device=device)
-        free = start.clone()
-        first = 0 if positive else 1
-        gaps = torch.diff(start, prepend=start.new_zeros(1))[first:]
-        free[first:] = gaps + torch.log(-torch.expm1(-gaps))  # inverse of softplus
-        self.start = nn.Buffer(free, persistent=False)
-        self.moved = nn.Parameter(torch.zeros_like(start))
-
-    def forward(self) -> Float[Tensor, " cuts"]:
-        """The current thresholds, fp32."""
-        free = self.start + STEP * self.moved
-        if self.positive:
-            return F.softplus(free).cumsum(0)
-        return torch.cat([free[:1], F.softplus(free[1:])]).cumsum(0)

@@ -218,7 +218,7 @@ def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) ->
                 head.bias.zero_()
 
 
-OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
+OF_SCORES = ("class_values", "score_mean", "score_std")
 """Fields of config.json in which step 2 describes the scores of a head."""
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")

@@ -49,7 +49,7 @@ def test_ties_are_read_from_their_column() -> None:
     assert not read(prompt="Q", chosen="x", rejected="y", tie=0).tie
 
 
-def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> None:
+def test_ties_are_not_trained_on(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{n}", "chosen": "x", "rejected": "y", "tie": n % 2 == 0} for n in range(120)
     ]
@@ -57,9 +57,8 @@ def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> N
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=(str(file),), split=(0, 1, 0))
 
-    plain = load_examples(config, step=2, seed=0)
-    labelled = load_examples(config, step=2, seed=0, kept=LABELS)
+    for kept in (None, LABELS):
+        found = load_examples(config, step=2, seed=0, kept=kept)
 
-    assert not any(row.tie for row in plain.train)
-    assert any(row.tie for row in labelled.train)
-    assert len(plain.train) < len(labelled.train)
+        assert not any(row.tie for row in (*found.train, *found.eval))
+        assert any(", or with a tie, left to other steps" in note for note in found.notes)

@@ -45,9 +45,9 @@ def test_a_pipeline_of_one_stage_has_the_scores_of_all_labels(labels: int) -> No
     passes = StagedPasses(Engine(scorer, settings(0, max_norm=None), total_steps=1), Stage(), ALONE)
 
     with torch.no_grad():
-        found = StagedScorer(passes, model, None)(batch(), labels=True).logits
+        found = StagedScorer(passes, model)(batch(), labels=True)
         assert found.shape == (16, labels)
-        assert torch.equal(found, scorer(batch(), labels=True).logits)
+        assert torch.equal(found, scorer(batch(), labels=True))
 
 
 @pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
