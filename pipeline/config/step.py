@@ -191,7 +191,7 @@ class Workload:
         return tuple(use for use in self.models if use.phase_only and use.role != generates)
 
 
-Tracker = Literal["tensorboard", "wandb"]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class StepConfig(ABC):
     """Steps between lines of metrics.jsonl."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Destinations of metrics in addition to metrics.jsonl: tensorboard, wandb."""
+    """Destinations of metrics in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow."""
 
     save_every: int | str | None = "15m"
     """Time between checkpoints, such as 90s or 2h, or steps (save_steps); null saves only when a

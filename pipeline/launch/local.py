@@ -18,9 +18,9 @@ CPU_PROCESSES = 2
 """Default number of processes on a machine without a GPU."""
 
 PASSED_ON = re.compile(
-    r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS|WANDB)_\w+"
-    r"|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+|CUBLAS_WORKSPACE_CONFIG"
-    r"|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
+    r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS)_\w+"
+    r"|(WANDB|TRACKIO|MLFLOW)_\w+|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+"
+    r"|CUBLAS_WORKSPACE_CONFIG|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
 )
 """Environment variables passed to other machines, except devices and paths."""
 

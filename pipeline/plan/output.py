@@ -47,7 +47,7 @@ MADE = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "README.md*", "actor/*", "critic/*", "ema/*", "adapter/*"),
-    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", LOCK),
+    *("tensorboard/*", "wandb/*", "trackers.json", ".writing-*/*", "checkpoints/*", LOCK),
     "tokens/*",
 )
 """Name patterns of the files that steps write."""

@@ -7,19 +7,20 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline.cli.options import write_config
-from pipeline.config import StepConfig, Tracker
+from pipeline.config import StepConfig
 from pipeline.engine.checkpoint.format import step_of, steps_in
 from pipeline.engine.checkpoint.history import candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
+from pipeline.run.trackers import Tracked, Trackers, open_trackers
 from pipeline.settings.fields import changed_values, flatten, plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
@@ -35,9 +36,6 @@ DIVERGED = "diverged.json"
 STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
-
-Sink = tuple[Callable[[int, Mapping[str, int | float]], object], Callable[[], object]]
-"""A pair of functions: record metrics at a step, and flush them."""
 
 
 class Run:
@@ -75,12 +73,13 @@ class Run:
             self._refuse_unfinished_run()
             self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
             self.config.require_trackers()
-            self._trackers = open_trackers(
-                self.config.trackers,
+            tracked = Tracked(
                 directory=self.config.output_dir,
-                run_name=self.name,
+                name=self.name,
                 settings=plain(self.config),
+                resumes=self.goes_on,
             )
+            self._trackers = open_trackers(self.config.trackers, tracked)
             write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
@@ -302,67 +301,3 @@ def training_at(path: str) -> str | None:
         return None
     known = [result.get(name) for name in ("steps", "tokens", "eval")]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def tensorboard(directory: Path) -> Sink:
-    """A sink that writes event files under `<directory>/tensorboard`."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    # purge_step hides events of an earlier run in the directory.
-    writer = SummaryWriter(str(directory / "tensorboard"), purge_step=0)
-
-    def log(step: int, metrics: Mapping[str, int | float]) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
-
-
-def wandb(directory: Path, name: str, settings: Mapping[str, object]) -> Sink:
-    """A sink for a run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
-    import wandb
-
-    project = os.environ.get("WANDB_PROJECT", "rlhf-pipeline")
-    run = wandb.init(project=project, name=name, dir=str(directory), config=dict(settings))
-    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
-
-
-class Trackers:
-    """Passes metrics to TensorBoard and W&B; a sink that fails is logged once and dropped."""
-
-    def __init__(self, sinks: Mapping[str, Sink]) -> None:
-        self._sinks = dict(sinks)
-
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Record `metrics` at `step` in every sink that still works."""
-        for name, (log, _) in list(self._sinks.items()):
-            try:
-                log(step, metrics)
-            except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve
-                del self._sinks[name]
-                logger.warning("%s failed at step %d and is disabled: %s", name, step, error)
-
-    def close(self) -> None:
-        """Flush and close every sink."""
-        while self._sinks:
-            name, (_, close) = self._sinks.popitem()
-            try:
-                close()
-            except Exception as error:  # noqa: BLE001 - as in log
-                logger.warning("%s could not be closed: %s", name, error)
-
-
-def open_trackers(
-    names: Sequence[Tracker], *, directory: Path, run_name: str, settings: Mapping[str, object]
-) -> Trackers:
-    """Open the sinks called `names`; those that fail are logged and skipped."""
-    sinks: dict[str, Sink] = {}
-    for name in names:
-        try:
-            is_local = name == "tensorboard"
-            sinks[name] = (
-                tensorboard(directory) if is_local else wandb(directory, run_name, settings)
-            )
-        except Exception as error:  # noqa: BLE001 - such as no login: metrics.jsonl has it all
-            logger.warning("%s can't be opened and is disabled: %s", name, error)
-    return Trackers(sinks)

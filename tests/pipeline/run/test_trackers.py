@@ -1,14 +1,27 @@
-"""TensorBoard and W&B in addition to metrics.jsonl."""
+"""Trackers in addition to metrics.jsonl; the real libraries, where they are installed."""
 
 import importlib.util
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from pipeline.run.run import Trackers, open_trackers
+from pipeline.run.trackers import Sink, Tracked, Trackers, open_trackers
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
+
+
+def track_and_resume(name: str, directory: Path) -> str:
+    """Log a step, resume, log another; returns the run's id in the tracker."""
+    for step in (1, 2):
+        run = Tracked(
+            directory=directory, name="a", settings={"optim": {"lr": 0.5}}, resumes=step == 2
+        )
+        trackers = open_trackers((name,), run)
+        trackers.log(step, {"loss": 2.0 / step, "pass@1": float("nan")})
+        trackers.close()
+    return json.loads((directory / "trackers.json").read_text())[name]
 
 
 def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,7 +32,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
         if step == 2:
             raise OSError("no route to host")
 
-    trackers = Trackers({"wandb": (log, lambda: pytest.fail("it is closed"))})
+    trackers = Trackers({"wandb": Sink(log, lambda: pytest.fail("it is closed"))})
 
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3, 4):
@@ -32,19 +45,46 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
     ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="mlflow is installed")
 def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run `pip install wandb`"):
-        SFTConfig(output_dir=tmp_path, trackers=("wandb",)).require_trackers()
+    with pytest.raises(ConfigError, match="run `pip install mlflow`"):
+        SFTConfig(output_dir=tmp_path, trackers=("mlflow",)).require_trackers()
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-    trackers = open_trackers(("tensorboard",), directory=tmp_path, run_name="run", settings={})
-    trackers.log(1, {"loss": 2.0})
-    trackers.log(2, {"loss": 0.5})
-    trackers.close()
+    for step in (1, 2):
+        run = Tracked(directory=tmp_path, name="run", settings={}, resumes=step == 2)
+        trackers = open_trackers(("tensorboard",), run)
+        trackers.log(step, {"loss": 2.0 / step})
+        trackers.close()
 
     events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+
+
+def test_mlflow_gets_settings_and_resumes_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    client = pytest.importorskip("mlflow").MlflowClient()
+
+    identity = track_and_resume("mlflow", tmp_path)
+
+    assert client.get_run(identity).data.params == {"optim.lr": "0.5"}
+    history = client.get_metric_history(identity, "loss")
+    assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.0)]
+
+
+def test_trackio_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+
+    name = track_and_resume("trackio", tmp_path)
+
+    (run,) = trackio.Api().runs("rlhf-pipeline")
+    assert (run.name, run.config["optim.lr"]) == (name, 0.5)
+    points = trackio.sqlite_storage.SQLiteStorage.get_logs("rlhf-pipeline", name)
+    assert [(point["step"], point["loss"]) for point in points] == [(1, 2.0), (2, 1.0)]

@@ -1,0 +1,170 @@
+"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, W&B, Trackio and MLflow."""
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.config import Tracker
+from pipeline.files.durable import replace_durably
+from pipeline.settings.fields import flatten
+
+logger = logging.getLogger(__name__)
+
+PROJECT = "rlhf-pipeline"
+"""Default name of the project or experiment."""
+
+RECORD = "trackers.json"
+"""File in the step's directory with the id of the run in each tracker, for `--resume`."""
+
+Metrics = Mapping[str, int | float]
+
+
+class Sink(NamedTuple):
+    """An open run of a tracker."""
+
+    log: Callable[[int, Metrics], object]
+    """Records metrics at a step."""
+
+    close: Callable[[], object]
+    """Flushes and ends the run."""
+
+    id: str = ""
+    """Identifies the run, so that `--resume` continues it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """The run of a step that is tracked."""
+
+    directory: Path
+    name: str
+    settings: Mapping[str, Any]
+    resumes: bool = False
+
+
+def tensorboard(run: Tracked, known: str) -> Sink:  # noqa: ARG001  # events have no id
+    """A sink that writes event files under `<directory>/tensorboard`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step hides events of an earlier run in the directory.
+    purge_step = None if run.resumes else 0
+    writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step)
+
+    def log(step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    return Sink(log, writer.close)
+
+
+def wandb(run: Tracked, known: str) -> Sink:
+    """A sink for a run of the W&B project in WANDB_PROJECT."""
+    import wandb
+
+    opened = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run.name,
+        dir=str(run.directory),
+        config=dict(run.settings),
+        id=known or None,
+        resume="allow" if known else None,
+    )
+    return Sink(
+        lambda step, metrics: opened.log(dict(metrics), step=step), opened.finish, opened.id
+    )
+
+
+def trackio(run: Tracked, known: str) -> Sink:
+    """A sink for a run of the Trackio project in TRACKIO_PROJECT."""
+    import trackio
+
+    opened = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=known or f"{run.name}-{secrets.token_hex(4)}",  # Trackio finds runs by their name
+        config=flatten(run.settings),
+        resume="allow" if known else "never",
+        embed=False,
+    )
+    return Sink(lambda step, metrics: opened.log(dict(metrics), step), trackio.finish, opened.name)
+
+
+def mlflow(run: Tracked, known: str) -> Sink:
+    """A sink for a run of the MLflow experiment in MLFLOW_EXPERIMENT_NAME."""
+    import mlflow
+
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    opened = mlflow.start_run(run_id=known or None, run_name=None if known else run.name)
+    params = list(flatten(run.settings).items()) if not known else []  # they can't change
+    for start in range(0, len(params), 100):  # the most in one request
+        mlflow.log_params(_allowed(dict(params[start : start + 100])))
+    return Sink(
+        lambda step, metrics: mlflow.log_metrics(_allowed(metrics), step=step),
+        mlflow.end_run,
+        opened.info.run_id,
+    )
+
+
+def _allowed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with `_` for the characters that MLflow rejects in names, as in `pass@1`."""
+    return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
+
+
+OPENERS: Mapping[Tracker, Callable[[Tracked, str], Sink]] = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "trackio": trackio,
+    "mlflow": mlflow,
+}
+
+
+class Trackers:
+    """Passes metrics to sinks; one that fails is dropped with a warning."""
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._sinks = dict(sinks)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record `metrics` at `step` in every sink that still works."""
+        for name, sink in list(self._sinks.items()):
+            with _dropping(self._sinks, name, f"failed at step {step}"):
+                sink.log(step, metrics)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        for name, sink in list(self._sinks.items()):
+            with _dropping(self._sinks, name, "could not be closed"):
+                sink.close()
+        self._sinks.clear()
+
+
+def open_trackers(names: Sequence[Tracker], run: Tracked) -> Trackers:
+    """Open the sinks called `names`, which continue the runs of the directory if it resumes."""
+    record = run.directory / RECORD
+    known: dict[str, str] = {}
+    if run.resumes and record.is_file():
+        known = json.loads(record.read_text())
+    sinks: dict[str, Sink] = {}
+    for name in names:
+        with _dropping(sinks, name, "can't be opened"):  # such as no login
+            sinks[name] = OPENERS[name](run, known.get(name, ""))
+    known |= {name: sink.id for name, sink in sinks.items() if sink.id}
+    if known:
+        replace_durably(record, (json.dumps(known, indent=2) + "\n").encode())
+    return Trackers(sinks)
+
+
+@contextmanager
+def _dropping(sinks: dict[str, Sink], name: str, what: str) -> Iterator[None]:
+    """Context in which an error only drops a sink: metrics.jsonl has all metrics."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve
+        sinks.pop(name, None)
+        logger.warning("%s %s and is disabled: %s", name, what, error)
