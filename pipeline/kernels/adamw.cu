@@ -161,7 +161,6 @@ DEVICE u16 bits_of(Bf16 x) { return x.bits; }
 DEVICE u16 bits_of(F16 x) { return x.bits; }
 DEVICE void set_bits(u16& x, u32 bits) { x = static_cast<u16>(bits); }
 DEVICE void set_bits(Bf16& x, u32 bits) { x.bits = static_cast<u16>(bits); }
-DEVICE void set_bits(F16& x, u32 bits) { x.bits = static_cast<u16>(bits); }
 template <class T>
 DEVICE void load_four(const T* p, T (&v)[4] LINE) {
   const uint2 raw = load8(p SAME_LINE);
