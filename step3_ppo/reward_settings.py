@@ -45,7 +45,7 @@ class RewardSettings:
 
     environment: str | None = None
     """Class that responds between the actor's turns and rewards episodes, as FILE.py:CLASS, or
-    built-in: guessing, calculator (docs/environments.md)."""
+    `calculator`, which is built in (docs/environments.md)."""
 
     max_turns: int = 8
     """Maximum turns of the actor in an episode."""

@@ -19,7 +19,7 @@ from train import STAGES
 ROOT = Path(__file__).parent.parent
 CLASSES: dict[str, Any] = {stage.config_class.section: stage.config_class for stage in STAGES}
 MODULES: dict[str, Any] = {stage.module: stage.config_class for stage in STAGES}
-FOR_TRAIN = ("arithmetic-grpo", "embedded", "embedded-grpo", "guessing-grpo")
+FOR_TRAIN = ("arithmetic-grpo", "embedded", "embedded-grpo")
 WHOLE = sorted((ROOT / "configs" / "parallel").glob("*.yaml"))
 PRESETS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p.stem not in FOR_TRAIN)
 SCRIPTS = sorted((ROOT / "scripts").glob("step*/*/*/run_*.sh"))

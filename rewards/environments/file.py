@@ -15,7 +15,7 @@ from rewards.functions import UserFile, optional_parameters, read_definition
 VERBS = ("reset", "step", "reward")
 """The methods of an environment, which are described in docs/environments.md."""
 
-BUILT_IN = {"guessing": "games.py:GuessingGame", "calculator": "tools.py:Calculator"}
+BUILT_IN = {"calculator": "tools.py:Calculator"}
 """Built-in environments, by short name."""
 
 REWARDS = ("get_reward", "reward")
@@ -48,7 +48,7 @@ def read_environment(path: str) -> EnvironmentFile:
     if ":" not in path:
         require(
             path in BUILT_IN,
-            f"{where} must be FILE.py:CLASS or one of {', '.join(sorted(BUILT_IN))}, got {path}",
+            f"{where} must be FILE.py:CLASS or {' or '.join(BUILT_IN)}, got {path}",
         )
         path = str(ROOT / "rewards" / "environments" / BUILT_IN[path])
     file, tree, node = read_definition(path, where, (ast.ClassDef,))

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import pytest
 
 from rewards.environments.file import read_environment
-from rewards.environments.games import GuessingGame
 from rewards.environments.pool import Environments, Played
 from rewards.environments.tools import Calculator, ToolEnvironment
 from step3_ppo.config import PPOConfig
@@ -256,25 +255,3 @@ def test_the_calculator_is_called_as_its_demonstrations_call_it() -> None:
     assert divided is not None
     assert "error: divide: the divisor is 0" in divided[0].content
     assert environment.reward() is None
-
-
-def test_the_guessing_game_is_found_by_halving_and_rewards_few_guesses() -> None:
-    game = GuessingGame()
-    for seed in range(50):
-        low, high = 10, 25
-        opening = game.reset({"low": low, "high": high}, seed=seed)
-        assert opening[0].content == "Guess my number: 10 to 25."
-        wrong = 0
-        while observation := game.step(str((low + high) // 2)):
-            wrong += 1
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if observation[0].content == "higher" else (low, middle)
-        assert wrong <= 4
-        assert game.reward() == pytest.approx({"found": 1 - 0.1 * wrong, "sensible": 0.5})
-    game.reset({}, seed=0)
-    assert [each.content for each in game.step("pardon?") or ()] == ["a number, please"]
-    assert game.reward() == {"found": 0.0, "sensible": 0.0}
-    game.number = 5
-    for guess in ("9", "12", "99", "3"):  # after 9, the next two are too high
-        game.step(guess)
-    assert game.reward() == {"found": 0.0, "sensible": 0.5 * 2 / 5}

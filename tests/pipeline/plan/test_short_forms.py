@@ -35,7 +35,7 @@ def test_tensor_parallel_divides_every_model_and_has_them_generate_together() ->
     assert [config.parallel.replicas for config in given.values()] == [3, 3, 3]
     assert given["ppo"].inference_tp_size == 1  # a step's own setting is the more specific
     assert configs("--tensor-parallel", "2")["ppo"].inference_tp_size == 2
-    game = configs("--tensor-parallel", "2", "--environment", "guessing", "--method", "grpo")
+    game = configs("--tensor-parallel", "2", "--environment", "calculator", "--method", "grpo")
     assert game["ppo"].inference_tp_size == 1  # each process plays by itself
     with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
         configs("--tensor-parallel", "0")
