@@ -53,7 +53,8 @@ FILES: dict[str, str | bytes] = {
     "latin.yaml": b"x: caf\xe9\n",
     "broken.json": "{",
     "stage7.json": '{"zero_optimization": {"stage": 7}}',
-    "uneven.json": '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}',
+    "uneven.json": '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2,'
+    ' "gradient_accumulation_steps": 2}',
     "game.py": GAMES,
     "score.py": "def check(episodes):\n    return [0.0]\n\ndef odd(x):\n    return x\n",
     "bad_hosts": "a slots=x\n",

@@ -95,7 +95,11 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
         overrides = config_class.without_short_forms(overrides)
     layers.insert(0, method_layer(config_class, layers, overrides))
     if zero_config is not None:
-        layers.append(_deepspeed_layer(config_class, zero_config, layers, overrides))
+        from pipeline.config.deepspeed import deepspeed_layer, read_notice
+
+        layers.append(deepspeed_layer(config_class, zero_config, world=launched.world_size()))
+        if notice := read_notice(zero_config):
+            remark(notice)
     config = build_config(config_class, layers, overrides)
     if print_config:
         say(config_yaml(config))
@@ -133,18 +137,6 @@ def before_imports(config_class: type) -> None:
 def _interrupted(_number: int, _frame: FrameType | None) -> None:
     complain("interrupted")
     os._exit(EXIT_INTERRUPTED)
-
-
-def _deepspeed_layer(
-    config_class: type, path: Path, layers: Sequence[Layer], overrides: Sequence[Option]
-) -> Layer:
-    from pipeline.config.deepspeed import deepspeed_layer, read_notice
-
-    world = launched.world_size()
-    layer = deepspeed_layer(config_class, path, world=world, layers=layers, overrides=overrides)
-    if notice := read_notice(path):
-        remark(notice)
-    return layer
 
 
 def split_options(argv: Sequence[str]) -> list[Option]:

@@ -12,17 +12,16 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.model import TrainedModelConfig
-from pipeline.config.optim import SCHEDULES, WITHOUT_FINAL_RATIO
 from pipeline.config.step import Tracker
-from pipeline.settings.build import Layer, merge, typed_value
-from pipeline.settings.fields import Option, nested, section_class
+from pipeline.settings.build import Layer
+from pipeline.settings.fields import nested, section_class
 from pipeline.system.errors import ConfigError, require, suggestion
 
 AUTO = "auto"
@@ -149,27 +148,11 @@ class DeepSpeedFile:
         return ConfigError(f"{key} in {self.origin} {sentence}")
 
 
-def deepspeed_layer(
-    config_class: type,
-    path: Path,
-    *,
-    world: int,
-    layers: Sequence[Layer],
-    overrides: Sequence[Option] = (),
-    section: str = "",
-) -> Layer:
-    """Convert a DeepSpeed file to settings of a step.
+def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
+    """Convert a DeepSpeed file to settings of a step with `world` processes.
 
     All trained models of the step get the same settings; batch sizes and trackers apply to the
     step.
-
-    Args:
-        config_class: settings of the step.
-        path: the DeepSpeed file.
-        world: processes of the step.
-        layers: all other settings, below and above this layer; "auto" takes their values.
-        overrides: dotted options of the command line, which are above all layers.
-        section: the prefix of settings in messages, such as "sft.".
 
     Raises:
         ConfigError: the file can't be used, or the step trains no model.
@@ -182,14 +165,11 @@ def deepspeed_layer(
     ]
     require(bool(trained), f"--zero-config {path}: the step trains no model; remove the option")
     file = read_file(path)
-    merged = merge(config_class, layers, overrides, section=section)
-    names = ("batch_size", "micro_batch_size")
-    ours = {name: typed_value(config_class, merged, name) for name in names}
     of_model = {**_precision(file), **_zero(file), **_optimizer(file), **_schedule(file)}
     settings: dict[str, Any] = {role: nested(of_model) for role in trained}
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}
-    return Layer({**settings, **_batch_sizes(file, ours, world)}, str(path), is_file=True)
+    return Layer({**settings, **_batch_sizes(file, world)}, str(path), is_file=True)
 
 
 def read_notice(path: Path) -> str | None:
@@ -202,42 +182,23 @@ def read_notice(path: Path) -> str | None:
     return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
 
 
-def _batch_sizes(file: DeepSpeedFile, ours: Mapping[str, Any], world: int) -> dict[str, int]:
-    """train_batch_size = micro-batch size x accumulation steps x processes, as far as given.
-
-    An "auto" size follows from the given ones, or defaults to that of `ours`.
-    """
+def _batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
+    """The given sizes; train_batch_size = micro-batch size x accumulation steps x processes."""
     train, micro, accumulation = (file.size(key) for key in BATCH_KEYS)
-    if (train, micro, accumulation) == (None, None, None):
-        return {}
-    auto_train, auto_micro = (file.acting.get(key) == AUTO for key in BATCH_KEYS[:2])
-    if accumulation is None and train is not None and micro is None and auto_micro:
-        share = train // world
-        most = min(ours["micro_batch_size"], share)
-        micro = max((size for size in range(1, most + 1) if share % size == 0), default=1)
-    elif accumulation is None and train is None and auto_train:
-        train = ours["batch_size"]
-    elif micro is None and train is None:
-        micro = ours["micro_batch_size"] if auto_micro else None
-        train = ours["batch_size"] if auto_train and not auto_micro else None
-    if micro is None and train is None:
-        raise file.error(
-            BATCH_KEYS[2],
-            f"alone does not determine the batch size; add {BATCH_KEYS[0]} or {BATCH_KEYS[1]}",
-        )
-    if train is None:
-        train = (micro or 1) * (accumulation or 1) * world
-    if micro is None:
-        micro = max(1, train // ((accumulation or 1) * world))
-    accumulation = accumulation or max(1, train // (micro * world))
-    if train != micro * accumulation * world:
-        raise file.error(
-            BATCH_KEYS[0],
-            f"is {train}, which is not {BATCH_KEYS[1]} ({micro}) x {BATCH_KEYS[2]}"
-            f" ({accumulation}) x {world} process{'' if world == 1 else 'es'}; remove one of the"
-            " three, or choose sizes that divide",
-        )
-    return {"batch_size": train, "micro_batch_size": micro}
+    if train is None and micro and (accumulation or BATCH_KEYS[0] not in file.acting):
+        train = micro * (accumulation or 1) * world
+    elif train and accumulation:
+        share = accumulation * world
+        micro = micro or -(-train // share)
+        if micro * share != train:
+            raise file.error(
+                BATCH_KEYS[0],
+                f"is {train}, which is not {BATCH_KEYS[1]} ({micro}) x {BATCH_KEYS[2]}"
+                f" ({accumulation}) x {world} process{'' if world == 1 else 'es'}; remove one of"
+                " the three, or choose sizes that divide",
+            )
+    sizes = {"batch_size": train, "micro_batch_size": micro}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _precision(file: DeepSpeedFile) -> dict[str, Any]:
@@ -266,25 +227,16 @@ def _zero(file: DeepSpeedFile) -> dict[str, Any]:
     follows = devices["optimizer"] not in (None, "none") and stage in (2, 3)
     kinds = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}
     kind = file.get("communication_data_type")
+    paths = (file.get(f"{prefix}nvme_path") for prefix in OFFLOADS.values())
     settings = {
         "zero_stage": stage,
         "zero.offload.optimizer": devices["optimizer"],
         "zero.offload.gradients": "cpu" if follows else None,
         "zero.offload.params": devices["params"],
-        "zero.offload.nvme_path": _nvme_path(file),
+        "zero.offload.nvme_path": next(filter(None, paths), None),
         "zero.reduce_dtype": kinds.get(kind, kind),
     }
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _nvme_path(file: DeepSpeedFile) -> str | None:
-    """The directory that both offload sections share; None if it is missing."""
-    given = {f"{each}nvme_path": file.get(f"{each}nvme_path") for each in OFFLOADS.values()}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(set(given.values())) > 1:
-        first, *others = given
-        raise file.error(first, f"contradicts {' and '.join(others)}; use one value for all")
-    return next(iter(given.values()), None)
 
 
 def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
@@ -317,7 +269,7 @@ def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
     name = file.get("scheduler.type")
     if name is None:
         return {}
-    known = {each.lower(): each for each in (*DEEPSPEED_SCHEDULES, *SCHEDULES)}
+    known = {each.lower(): each for each in DEEPSPEED_SCHEDULES}
     if str(name).lower() not in known:
         raise file.error("scheduler.type", f"{name} is not available; {suggestion(name, known)}")
     name = known[str(name).lower()]
@@ -325,20 +277,16 @@ def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
     auto = {
         key for key, value in (file.acting.get("scheduler.params") or {}).items() if value == AUTO
     }
-    settings: dict[str, Any] = {"optim.schedule": DEEPSPEED_SCHEDULES.get(name, name)}
-    if name in DEEPSPEED_SCHEDULES:
-        given = {key: value for key, value in given.items() if key not in IGNORED_PARAMS}
-        settings["optim.final_lr_ratio"] = 0.0
-        if "warmup_num_steps" not in auto:
-            settings["optim.warmup_steps"] = given.pop("warmup_num_steps", WARMUP_STEPS)
-        if name == "WarmupCosineLR" and "cos_min_ratio" not in auto:
-            settings["optim.final_lr_ratio"] = given.pop("cos_min_ratio", COS_MIN_RATIO)
-        if name == "WarmupDecayLR" and "warmup_max_lr" not in auto:
-            settings["optim.lr"] = MAX_LR
-        if "warmup_max_lr" in given:
-            settings["optim.lr"] = given.pop("warmup_max_lr")
-    elif name in WITHOUT_FINAL_RATIO:
-        settings["optim.final_lr_ratio"] = 0.0
+    given = {key: value for key, value in given.items() if key not in IGNORED_PARAMS}
+    settings = {"optim.schedule": DEEPSPEED_SCHEDULES[name], "optim.final_lr_ratio": 0.0}
+    if "warmup_num_steps" not in auto:
+        settings["optim.warmup_steps"] = given.pop("warmup_num_steps", WARMUP_STEPS)
+    if name == "WarmupCosineLR" and "cos_min_ratio" not in auto:
+        settings["optim.final_lr_ratio"] = given.pop("cos_min_ratio", COS_MIN_RATIO)
+    if name == "WarmupDecayLR" and "warmup_max_lr" not in auto:
+        settings["optim.lr"] = MAX_LR
+    if "warmup_max_lr" in given:
+        settings["optim.lr"] = given.pop("warmup_max_lr")
     if given:
         name = next(iter(given))
         raise file.error(f"scheduler.params.{name}", "is not available here; remove it")

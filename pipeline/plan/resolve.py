@@ -240,15 +240,7 @@ class Resolver:
         # Steps that don't run are resolved only for their outputs: the file need not fit them.
         if path is None or stage.number not in self.request.step:
             return [*files, options]
-        of_file = deepspeed_layer(
-            stage.config_class,
-            path,
-            world=self.world,
-            layers=[*self._usual(stage), *files, options],
-            overrides=self._overrides(stage),
-            section=f"{stage.section}.",
-        )
-        return [*files, of_file, options]
+        return [*files, deepspeed_layer(stage.config_class, path, world=self.world), options]
 
     def _files(self, stage: Stage) -> Iterator[Layer]:
         """Each file's settings of a step, followed by those of the method it runs."""

@@ -77,19 +77,6 @@ def build_config(
         raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
 
 
-def typed_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The value of a setting in the merged layers, else its default; only its type is checked.
-
-    Raises:
-        ConfigError: the value has the wrong type.
-    """
-    kind, value = get_type(config_class, name), _value_in(config_class, merged, name)
-    try:
-        return _adapter(kind).validate_python(value)
-    except ValidationError:
-        raise ConfigError(_wrong_type(name, kind, value)) from None
-
-
 def method_layer(
     config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
 ) -> Layer:

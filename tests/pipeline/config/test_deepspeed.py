@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.deepspeed import ACTING, IGNORED, deepspeed_layer, read_notice
+from pipeline.config.deepspeed import ACTING, BATCH_KEYS, IGNORED, deepspeed_layer, read_notice
 from pipeline.settings.build import Layer, build_config
-from pipeline.settings.fields import Option
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 from tests.sources import ROOT
@@ -65,12 +64,9 @@ def written(directory: Path, content: dict[str, Any] | str) -> Path:
     return path
 
 
-def applied(
-    path: Path, settings: dict[str, Any] | None = None, *overrides: Option, world: int = 1
-) -> SFTConfig:
-    layers = [Layer(settings or {}, "below")]
-    layer = deepspeed_layer(SFTConfig, path, world=world, layers=layers, overrides=overrides)
-    return build_config(SFTConfig, [*layers, layer], overrides)
+def applied(path: Path, settings: dict[str, Any] | None = None, *, world: int = 1) -> SFTConfig:
+    layers = [Layer(settings or {}, "below"), deepspeed_layer(SFTConfig, path, world=world)]
+    return build_config(SFTConfig, layers)
 
 
 def test_auto_takes_our_settings(tmp_path: Path) -> None:
@@ -109,13 +105,14 @@ def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "world", "sizes"),
     [
-        ({"train_batch_size": 64}, 4, (64, 16)),
+        ({"train_batch_size": 64}, 4, (64, 8)),
         ({"train_micro_batch_size_per_gpu": 4}, 2, (8, 4)),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 2, (64, 4)),
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, (24, 4)),
-        ({"train_batch_size": 36, "train_micro_batch_size_per_gpu": "auto"}, 3, (36, 6)),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 4}, 2, (48, 6)),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, 2, (32, 4)),
         ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}, 2, (32, 8)),
+        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, 1, (10, 4)),
         ({"train_batch_size": 5e8, "gradient_accumulation_steps": 1}, 1, (500_000_000,) * 2),
     ],
 )
@@ -166,7 +163,6 @@ def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
             {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7, "cos_min_ratio": 0.2}},
             ("cosine", 1e-5, 7, 0.2),
         ),
-        ({"type": "linear"}, ("linear", 1e-5, None, 0.0)),
     ],
 )
 def test_schedules_have_deepspeeds_defaults(
@@ -185,15 +181,14 @@ def test_schedules_have_deepspeeds_defaults(
         ({"fp16": "yes"}, "fp16 in FILE must contain settings"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"train_batch_size": 0}, "train_batch_size in FILE must be an integer above 0"),
-        ({"gradient_accumulation_steps": 2}, "alone does not determine the batch size"),
         (
-            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
+            dict(zip(BATCH_KEYS, (10, 4, 2), strict=True)),
             "is 10, which is not train_micro_batch_size_per_gpu (4) x gradient_accumulation_steps"
             " (2) x 1 process",
         ),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE OneCycle is not available"),
         (
-            {"scheduler": {"type": "polynomial", "params": {"power": 2}}},
+            {"scheduler": {"type": "WarmupLR", "params": {"power": 2}}},
             "scheduler.params.power in FILE is not available here",
         ),
         # Values are checked as our settings.
