@@ -20,7 +20,6 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.guards.settings import check_guards, completed
-from pipeline.settings.fields import Option
 from pipeline.system.errors import require
 from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
 from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Grouped, Needs
@@ -29,7 +28,6 @@ from step3_ppo.reward_settings import (
     RewardSettings,
     read_reward_options,
     with_environment,
-    without_reward_options,
 )
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
@@ -346,12 +344,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         sources = {"rewards": read_reward_options(words.items())} if words else {}
         sources |= {"method": "distill"} if "teacher" in given else {}
         return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
-
-    @classmethod
-    def without_short_forms(cls, options: list[Option]) -> list[Option]:
-        """Convert `--reward-function FILE.py:NAME` and `--reward KIND` to a list of `rewards`."""
-        names = {"teacher": "teacher.path"}
-        return without_reward_options([(names.get(name, name), words) for name, words in options])
 
     @property
     def max_length(self) -> int:

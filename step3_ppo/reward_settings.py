@@ -1,13 +1,12 @@
 """Settings of step 3's reward sources."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RowColumns
-from pipeline.settings.fields import Option, plain
+from pipeline.settings.fields import plain
 from pipeline.system.errors import require
 from rewards.config import RewardConfig, read_spec
 
@@ -30,8 +29,8 @@ class RewardSettings:
 
     rewards: tuple[RewardConfig, ...] = ()
     """Sources whose weighted sum is maximized (reward_funcs), as a list in a settings file, or
-    JSON; --reward-function FILE.py:NAME and --reward KIND are short forms. Empty uses only the
-    reward model, which may also be a source."""
+    JSON; train.py has the short forms --reward-function FILE.py:NAME and --reward KIND. Empty uses
+    only the reward model, which may also be a source."""
 
     gold: RewardConfig | None = None
     """A source that is only measured, never trained on; null measures none."""
@@ -150,23 +149,6 @@ def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
     weight = 0.0 if config.rewards else 1.0
     own = RewardConfig(name=ENVIRONMENT, kind=ENVIRONMENT, weight=weight)
     return (*config.rewards, own)
-
-
-def without_reward_options(options: list[Option]) -> list[Option]:
-    """The options, with `--reward-function` and `--reward` converted to `--rewards`.
-
-    Raises:
-        ConfigError: a value is not a valid source, or --rewards is also given.
-    """
-    short = [option for option in options if option[0] in ("reward_function", "reward")]
-    rest = [option for option in options if option not in short]
-    if not short:
-        return rest
-    require(
-        all(name != "rewards" for name, _ in rest),
-        "--rewards already lists the sources; omit --reward-function and --reward",
-    )
-    return [*rest, ("rewards", [json.dumps(read_reward_options(short))])]
 
 
 def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:

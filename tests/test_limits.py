@@ -16,7 +16,7 @@ from rewards.config import RewardConfig as Source
 from step1_sft.config import SFTConfig
 from step2_reward.config import LabConfig, RewardConfig
 from step3_ppo.config import PPOConfig
-from step3_ppo.reward_settings import without_reward_options
+from step3_ppo.reward_settings import read_reward_options
 from step3_preference.config import GuardConfig, PreferenceConfig
 
 COUNT = ((1,), (0,))
@@ -166,7 +166,6 @@ def test_contradictory_settings_are_refused(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ([("reward", ["math"]), ("rewards", ["[]"])], "--rewards already lists the sources"),
         ([("reward_function", [])], "--reward-function needs at least one value"),
         ([("reward_function", ["score.txt:check"])], "--reward-function score.txt:check"),
     ],
@@ -175,4 +174,4 @@ def test_short_options_of_rewards_are_refused_where_they_name_no_source(
     options: list[tuple[str, list[str]]], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        without_reward_options(options)
+        read_reward_options(options)

@@ -37,7 +37,6 @@ from types import FrameType
 from typing import NoReturn, TypeVar
 
 from pipeline.cli.help import help_entry, settings_help, step_help
-from pipeline.config import StepConfig
 from pipeline.files.durable import publish
 from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config, method_layer, read_settings
@@ -91,8 +90,6 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
                 zero_config = _one_file("--zero-config", words)
             case _:
                 overrides.append((name, words))
-    if issubclass(config_class, StepConfig):
-        overrides = config_class.without_short_forms(overrides)
     layers.insert(0, method_layer(config_class, layers, overrides))
     if zero_config is not None:
         from pipeline.config.deepspeed import deepspeed_layer, read_notice

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig, TrainedModelConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.settings.fields import Option
 from pipeline.system.errors import require
 
 
@@ -341,11 +340,6 @@ class StepConfig(ABC):
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003
         """Settings, by dotted name, that follow from several train.py options or other settings."""
         return {}
-
-    @classmethod
-    def without_short_forms(cls, options: list[Option]) -> list[Option]:
-        """The options of the step's own command, with short forms expanded."""
-        return options
 
     @property
     def unused_roles(self) -> frozenset[str]:
