@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`: parse requests, format responses."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from inference.serve.http import (
 )
 from inference.serve.models import ServedModel
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
-from inference.serve.state import State, client_of, get_state, off_loop, size_of
+from inference.serve.state import State, client_of, get_state
 from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
@@ -38,16 +39,15 @@ LEAST = -9999.0
 async def chat_completions(request: HttpRequest) -> Response:
     """Respond to a dialogue, at once or as a stream."""
     fields, ignored = read_request(ChatRequest, await read_body(request))
-    size = size_of([each.message for each in fields.messages], fields.chat_template_kwargs)
-    reply = await off_loop(size, ChatReply, get_state(request), fields, client_of(request))
+    # Tokenize on a thread: a long text would delay other clients' streams.
+    reply = await asyncio.to_thread(ChatReply, get_state(request), fields, client_of(request))
     return await _respond(reply, request, ignored)
 
 
 async def completions(request: HttpRequest) -> Response:
     """Continue one or more prompts, at once or as a stream."""
     fields, ignored = read_request(CompletionRequest, await read_body(request))
-    size = sum(map(len, fields.prompts))
-    reply = await off_loop(size, TextReply, get_state(request), fields, client_of(request))
+    reply = await asyncio.to_thread(TextReply, get_state(request), fields, client_of(request))
     await until_gone(request.receive, reply.score_prompts())
     return await _respond(reply, request, ignored)
 

@@ -26,7 +26,7 @@ from inference.serve.schema import (
     read_request,
 )
 from inference.serve.security import AccessControl
-from inference.serve.state import State, client_of, get_state, off_loop, size_of
+from inference.serve.state import State, client_of, get_state
 from pipeline import __version__
 from pipeline.system.errors import DataError
 
@@ -160,8 +160,7 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, "provide either prompt or messages", param="prompt")
     if fields.messages is not None:
         messages = [each.message for each in fields.messages]
-        ids = await off_loop(
-            size_of(messages, fields.chat_template_kwargs),
+        ids = await asyncio.to_thread(
             served.encode_chat,
             messages,
             continues=fields.opens and messages[-1].role == "assistant",
@@ -169,8 +168,9 @@ async def tokenize(request: Request) -> Response:
             arguments=fields.chat_template_kwargs,
         )
     else:
-        text = fields.prompt or ""
-        ids = await off_loop(len(text), served.encode_text, text, special=fields.add_special_tokens)
+        ids = await asyncio.to_thread(
+            served.encode_text, fields.prompt or "", special=fields.add_special_tokens
+        )
     return json_response({"count": len(ids), "max_model_len": served.context, "tokens": ids})
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -15,10 +15,7 @@ from inference.serve.http import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.models import ServedModel, ServedReward
 from inference.serve.worker import Job, Piece, Worker
-from pipeline.data.chat.resolve_format import Argument
-from pipeline.data.examples import Message
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 QUIET = 15.0
@@ -26,9 +23,6 @@ QUIET = 15.0
 
 QUEUED_TOKENS = 2**22
 """Maximum tokens of all prompts in the server."""
-
-LONG = 20_000
-"""Minimum characters of a text that is tokenized in a thread: it takes a few milliseconds."""
 
 
 class Broker:
@@ -177,21 +171,6 @@ class State:
                 code="model_not_found",
             )
         return self.models[name]
-
-
-async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that reads `size` characters, on a thread if `size` is large.
-
-    This keeps a long text from delaying other clients' streams.
-    """
-    if size < LONG:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
-
-
-def size_of(messages: Sequence[Message], arguments: Mapping[str, Argument] | None) -> int:
-    """Number of characters in a dialogue; compiling a template counts as `LONG` characters."""
-    return LONG if arguments else sum(len(message.content) for message in messages)
 
 
 def get_state(request: Request) -> State:
