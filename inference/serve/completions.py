@@ -17,10 +17,10 @@ from inference.serve.http import (
     DONE,
     SIGN_OF_LIFE,
     ApiError,
-    EventStream,
     event,
     json_response,
     read_body,
+    stream,
     until_gone,
 )
 from inference.serve.models import ServedModel
@@ -58,7 +58,7 @@ async def _respond(reply: "ChatReply | TextReply", request: HttpRequest, ignored
         return json_response(await until_gone(request.receive, _complete(reply)), headers=headers)
     events = _events(reply)
     await anext(events)  # so that an early error sets the status
-    return EventStream(events, headers)
+    return stream(events, headers)
 
 
 async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
 
 from inference.serve.config import ServeConfig
 
@@ -165,35 +166,25 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends events as they come; its source is closed when the client leaves.
+def stream(source: AsyncGenerator[bytes], headers: dict[str, str]) -> Response:
+    """Send events as they come; the source is closed when the client leaves.
 
     An `ApiError` of the source becomes the last event.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, source: AsyncGenerator[bytes], headers: dict[str, str]) -> None:
-        self._source = source
-        super().__init__(
-            headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send all events."""
+    async def events() -> AsyncIterator[bytes]:
         try:
-            with suppress(ClientGone):
-                await until_gone(receive, self._send_all(send))
-        finally:  # even if nothing was sent
-            await self._source.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        body = "http.response.body"
-        try:
-            async for part in self._source:
-                await send({"type": body, "body": part, "more_body": True})
+            async for part in source:
+                yield part
         except ApiError as error:
-            await send({"type": body, "body": event(error.body), "more_body": True})
-        await send({"type": body, "body": b"", "more_body": False})
+            yield event(error.body)
+
+    async def close() -> None:
+        await source.aclose()
+
+    return StreamingResponse(
+        events(),
+        headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        media_type="text/event-stream",
+        background=BackgroundTask(close),  # even if nothing was sent
+    )
