@@ -70,29 +70,6 @@ def episode_seed(seed: int, group: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of an episode."""
-
-    max_turns: int
-    """Maximum responses of the actor."""
-
-    max_opening: int
-    """Maximum tokens in the opening, with the generation prompt."""
-
-    max_tokens: int
-    """Maximum tokens after the opening, including observations."""
-
-    @classmethod
-    def of(cls, config: PPOConfig) -> "Limits":
-        """The limits in the settings."""
-        return cls(
-            max_turns=config.max_turns,
-            max_opening=config.max_prompt_length,
-            max_tokens=config.max_new_tokens,
-        )
-
-
 @dataclass
 class _Playing:
     """A running episode."""
@@ -154,7 +131,7 @@ def play(
         num_pages=min(room, 1 + slots * num_pages(config.max_length)),
         reuses=True,  # a turn reads only what came after the last one
     )
-    table = _Table(batch, chat, environments, sampler, Limits.of(config))
+    table = _Table(batch, chat, environments, sampler, config)
     for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
         table.begin(index, prompt, key=key, seed=episode_seed(seed, key // group_size))
     done: dict[int, EpisodeResponse] = {}
@@ -175,13 +152,13 @@ class _Table:
         chat: ChatFormat,
         environments: Environments,
         sampler: Sampler,
-        limits: Limits,
+        config: PPOConfig,
     ) -> None:
         self._batch = batch
         self._chat = chat
         self._environments = environments
         self._sampler = sampler
-        self._limits = limits
+        self._config = config
         self._generating: dict[Ticket, _Playing] = {}
         self._thinking: deque[tuple[int, _Playing]] = deque()
         """Episodes waiting for their environment, and the step at which they are resumed."""
@@ -286,10 +263,10 @@ class _Table:
         except DataError as error:
             failure = f"the result of reset can't be rendered in the chat format: {error}"
             self._environments.finish(playing.number)
-        if len(ids) > self._limits.max_opening:
+        if len(ids) > self._config.max_prompt_length:
             failure = (
                 f"reset returned {len(ids)} tokens, more than ppo.max_prompt_length"
-                f" {self._limits.max_opening}"
+                f" {self._config.max_prompt_length}"
             )
             self._environments.finish(playing.number)
         if failure is not None:
@@ -297,7 +274,7 @@ class _Table:
             _fail(episode, failure)
         episode.opening = tuple(opening)
         episode.sequence = Encoded.untrained(list(ids))
-        playing.limit = min(len(ids) + self._limits.max_tokens, self._batch.capacity)
+        playing.limit = min(len(ids) + self._config.max_new_tokens, self._batch.capacity)
         self._submit(playing)
 
     def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> list[_Playing]:
@@ -306,7 +283,7 @@ class _Table:
         Return the episode if it failed because the chat format can't render the observation.
         """
         episode = playing.episode
-        if episode.num_turns == self._limits.max_turns:
+        if episode.num_turns == self._config.max_turns:
             self._finish(playing, "turns")
             return []
         try:
