@@ -1,7 +1,7 @@
 """Settings of preference optimization, with its methods as rows of settings."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -57,17 +57,14 @@ OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_ra
 """Signals from the actor's responses; chosen_nll is from held-out rows."""
 
 USUAL: tuple[tuple[Signal, float, int], ...] = (
-    ("kl_per_token", 0.5, 1),
-    ("chosen_nll", 0.5, 1),
+    ("kl_per_token", 0.5, 2),
+    ("chosen_nll", 0.5, 2),
     ("response_length", 0.5, 2),
     ("response_length", 3.0, 2),
-    ("stop_rate", 0.05, 1),
+    ("stop_rate", 0.05, 2),
     ("repetition", 0.3, 2),
 )
 """Signal, limit and window of the default guards; unmeasured signals are ignored."""
-
-STRICT = [(signal, limit, max(2, window)) for signal, limit, window in USUAL]
-"""The same for guards that act: a single evaluation does not trigger a rollback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +72,7 @@ class GuardConfig(Guard):
     """A signal, its limit, and the action when it is exceeded."""
 
     RELATIVE = ("response_length",)
-    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
-        **words(USUAL),
-        "strict": words(STRICT)["strict"],
-    }
+    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = words(USUAL)
     """Guards by keyword."""
 
     signal: Signal
@@ -99,12 +93,6 @@ class GuardConfig(Guard):
 
 
 WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
-
-KNOWN = (
-    *WARNING,
-    *(replace(GuardConfig(**each), action="warn") for each in GuardConfig.WORDS["strict"]),
-)
-"""The default guards of both keywords, with the action warn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +319,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         """Reject guards that would never be checked or could never trip."""
         unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, for sampled responses")
         check_guards(
-            *(self.guards, KNOWN),
+            *(self.guards, WARNING),
             section="preference",
             lacking={} if self.eval_prompts else unanswered,
             every=self.save_interval,
