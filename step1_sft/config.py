@@ -8,16 +8,16 @@ from typing import ClassVar
 from evaluation.config import TaskSettings, check_tasks
 from pipeline.config import (
     EMBEDDED,
+    EarlyStopping,
     OptimConfig,
     StepConfig,
     TrainedModelConfig,
     Workload,
 )
-from pipeline.system.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(TaskSettings, StepConfig):
+class SFTConfig(TaskSettings, EarlyStopping):
     """Step 1: supervised fine-tuning."""
 
     section: ClassVar[str] = "sft"
@@ -35,21 +35,10 @@ class SFTConfig(TaskSettings, StepConfig):
         )
     )
 
-    patience: int | None = None
-    """Stop after this many evaluations without a better perplexity; null never stops early."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_tasks(self)
         self.parallel.check_model("model", self.model)
-        require(
-            self.patience is None or self.patience > 0,
-            f"patience must be above 0 or null, got {self.patience}",
-        )
-        require(
-            self.patience is None or self.eval_every != 0,
-            "patience counts evaluations: eval_every must not be 0",
-        )
 
     def workload(self, world: int) -> Workload:
         """The work of training one language model on full rows."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pipeline.config import (
     EMBEDDED,
+    EarlyStopping,
     FrozenModelConfig,
     Generation,
     ModelUse,
@@ -25,7 +26,7 @@ GENERATED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(LabelSettings, StepConfig):
+class RewardConfig(LabelSettings, EarlyStopping):
     """Step 2: the reward model."""
 
     section: ClassVar[str] = "reward"
@@ -62,21 +63,10 @@ class RewardConfig(LabelSettings, StepConfig):
     """Criterion for the best weights, on held-out rows: accuracy (pairs in the right order, or
     rows in the right class), or loss."""
 
-    patience: int | None = None
-    """Stop after this many evaluations without improvement; null never stops early."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.parallel.check_model("model", self.model)
         self.check_labels()
-        require(
-            self.patience is None or self.patience > 0,
-            f"patience must be above 0 or null, got {self.patience}",
-        )
-        require(
-            self.patience is None or self.eval_every != 0,
-            "patience counts evaluations: eval_every must not be 0",
-        )
         require(self.center_coef >= 0, f"center_coef must not be below 0, got {self.center_coef}")
         require(
             self.normalization_prompts > 1,

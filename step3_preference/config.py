@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from evaluation.config import TaskSettings, check_tasks
 from pipeline.config import (
+    EarlyStopping,
     FrozenModelConfig,
     Generation,
     ModelUse,
@@ -111,7 +112,7 @@ class GuardSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
+class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
     """Step 3 without RL: trains the actor on pairs of responses, or on good and bad ones."""
 
     section: ClassVar[str] = "preference"
@@ -195,9 +196,6 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
     """Rows longer than data.max_length: both responses keep the same prompt, truncated at its
     beginning; drop skips such rows. Rows whose responses alone are too long are skipped."""
-
-    patience: int | None = None
-    """Stop after this many evaluations without a better loss; null never stops early."""
 
     max_prompt_length: int = 256
     """Maximum tokens per held-out prompt; longer ones are dropped and counted."""
@@ -306,14 +304,6 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         self._check_loss()
         object.__setattr__(self, "guards", completed(self.guards, WARNING))
         self._check_guards()
-        require(
-            self.patience is None or self.patience > 0,
-            f"preference.patience must be above 0 or null, got {self.patience}",
-        )
-        require(
-            self.patience is None or self.eval_every != 0,
-            "preference.patience counts evaluations: eval_every must not be 0",
-        )
 
     def _check_guards(self) -> None:
         """Reject guards that would never be checked or could never trip."""

@@ -26,6 +26,7 @@ from pipeline.config.model import (
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
+    EarlyStopping,
     Generation,
     ModelUse,
     SaveInterval,

@@ -426,6 +426,25 @@ class StepConfig(ABC):
         return None if self.save_every is None else SaveInterval.parse(self.save_every)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping(StepConfig):
+    """Settings of a step that may end before its last optimizer step."""
+
+    patience: int | None = None
+    """Stop after this many evaluations without improvement; null never stops early."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.patience is None or self.patience > 0,
+            f"patience must be above 0 or null, got {self.patience}",
+        )
+        require(
+            self.patience is None or self.eval_every != 0,
+            "patience counts evaluations: eval_every must not be 0",
+        )
+
+
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     *("data.labels", "timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
