@@ -5,7 +5,7 @@ One engine for training, evaluation and chat, on the modules and the attention t
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import psutil
@@ -42,6 +42,7 @@ def generate(
     top_p: float = 1.0,
     keys: Sequence[int] | None = None,
     batch_size: int = 64,
+    on_response: Callable[[int, Response], None] | None = None,
 ) -> list[Response]:
     """Respond to each prompt; responses are in the order of the prompts.
 
@@ -59,6 +60,7 @@ def generate(
         top_p: sample only from the most likely tokens that together reach this probability.
         keys: for each prompt, a number that selects its sample; by default, its index.
         batch_size: maximum number of sequences that run at once.
+        on_response: called with (index of the prompt, response) as each one ends.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -71,7 +73,11 @@ def generate(
         keys=keys,
         batch_size=batch_size,
     )
-    responses = {each.index: each.response for each in finished}
+    responses: dict[int, Response] = {}
+    for each in finished:
+        responses[each.index] = each.response
+        if on_response is not None:
+            on_response(each.index, each.response)
     return [responses[index] for index in range(len(prompts))]
 
 

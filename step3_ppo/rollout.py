@@ -4,7 +4,7 @@ Dimension name: B responses of this process.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from evaluation.held_out import Prompt, encode_prompts
 from inference.engine.requests import Response
-from inference.engine.sampling import Sampler
-from inference.generation import generate_each
+from inference.generation import generate
 from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
@@ -150,32 +149,24 @@ def generate_responses(
     config: PPOConfig,
     *,
     keys: Sequence[int],
-    on_response: Callable[[int, Response], None] | None = None,
+    on_response: OnResponse | None = None,
 ) -> list[Response]:
     """Sample the actor's responses with `keys`, which no other rollout of the run uses.
 
     `on_response` is called with (index of the prompt, response) as each one ends.
     """
-    sampler = Sampler(
-        temperature=config.temperature,
-        top_p=1.0,
-        seed=config.seed,
-        stop_ids=tuple(models.chat.stop_ids),
-    )
-    responses: dict[int, Response] = {}
     with models.hybrid_engine.generating() as actor:
-        for ended in generate_each(
+        return generate(
             actor,
             prompts,
-            sampler,
             max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            stop_ids=models.chat.stop_ids,
+            seed=config.seed,
             keys=keys,
             batch_size=config.generation_batch_size,
-        ):
-            responses[ended.index] = ended.response
-            if on_response is not None:
-                on_response(ended.index, ended.response)
-    return [responses[index] for index in range(len(prompts))]
+            on_response=on_response,
+        )
 
 
 @dataclass(frozen=True)
@@ -212,7 +203,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     if config.dynamic_sampling == 0:
         return Sampled(inputs, responses, episode_statistics(responses, config))
     given = models.sources.results()
-    scores = _scores(models, inputs, responses, config)
+    scores = raw_scores(models, inputs, responses, config) if models.reward else None
     refills = 0
     for _ in range(config.dynamic_sampling):
         dead = _dead_groups(models, scores, given, responses, config)
@@ -292,16 +283,6 @@ def _rows(groups: Sequence[int], group_size: int) -> list[int]:
     """The rows of these groups' responses on this process."""
     size = current_mesh().data.size
     return [group // size * group_size + sample for group in groups for sample in range(group_size)]
-
-
-def _scores(
-    models: Models,
-    inputs: Sequence[Sequence[int]],
-    responses: Sequence[Response],
-    config: PPOConfig,
-) -> Float[Tensor, " B"] | None:
-    """The reward model's scores; None without a reward model."""
-    return None if models.reward is None else raw_scores(models, inputs, responses, config)
 
 
 def _dead_groups(
