@@ -293,36 +293,8 @@ TRIES = 5
 """Responses per hand-written prompt."""
 
 
-@dataclass(frozen=True)
-class Talk:
-    """The actor's responses to the hand-written prompts, sampled as in chat.py."""
-
-    held_out: HeldOutPrompts
-    """The hand-written prompts, each `TRIES` times."""
-
-    responses: list[ScoredResponse]
-
-    @property
-    def rate(self) -> float:
-        """Fraction of the responses that are correct and polite."""
-        verdicts = self.held_out.verdicts(self.responses)
-        return sum(verdict is True for verdict in verdicts) / len(verdicts)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Each prompt with its first response, as JSON."""
-        pairs = zip(self.held_out.prompts, self.responses, strict=True)
-        rows = [
-            {"prompt": prompt.messages[-1].content}
-            | describe(prompt.messages[-1].content, response)
-            for prompt, response in pairs
-        ]
-        return rows[::TRIES]
-
-
-def talk(held_out: HeldOutPrompts) -> Talk | None:
-    """Responses of the actor to the hand-written prompts; None if the data is not the task's."""
-    if not held_out.is_verifiable:
-        return None
+def talk(held_out: HeldOutPrompts) -> float:
+    """Rate of correct and polite responses to the hand-written prompts, sampled as in chat.py."""
     prompts = [
         Prompt(messages, held_out.chat.format.encode_prompt(messages), {"answer": written.answer})
         for written in TALK
@@ -332,7 +304,8 @@ def talk(held_out: HeldOutPrompts) -> Talk | None:
     by_hand = held_out.on(prompts)
     with held_out.generating() as actor:
         responses = by_hand.respond(actor, temperature=ChatConfig.temperature)
-    return Talk(by_hand, by_hand.scored(responses))
+    verdicts = by_hand.verdicts(by_hand.scored(responses))
+    return sum(verdict is True for verdict in verdicts) / len(verdicts)
 
 
 def conclude(
@@ -341,16 +314,14 @@ def conclude(
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        The result of `verification`, and `judge_talk`, the `Talk.rate` of the actor. Empty if
+        The result of `verification`, and `judge_talk`, the rate of the actor in `talk`. Empty if
             not all prompts are from the embedded task.
     """
-    conversation = talk(held_out)
     if current_mesh().is_main:
-        spoken = conversation.rows() if conversation else ()
-        write_samples(held_out, responses, samples, talk=spoken)
-    if conversation is None:
+        write_samples(held_out, responses, samples)
+    if not held_out.is_verifiable:
         return {}
-    return {**verification(held_out, responses), "judge_talk": conversation.rate}
+    return {**verification(held_out, responses), "judge_talk": talk(held_out)}
 
 
 def verification(
@@ -384,13 +355,9 @@ def verification(
 
 
 def write_samples(
-    held_out: HeldOutPrompts,
-    responses: Mapping[str, HeldOutResponses],
-    path: Path,
-    *,
-    talk: Sequence[dict[str, Any]] = (),
+    held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses], path: Path
 ) -> None:
-    """Write the report's samples: each model's responses to the first prompts, and `talk`."""
+    """Write the report's samples: each model's responses to the first prompts."""
     rows = [
         {
             "prompt": _prompt(prompt, [each.sampled[row] for each in responses.values()]),
@@ -403,8 +370,7 @@ def write_samples(
         }
         for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
     ]
-    document = {"models": list(responses), "rows": rows, "talk": list(talk)}
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps({"rows": rows}, indent=2, ensure_ascii=False) + "\n")
 
 
 def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, Any]]:

@@ -111,9 +111,9 @@ def test_the_first_rollout_is_of_the_reference_itself(finished: Path) -> None:
 def test_samples_show_three_models_side_by_side(finished: Path) -> None:
     samples = json.loads((finished / "step3_ppo/samples.json").read_text())
 
-    assert samples["models"] == ["base", "step1_sft", "step3_ppo"]
     assert len(samples["rows"]) == 12
-    assert all(row["answers"].keys() == set(samples["models"]) for row in samples["rows"])
+    models = ["base", "step1_sft", "step3_ppo"]
+    assert all(list(row["answers"]) == models for row in samples["rows"])
 
 
 def test_resume_skips_what_is_finished(finished: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.held_out import TRIES, Prompt, conclude
+from evaluation.held_out import Prompt, conclude
 from pipeline.data.examples import Message
-from pipeline.demo.task import TALK, held_out_questions
+from pipeline.demo.task import held_out_questions
 from step3_ppo.evaluate import HeldOut
 from tests.step3_ppo.toy import toy_config, toy_models
 
@@ -39,7 +39,3 @@ def test_on_the_embedded_task_the_verifier_judges_the_run_and_hand_written_promp
     shown = [row["answers"]["step3_ppo"] for row in samples["rows"]]
     assert [answer["text"] for answer in shown] == [each.text for each in answers.sampled]
     assert [answer["greedy"]["text"] for answer in shown] == [each.text for each in answers.greedy]
-    said = samples["talk"]
-    assert [row["prompt"] for row in said] == [prompt.text for prompt in TALK]
-    assert all(row["correct"] is False and isinstance(row["text"], str) for row in said)
-    assert TRIES > 1

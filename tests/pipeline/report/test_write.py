@@ -120,7 +120,7 @@ def test_a_run_without_step_1_is_compared_with_its_starting_model(
     texts["start"] |= {"greedy": greedy}
     prompt = [{"role": "user", "content": "Hello"}]
     rows = [{"prompt": prompt, "answers": texts, "temperature": 0.7}]
-    write(tmp_path / "step3_grpo/samples.json", {"models": list(judge), "rows": rows})
+    write(tmp_path / "step3_grpo/samples.json", {"rows": rows})
 
     sentences = [each.whole.replace("\u202f", " ") for each in findings(read_results(tmp_path))]
     page = Page(write_report(tmp_path)).text
@@ -145,7 +145,7 @@ def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
     answers = {"step1_sft": {"text": evil, "score": 1.5, "stopped": False, evil: True}}
     write(
         tmp_path / "step3_ppo/samples.json",
-        {"models": ["step1_sft"], "rows": [{"prompt": [{"role": evil, "content": evil}] * 2,
+        {"rows": [{"prompt": [{"role": evil, "content": evil}] * 2,
                                             "answers": answers}]},
     )  # fmt: skip
     write(
