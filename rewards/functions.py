@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,9 +103,7 @@ class FunctionFile(UserFile):
         return parameter if usual is None else config.column or usual
 
 
-def read_definition(
-    path: str, where: str, kinds: tuple[type[N], ...]
-) -> tuple[UserFile, ast.Module, N]:
+def read_definition(path: str, where: str, kinds: tuple[type[N], ...]) -> tuple[UserFile, N]:
     """Read the definition that a path FILE.py:NAME names, without running the file.
 
     Args:
@@ -132,7 +130,7 @@ def read_definition(
         raise ConfigError(
             f"{where}: {file} has no `{word} {name}` at its top level; {suggestion(name, found)}"
         )
-    return UserFile(file, name, text), tree, found[name]
+    return UserFile(file, name, text), found[name]
 
 
 def read_text(path: Path, where: str) -> str:
@@ -153,11 +151,11 @@ def read_function(config: RewardConfig) -> FunctionFile:
             known form.
     """
     where = f"rewards.{config.name}.path"
-    file, tree, node = read_definition(config.path or "", where, _FUNCTIONS)
+    file, node = read_definition(config.path or "", where, _FUNCTIONS)
     arguments = node.args
     names = tuple(argument.arg for argument in (*arguments.args, *arguments.kwonlyargs))
     optional = optional_parameters(arguments)
-    form = _form(set(names), _used_by(node, tree)) if config.form == "auto" else config.form
+    form = _form(set(names), node) if config.form == "auto" else config.form
     family = (form or "").partition("_")[0]
     unknown = set(names) - optional - _GIVEN.get(family, set())
     if family == "trl":
@@ -186,17 +184,7 @@ def optional_parameters(given: ast.arguments) -> set[str]:
     return {argument.arg for argument, default in pairs if default is not None}
 
 
-def _used_by(node: ast.stmt, tree: ast.Module) -> list[ast.stmt]:
-    """A function, and the functions and classes of its file that it uses, by name."""
-    named = {each.name: each for each in tree.body if isinstance(each, (*_FUNCTIONS, ast.ClassDef))}
-    used = [node]
-    for statement in used:  # grows during the loop
-        names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
-        used += [named[name] for name in names & named.keys() if named[name] not in used]
-    return used
-
-
-def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
+def _form(names: Collection[str], function: ast.stmt) -> Form | None:
     """The form of a function, by its parameter names; None if none matches."""
     if "episodes" in names:
         return "episodes"
@@ -207,12 +195,8 @@ def _form(names: Collection[str], code: Iterable[ast.stmt]) -> Form | None:
     if "completions" not in names:
         return None
     # Functions that take messages read completion[0]["content"].
-    reads_messages = any(
-        isinstance(node, ast.Constant) and node.value == "content"
-        for statement in code
-        for node in ast.walk(statement)
-    )
-    return "trl_conversational" if reads_messages else "trl"
+    constants = (each.value for each in ast.walk(function) if isinstance(each, ast.Constant))
+    return "trl_conversational" if "content" in constants else "trl"
 
 
 def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:

@@ -51,21 +51,20 @@ def read_environment(path: str) -> EnvironmentFile:
             f"{where} must be FILE.py:CLASS or {' or '.join(BUILT_IN)}, got {path}",
         )
         path = str(ROOT / "rewards" / "environments" / BUILT_IN[path])
-    file, tree, node = read_definition(path, where, (ast.ClassDef,))
-    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
-    family, is_complete = _family(node, classes)
-    members = [member for node in family for member in node.body]
-    methods = {each.name: each for each in members[::-1] if isinstance(each, ast.FunctionDef)}
-    stored = re.search(r"\breward\b[^=\n]* = ", "\n".join(map(ast.unparse, members)))
-    gives_reward = not is_complete or bool(stored) or not methods.keys().isdisjoint(REWARDS)
+    file, node = read_definition(path, where, (ast.ClassDef,))
+    if node.bases:  # checked when its workers start
+        return EnvironmentFile(file.file, file.name, file.text, True, frozenset())
+    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+    stored = re.search(r"\breward\b[^=\n]* = ", ast.unparse(node))
+    gives_reward = bool(stored) or not methods.keys().isdisjoint(REWARDS)
     missing = [verb for verb in VERBS if verb not in methods]
     subject = f"{where}: class {file.name} of {file.file}"
     require(
-        not (is_complete and "step" in methods and missing),
+        not ("step" in methods and missing),
         f"{subject} lacks {' and '.join(missing)}; it needs {FORMS['turns']}",
     )
     require(
-        not is_complete or "step" in methods or ("reset" in methods and any(map(is_tool, methods))),
+        "step" in methods or ("reset" in methods and any(map(is_tool, methods))),
         f"{subject} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
     )
     reset = methods.get("reset")
@@ -88,18 +87,3 @@ def _columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
 def is_tool(name: str) -> bool:
     """Whether the method of a tool class with this name is a tool."""
     return not name.startswith("_") and name not in (*VERBS, *REWARDS)
-
-
-def _family(
-    node: ast.ClassDef, classes: dict[str, ast.ClassDef]
-) -> tuple[list[ast.ClassDef], bool]:
-    """A class with its base classes in the same file, and whether these are all its bases."""
-    family, is_complete = [node], True
-    for member in family:  # grows during the loop
-        for base in member.bases:
-            name = ast.unparse(base).rpartition(".")[2]
-            if name in classes and classes[name] not in family:
-                family.append(classes[name])
-            elif name not in (*classes, "object", "Protocol", "Environment", "ABC"):
-                is_complete = False
-    return family, is_complete

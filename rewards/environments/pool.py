@@ -140,7 +140,7 @@ class _Episodes:
         self._class: Any = file.load()
         self._takes_turns = callable(getattr(self._class, "step", None))
         for verb in VERBS if self._takes_turns else ("reset",):
-            getattr(self._class, verb)  # raises if a base class in another file lacks it
+            getattr(self._class, verb)  # raises if no base class has it
         if not self._takes_turns:
             find_tools(self._class)
         self._playing: dict[int, Any] = {}

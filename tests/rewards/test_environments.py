@@ -129,9 +129,15 @@ class Game:
 
     def reward(self): ...
 
-class Careful(Game):
+class Careful:
     def reset(self, row, *, seed):
         self.answer = row["answer"] if "answer" in row else ""
+
+    def step(self, answer): ...
+
+    def reward(self): ...
+
+class Heir(Game): ...  # what it inherits is not read
 
 class Tools:
     def reset(self, stock, day="Monday", *, seed, owner, **row):
@@ -145,7 +151,12 @@ class Tools:
 
 @pytest.mark.parametrize(
     ("name", "columns"),
-    [("Game", {"answer"}), ("Careful", set()), ("Tools", {"stock", "owner", "town"})],
+    [
+        ("Game", {"answer"}),
+        ("Careful", set()),
+        ("Heir", set()),
+        ("Tools", {"stock", "owner", "town"}),
+    ],
 )
 def test_columns_that_reset_needs_are_known_before_the_run(
     name: str, columns: set[str], tmp_path: Path

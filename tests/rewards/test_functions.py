@@ -20,21 +20,13 @@ def read(tmp_path: Path, text: str) -> FunctionFile:
     return read_function(RewardConfig(name="mine", kind="function", path=f"{file}:score"))
 
 
-HELPER = """
-def get_text(completion):
-    return completion[0]["content"]
-
-def score(completions, **kwargs):
-    return [len(get_text(each)) for each in completions]
-"""
-
 FORMS = (
     ("def score(episodes): return []", "episodes"),
     ("async def score(episodes): return []", "episodes"),
     ("def score(completions, **kwargs): return []", "trl"),
     ("def score(prompts, completions, answer): return []", "trl"),
     ("def score(completions, *, log_metric=None): return []", "trl"),
-    (HELPER, "trl_conversational"),
+    ("def score(completions): return [completions[0][0]['content']]", "trl_conversational"),
     ("def score(queries, prompts, labels, **kwargs): return []", "openrlhf"),
     ("def score(data_source, solution_str, ground_truth, extra_info=None): return 1", "verl"),
     ("def score(solution_str, ground_truth): return 1", "verl"),
