@@ -1,5 +1,6 @@
 """PyTorch's settings in this process (allocators, rounding, random numbers), and its memory."""
 
+import json
 import os
 import random
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -77,14 +78,9 @@ def random_state() -> dict[str, Tensor]:
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    _, words, gauss = random.getstate()
-    state["python"] = torch.tensor(words, dtype=torch.int64)
-    state["python_gauss"] = _optional(gauss)
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    assert isinstance(numpy, dict)
-    inner = numpy["state"]
-    state["numpy"] = torch.tensor([*inner["key"].tolist(), inner["pos"]], dtype=torch.int64)
-    state["numpy_gauss"] = _optional(numpy["gauss"] if numpy["has_gauss"] else None)
+    both = [random.getstate(), np.random.get_state(legacy=False)]  # noqa: NPY002
+    text = json.dumps(both, default=np.ndarray.tolist)
+    state["python_and_numpy"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     return state
 
 
@@ -93,20 +89,6 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    version = random.getstate()[0]
-    gauss = state["python_gauss"].tolist()
-    random.setstate((version, tuple(state["python"].tolist()), gauss[0] if gauss else None))
-    *key, position = state["numpy"].tolist()
-    gauss = state["numpy_gauss"].tolist()
-    np.random.set_state(  # noqa: NPY002
-        {
-            "bit_generator": "MT19937",
-            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
-            "has_gauss": len(gauss),
-            "gauss": gauss[0] if gauss else 0.0,
-        }
-    )
-
-
-def _optional(value: float | None) -> Tensor:
-    return torch.tensor([] if value is None else [value], dtype=torch.float64)
+    python, numpy = json.loads(bytes(state["python_and_numpy"].tolist()))
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    np.random.set_state(numpy)  # noqa: NPY002
