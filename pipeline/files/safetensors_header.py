@@ -38,7 +38,10 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         return read_header(directory / SINGLE)
     index = directory / INDEX
     if not index.is_file():
-        raise ModelError(_nothing_found(directory))
+        raise ModelError(
+            f"{directory} has no weights: it has neither {SINGLE} nor {INDEX}; copy or download its"
+            " safetensors"
+        )
     weight_map = _weight_map(index)
     stored: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
@@ -110,23 +113,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not is_map or not weight_map:
         raise ModelError(f"{index} is not an index of safetensors files; download it again")
     return weight_map
-
-
-def _nothing_found(directory: Path) -> str:
-    """An error message for a directory without readable safetensors."""
-    pickled = sorted(directory.glob("pytorch_model*.bin"))
-    if pickled:
-        return (
-            f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code; save"
-            " the model as safetensors first (save_pretrained does)"
-        )
-    others = [
-        path.name
-        for pattern in ("*.safetensors", "*.gguf", "*.h5", "*.msgpack")
-        for path in sorted(directory.glob(pattern))
-    ]
-    only = f", only {others[0]}" if others else ""
-    return (
-        f"{directory} has no weights: it has neither {SINGLE} nor {INDEX}{only}; copy or download"
-        " its safetensors"
-    )

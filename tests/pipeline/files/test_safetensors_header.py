@@ -51,18 +51,6 @@ def test_positions_shapes_and_types_are_those_of_the_stored_tensors(
         assert content == bytes(view_bytes(tensor.contiguous()))
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "pytorch_model.bin")
-
-    with pytest.raises(ModelError) as error:
-        stored_tensors(tmp_path)
-
-    assert str(error.value) == (
-        f"{tmp_path} stores its weights as pytorch_model.bin, a pickle that can run code;"
-        " save the model as safetensors first (save_pretrained does)"
-    )
-
-
 @pytest.mark.parametrize(
     "content",
     [
