@@ -6,13 +6,9 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeline.system.errors import ConfigError
 from pipeline.system.memory import available_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 MIB, GIB = 2**20, 2**30
 
@@ -120,7 +116,7 @@ def describe_machine(machine: Machine) -> str:
 PEAKS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
 """bf16 TFLOP/s on tensor cores without sparsity, from NVIDIA's data sheets."""
 
-SIDE = {"cpu": 512, "cuda": 4096}
+SIDE = 512
 """Rows and columns of the matrices whose product is timed."""
 
 SECONDS = 0.2
@@ -135,22 +131,16 @@ def data_sheet_peak(name: str) -> tuple[float, str] | None:
     return None
 
 
-def measured_peak(device: "torch.device", dtype: "torch.dtype") -> float:
-    """Operations per second of the fastest of several square matrix products."""
+def measured_peak() -> float:
+    """Operations per second of the fastest of several square fp32 matrix products on the CPU."""
     import torch
 
-    side = SIDE[device.type]
-    left, right = torch.ones(2, side, side, device=device, dtype=dtype)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    # A CPU's time excludes the time of other programs.
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    left, right = torch.ones(2, SIDE, SIDE)
     fastest, end = float("inf"), time.perf_counter() + SECONDS
     with torch.no_grad():
         torch.mm(left, right)  # warm up: the first call allocates and starts threads
         while time.perf_counter() < end or fastest == float("inf"):
-            wait()
-            start = clock()
+            start = time.thread_time()  # excludes the time of other programs
             torch.mm(left, right)
-            wait()
-            fastest = min(fastest, clock() - start)
-    return 2 * side**3 / fastest
+            fastest = min(fastest, time.thread_time() - start)
+    return 2 * SIDE**3 / fastest

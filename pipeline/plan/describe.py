@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
 import yaml
 
 from pipeline.budget.fit import refusal, trained_models
@@ -56,7 +55,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
             return None
         peak, card = known
         return EFFICIENCY * peak, f"{share} the {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
-    peak = measured_peak(torch.device("cpu"), torch.float32)
+    peak = measured_peak()
     basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches here now"
     return EFFICIENCY * peak / max(plan.machine.processes / share_of_cores(1), 1.0), basis
 
