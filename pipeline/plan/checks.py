@@ -67,25 +67,13 @@ class Preview:
         return min(len(self.data.eval), config.data.max_eval_rows) if self.data else 0
 
 
-def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """Check everything, and return the rows of each step that will run.
-
-    Args:
-        plan: the plan; its finished steps are skipped, and with `--plan off` nothing is checked.
-        downloads: whether models and data may be downloaded from the Hub.
-
-    Raises:
-        UserError: a setting, a model or the rows can't be used.
-    """
-    check_settings(plan)
-    return check_rows(plan, downloads=downloads)
-
-
 def check_settings(plan: Plan) -> None:
     """Check everything that is independent of the rows; fast, and without PyTorch.
 
+    Finished steps are skipped, and with `--plan off` nothing is checked.
+
     Raises:
-        UserError: as `check_plan`.
+        UserError: a setting or a model can't be used.
     """
     _run(plan, [partial(check, plan) for check in (_trackers, _processes, _model_files)])
 
@@ -93,8 +81,12 @@ def check_settings(plan: Plan) -> None:
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     """Check the rows of each step, tokenized for its model, after `check_settings`; return them.
 
+    Args:
+        plan: the plan; steps are skipped as in `check_settings`.
+        downloads: whether models and data may be downloaded from the Hub.
+
     Raises:
-        UserError: as `check_plan`.
+        UserError: a model or the rows can't be used.
     """
     chats = Chats(plan, downloads=downloads)
     previews: dict[str, Preview] = {}

@@ -98,16 +98,15 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         remark(f"using the options of the run, from {plan.request.output_dir / COMMAND}")
     if plan.request.zero_config is not None and (notice := read_notice(plan.request.zero_config)):
         remark(notice)
-    if plan.request.dry_run or plan.request.plan_for is not None:
-        from pipeline.plan.checks import check_plan
+    from pipeline.plan.checks import check_rows, check_settings
 
-        previews = check_plan(plan, downloads=False)
+    if plan.request.dry_run or plan.request.plan_for is not None:
+        check_settings(plan)
+        previews = check_rows(plan, downloads=False)
         from pipeline.plan.describe import describe_plan
 
         say(describe_plan(plan, previews))
     else:
-        from pipeline.plan.checks import check_rows, check_settings
-
         for note in plan.notes:
             say(note)
         check_settings(plan)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.demo.model import CONTEXT, build_model, build_tokenizer
-from pipeline.plan.checks import Preview, check_plan
+from pipeline.plan.checks import Preview, check_rows, check_settings
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.system.errors import UserError
 from train import STAGES
@@ -44,7 +44,12 @@ def plan(out: Path, *argv: str) -> Plan:
 
 
 def previews(out: Path, *argv: str) -> dict[str, Preview]:
-    return dict(check_plan(plan(out, *argv), downloads=False))
+    return check(plan(out, *argv))
+
+
+def check(plan: Plan) -> dict[str, Preview]:
+    check_settings(plan)
+    return dict(check_rows(plan, downloads=False))
 
 
 def complaint(out: Path, *argv: str) -> str:
@@ -60,7 +65,7 @@ def test_what_is_sound_passes_and_its_rows_steps_and_tokens_are_known(
     short = ["--ppo.max_new_tokens", "24", "--ppo.max_prompt_length", "64"]
     made = plan(tmp_path, *argv, *short, "--epochs", "2")
 
-    seen = check_plan(made, downloads=False)
+    seen = check(made)
 
     rows = [len(each.data.train) for each in seen.values() if each.data]
     held_out = {len(each.data.eval) for each in seen.values() if each.data}
