@@ -5,7 +5,6 @@ Dimension names: B sequences, T tokens, V vocabulary, C labels.
 """
 
 import inspect
-import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -31,9 +30,6 @@ GRAPH = "model.onnx"
 
 EXTERNAL = 2**30
 """Bytes above which weights are stored next to the graph; the format's limit is 2 GiB."""
-
-OF_SCORES = ("score_mean", "score_std", "class_values")
-"""Fields of config.json that are needed to read scores."""
 
 INPUTS = ("input_ids", "attention_mask")
 
@@ -137,8 +133,6 @@ class OnnxExport:
         Raises:
             ModelError: the model's code can't be traced.
         """
-        import onnx
-
         size = sum(weight.numel() * weight.itemsize for weight in self.graph.parameters())
         ids = torch.ones(2, 8, dtype=torch.long)
         axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
@@ -162,11 +156,6 @@ class OnnxExport:
             raise ModelError(
                 f"{self.source} can't be traced to ONNX: {reason}; use --to merged"
             ) from error
-        stored = onnx.load(directory / GRAPH, load_external_data=False)
-        settings = self.model_source.settings
-        properties = {name: json.dumps(settings[name]) for name in OF_SCORES if name in settings}
-        onnx.helper.set_model_props(stored, properties)
-        onnx.save(stored, directory / GRAPH)
         copy_settings(self.source, directory)
 
     def verify(self, directory: Path) -> list[str]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,10 +19,8 @@ TOLERANCE = 1e-5
 ROUNDED = 5e-2
 """The same for a model whose weights were rounded to 8 or 16 bits."""
 
-LENGTHS = ((5,), (12, 12), (1, 7, 4), (13, 2, 9, 13))
+LENGTHS = ((5,), (12, 12), (1, 7, 4), (33, 2, 9, 13))
 """Sequence lengths of each batch, in tokens."""
-
-NEW_TOKENS = 16
 
 Run = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """Function of token ids (B, T) and their mask (B, T) that returns logits, then other outputs."""
@@ -48,7 +45,7 @@ def compare_outputs(
     names: Sequence[str] = ("logits",),
     tolerance: float = TOLERANCE,
 ) -> list[str]:
-    """Compare outputs on padded batches and, for an fp32 language model, greedy responses.
+    """Compare outputs on padded batches.
 
     Args:
         model: the exported model; its directory has the tokenizer.
@@ -62,10 +59,10 @@ def compare_outputs(
         Sentences on what was verified.
 
     Raises:
-        UnverifiedError: an output differs by more than the tolerance, or a greedy response differs.
+        UnverifiedError: an output differs by more than the tolerance.
     """
     per_token = hasattr(model, "generate") and model.get_output_embeddings() is not None
-    worst, count, ids, mask = 0.0, 0, torch.empty(0), torch.empty(0)
+    worst, count = 0.0, 0
     for ids, mask in batches(model):
         kept = mask.bool() if per_token else slice(None)
         for name, ours, theirs in zip(names, expected(ids, mask), found(ids, mask), strict=True):
@@ -78,16 +75,10 @@ def compare_outputs(
                 )
             worst = max(worst, error)
         count += 1
-    verified = [
+    return [
         f"{' and '.join(names)} by {by} within {tolerance} of the model's on {count} padded batches"
         f" (largest difference {worst:.1e})"
     ]
-    if per_token and tolerance == TOLERANCE:
-        for prompt in (row[kept.bool()] for row, kept in zip(ids, mask, strict=True)):
-            if greedy_tokens(expected, prompt) != greedy_tokens(found, prompt):
-                raise UnverifiedError(f"not exported: a greedy response by {by} differs")
-        verified.append(f"{len(ids)} greedy responses of {NEW_TOKENS} tokens by {by} are equal")
-    return verified
 
 
 def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
@@ -103,13 +94,3 @@ def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
                 row[:length] = 1
             mask = mask if side == "right" else torch.fliplr(mask)
             yield torch.tensor(list(islice(text, mask.numel()))).view(shape), mask
-
-
-@torch.no_grad()
-def greedy_tokens(run: Run, prompt: Int[Tensor, " P"], count: int = NEW_TOKENS) -> list[int]:
-    """`count` greedy tokens after a prompt; no token ends the response."""
-    ids = prompt[None]
-    for _ in range(count):
-        logits = run(ids, torch.ones_like(ids))[0]
-        ids = torch.cat([ids, logits[:, -1:].argmax(dim=-1)], dim=1)
-    return ids[0, len(prompt) :].tolist()

@@ -60,7 +60,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name])
     printed = capsys.readouterr().out
-    assert "verified: 4 greedy responses of 16 tokens by the written model are equal\n" in printed
+    assert "verified: logits by the written model within 1e-05 of the model's" in printed
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
