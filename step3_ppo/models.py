@@ -37,8 +37,15 @@ from pipeline.models.hf.chat import decode_response, require_same_chat, speaks_a
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.parallel.stages import StageModule
-from pipeline.models.passes import ForwardPasses, Passes, evaluating, frozen_passes, make_passes
-from pipeline.models.trained import trained_causal_lm, trained_classifier
+from pipeline.models.passes import (
+    ForwardPasses,
+    Passes,
+    evaluating,
+    frozen_passes,
+    learning_model,
+    make_passes,
+)
+from pipeline.models.trained import trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, ModelError
@@ -301,22 +308,23 @@ def load_models(
     for model in (models[role] for role in ("critic", "reference", "teacher") if role in models):
         require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
 
-    actor = load_actor(config, tokenizer, chat, device=device)
-    critic = load_critic(config, tokenizer, device=device)
-    for role, model in {"actor": actor, "critic": critic}.items():
-        if model is not None:
-            require_context(base_model(model), role, config)
-    reward = load_reward(config, tokenizer, device=device)
-    policy_passes = passes_of_actor(actor, config, iterations=iterations)
-    value_passes = None
-    if critic is not None:
-        value_passes = passes_of_critic(critic, config, iterations=iterations)
+    minibatches = math.ceil(config.rollout_size / config.batch_size)
+    updates = iterations * config.ppo_epochs * minibatches
+    actor, policy_passes = learning_model(
+        *(config.actor, tokenizer, config.parallel, mesh),
+        total_steps=updates,
+        seed=config.seed,
+        name="actor",
+    )
+    set_stop_tokens(actor, chat.stop_ids)
+    require_context(base_model(actor), "actor", config)
+    value_passes = load_critic(config, tokenizer, total_steps=updates + FIRST_EPOCHS * minibatches)
     trained = [each.engine for each in (policy_passes, value_passes) if each is not None]
     return Models(
         actor=policy_passes.engine,
         critic=None if value_passes is None else value_passes.engine,
         reference=load_reference(config, policy_passes, tokenizer, device=device),
-        reward=reward,
+        reward=load_reward(config, tokenizer, device=device),
         sources=RewardSources(config) if sources is None else sources,
         hybrid_engine=HybridEngine(
             policy_passes.engine,
@@ -332,78 +340,41 @@ def load_models(
     )
 
 
-def load_actor(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, device: torch.device
-) -> nn.Module:
-    """The actor's Hugging Face model."""
-    actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
-    set_stop_tokens(actor, chat.stop_ids)
-    return actor
-
-
-def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
-    """The passes of the actor, or of this process's part of it, over `iterations` iterations."""
-    return make_passes(
-        actor,
-        config.actor,
-        config.parallel,
-        current_mesh(),
-        lambda whole: Policy(whole, kernels=config.actor.kernels),
-        total_steps=iterations * _updates(config),
-        name="actor",
-    )
-
-
 FIRST_EPOCHS = 4
 """Passes of the critic over the first rollout before the actor is trained on it."""
 
 
-def _updates(config: PPOConfig) -> int:
-    """Optimizer steps of an iteration."""
-    return config.ppo_epochs * _minibatches(config)
-
-
-def _minibatches(config: PPOConfig) -> int:
-    """Optimizer steps of an epoch."""
-    return math.ceil(config.rollout_size / config.batch_size)
-
-
 def load_critic(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
-) -> nn.Module | None:
-    """The critic's model; None if the advantage estimator needs none.
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, total_steps: int
+) -> Passes | None:
+    """The passes of the critic, or of this process's part of it; None if none is needed.
 
     From a reward model with several labels, all weights but the head are used; the head is
     initialized randomly.
 
     Raises:
         ModelError: the model is an encoder.
+        ConfigError: prompt and response may exceed the model's context.
     """
     if not config.has_critic:
         return None
-    critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+    critic = trained_classifier(config.critic, tokenizer, device=local_device(), seed=config.seed)
     if reads_whole(base_model(critic)):
         raise ModelError(
             f"ppo.critic.path {config.critic.path} is an encoder, but a critic needs a value at"
             " each token; set ppo.critic.path to step 1's output, or choose a --method without a"
             " critic"
         )
-    return critic
-
-
-def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
-    """The passes of the critic, or of this process's part of it, over `iterations` iterations."""
-
-    def whole(model: nn.Module) -> Critic:
-        return Critic(model, normalize=config.normalize_score, kernels=config.critic.kernels)
-
+    require_context(base_model(critic), "critic", config)
     return make_passes(
         critic,
         config.critic,
         config.parallel,
         current_mesh(),
-        whole,
-        total_steps=iterations * _updates(config) + FIRST_EPOCHS * _minibatches(config),
+        lambda whole: Critic(
+            whole, normalize=config.normalize_score, kernels=config.critic.kernels
+        ),
+        total_steps=total_steps,
         name="critic",
         passing=CriticStage,
     )

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from pipeline.cli.options import run_main
 from pipeline.guards.guards import Guards
-from pipeline.models.forward.forward import Policy
 from pipeline.models.hf.export import set_stop_tokens
-from pipeline.models.passes import make_passes
-from pipeline.models.trained import trained_causal_lm, within_context
-from pipeline.parallel.device import local_device
+from pipeline.models.passes import learning_model
+from pipeline.models.trained import within_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
 from pipeline.run.run import Run
@@ -75,22 +73,13 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         ModelError: the actor's first metrics are not finite.
         ConfigError: the model doesn't support a setting.
     """
-    model = trained_causal_lm(
-        config.model,
-        rows.tokenizer,
-        device=local_device(),
-        seed=config.seed,
-    )
-    set_stop_tokens(model, rows.chat.stop_ids)
-    passes = make_passes(
-        model,
-        config.model,
-        config.parallel,
-        run.mesh,
-        lambda whole: Policy(whole, kernels=config.model.kernels),
+    model, passes = learning_model(
+        *(config.model, rows.tokenizer, config.parallel, run.mesh),
         total_steps=rows.total_steps,
+        seed=config.seed,
         name="actor",
     )
+    set_stop_tokens(model, rows.chat.stop_ids)
     # Create both before any state is loaded: they hold the initial weights.
     start = Start(passes)
     reference = open_reference(start, rows, store, config)
