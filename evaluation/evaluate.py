@@ -2,12 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.config import TaskSettings, load_questions
@@ -16,10 +14,8 @@ from evaluation.figures import compute_figures
 from inference.engine.requests import sample_key
 from inference.engine.sampling import make_sampler
 from inference.generation import generate_each
-from inference.replica import Replica
 from inference.settings import Sampling
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import context_length
 from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.mesh import current_mesh
@@ -170,33 +166,3 @@ class TaskEvaluations:
                 for name, value in after.items()
             }
         }
-
-
-def generating_from(model: nn.Module, engine: Engine) -> Generating:
-    """Return a context for generating with a model that `engine` trains, at any ZeRO stage.
-
-    Weights stored complete are used in place, others are copied for the duration. Tensor-parallel
-    processes generate together; the stages of a pipeline each answer some of their common prompts.
-    """
-
-    @cache
-    def made() -> Replica:
-        together = engine.tensor
-        return Replica(
-            model,
-            shares=not engine.sharded,
-            tp_group=together.apart,
-            trained_by=together,
-            stages=engine.stages,
-        )
-
-    @contextmanager
-    def generating() -> Iterator[PreTrainedModel]:
-        replica = made()
-        replica.load(engine)
-        try:
-            yield replica.model
-        finally:
-            replica.release()
-
-    return generating

@@ -13,7 +13,8 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evaluation.evaluate import Chat, TaskEvaluations, generating_from
+from evaluation.evaluate import Chat, TaskEvaluations
+from inference.hybrid_engine import HybridEngine
 from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
 from pipeline.models.hf.export import set_stop_tokens
@@ -103,7 +104,7 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
 def open_tasks(sft: Tuning) -> TaskEvaluations:
     """The evaluation tasks of the settings, for the current model."""
     chat = Chat(sft.rows.tokenizer, sft.rows.chat)
-    return TaskEvaluations(sft.config, chat, generating_from(sft.model, sft.engine))
+    return TaskEvaluations(sft.config, chat, HybridEngine(sft.engine, sft.model).generating)
 
 
 def finish(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.held_out import Prompt
 from inference.engine.requests import Response
+from inference.hybrid_engine import HybridEngine
 from pipeline.config import FrozenModelConfig, Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, local_micro_batches, prompt_units
 from pipeline.data.chat.chat_format import ChatFormat, Messages
@@ -51,7 +52,6 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
-from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.reward_sources import RewardSources
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ def load_models(
     Raises:
         ModelError: a model is missing, or actor, critic and reward model have different
             vocabularies.
-        ConfigError: actor or processes can't be divided by `config.inference_tp_size`.
+        ConfigError: the processes can't be divided by `config.inference_tp_size`.
     """
     device = local_device()
     mesh = current_mesh()

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from evaluation.evaluate import Chat, Generating, TaskEvaluations, generating_from
+from evaluation.evaluate import Chat, Generating, TaskEvaluations
 from evaluation.held_out import (
     HeldOutPrompts,
     Prompt,
@@ -25,6 +25,7 @@ from evaluation.scored import (
     stop_rate,
 )
 from inference.engine.requests import Response, repeated_trigrams
+from inference.hybrid_engine import HybridEngine
 from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
@@ -233,7 +234,7 @@ class Evaluator:
         self.reference = reference
         self.config = config = training.config
         chat = Chat(training.rows.tokenizer, training.rows.chat)
-        generating = generating_from(training.model, training.engine)
+        generating = HybridEngine(training.engine, training.model).generating
         prompts = encode_prompts(
             training.rows.data.held_out_prompts,
             training.rows.chat,

@@ -50,7 +50,7 @@ INFERENCE_LAYERS = (
     {"settings", "text", "tensor_parallel", "ratings", "reward_model"},
     {"engine"},
     {"replica", "generation"},
-    {"conversation", "responses"},
+    {"hybrid_engine", "conversation", "responses"},
     {"chat", "serve"},
 )
 """The same of `inference`."""

@@ -9,6 +9,7 @@ from inference.conversation import Conversation
 from inference.settings import Sampling
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.models.hf.load import load_for_inference
+from tests.families import saved, tiny_causal_lm
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,8 @@ def converse(
         return Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tiny_causal_lm("llama"), tmp_path_factory.mktemp("llama"))

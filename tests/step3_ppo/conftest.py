@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import saved, tiny_causal_lm
 from tests.step3_ppo.toy import save_models
 
 
@@ -14,8 +13,3 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("toy")
     save_models(directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tiny_causal_lm("llama"), tmp_path_factory.mktemp("llama"))

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference.hybrid_engine import HybridEngine
 from pipeline.config import LoraConfig
 from pipeline.models.forward.forward import base_model
-from step3_ppo.hybrid_engine import HybridEngine
 from tests.distributed import rank, run_ranks
+from tests.inference.actors import IDS, LORA, OFFLOADED, Actor
 from tests.memory import live_bytes
 from tests.operators import Operators
-from tests.step3_ppo.actors import IDS, LORA, OFFLOADED, Actor
 
 
 def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:

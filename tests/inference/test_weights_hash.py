@@ -11,7 +11,7 @@ from pipeline.models.hf.export import export
 from pipeline.models.hf.load import load_causal_lm
 from tests.distributed import run_ranks
 from tests.families import saved, tiny_causal_lm
-from tests.step3_ppo.actors import CPU, LORA, Actor
+from tests.inference.actors import CPU, LORA, Actor
 
 
 def hashes(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -> list[int]:

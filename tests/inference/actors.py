@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.generation import generate
+from inference.hybrid_engine import HybridEngine
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
@@ -17,7 +18,6 @@ from pipeline.models.forward.forward import Policy, base_model
 from pipeline.models.hf.export import named_weights
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.hybrid_engine import HybridEngine
 from tests.families import random_rows
 
 CPU = torch.device("cpu")
