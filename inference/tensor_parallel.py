@@ -3,8 +3,6 @@
 A model has its groups as attributes. Time in the groups' collectives counts as waiting.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
@@ -78,8 +76,3 @@ class Sharding(TensorShards):
 
     def _split(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (args[0].chunk(self.tp_group.size, dim=-1)[self.tp_group.rank],)
-
-
-def is_of_sharding(hook: Callable[..., object]) -> bool:
-    """Whether a hook was added by `Sharding`."""
-    return isinstance(getattr(hook, "__self__", None), Sharding)

@@ -28,7 +28,7 @@ from inference.engine.replay import (
     TracedRows,
     TraceRecorder,
 )
-from inference.tensor_parallel import get_tp_group, is_of_sharding
+from inference.tensor_parallel import Sharding, get_tp_group
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import PAGE, kernel_for
 from pipeline.kernels.linear import is_built
@@ -345,7 +345,7 @@ def can_replay(model: nn.Module, device: torch.device) -> bool:
     ]
     if get_tp_group(base_model(model)).size > 1 and device.type == "cpu":
         return False
-    return all(is_of_sharding(hook) for hook in hooks)
+    return all(isinstance(getattr(hook, "__self__", None), Sharding) for hook in hooks)
 
 
 @cache
