@@ -78,7 +78,7 @@ def build_assets(directory: Path) -> None:
     for name in ("actor", "reward", "critic"):
         fast.save_pretrained(directory / name)
 
-    _, chat = load_chat(FrozenModelConfig(path=str(directory / "actor")), DataConfig())
+    chat = load_chat(FrozenModelConfig(path=str(directory / "actor")), DataConfig())
     empty = len(chat.encode_prompt((Message("user", ""),)))
     generator = torch.Generator().manual_seed(0)
     rows: list[str] = []

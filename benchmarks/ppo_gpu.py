@@ -142,8 +142,8 @@ def load(
         generation_batch_size=rollout,
         **{**METHODS[settings.get("method", "ppo")], **settings},
     )
-    tokenizer, chat = load_chat(config.actor, config.data)
-    return config, load_models(config, tokenizer, chat, iterations=iterations)
+    chat = load_chat(config.actor, config.data)
+    return config, load_models(config, chat, iterations=iterations)
 
 
 def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) -> Row:

@@ -149,7 +149,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     from pipeline.data.sharing.steps import load_examples
     from pipeline.models.hf.chat import load_chat
 
-    _, chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())
+    chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())
     step, split = (1, (1, 0, 0)) if args.task == "sft" else (2, (0, 1, 0))
     tokenizer = chat.tokenizer
     data = DataConfig(path=(args.data_path,), split=split, max_eval_rows=8)

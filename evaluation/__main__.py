@@ -20,8 +20,8 @@ from pipeline.system.installation import MODULE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evaluation.evaluate import Chat
     from evaluation.figures import Figure
+    from pipeline.data.chat.chat_format import ChatFormat
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     # Read all rows before loading the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
-    from evaluation.evaluate import Chat, grade_responses
+    from evaluation.evaluate import encode_questions, grade_responses
     from evaluation.figures import as_table, compute_figures, document
     from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
@@ -55,9 +55,10 @@ def main(argv: Sequence[str]) -> None:
     config = replace(config, path=find_model(config.path, config.method))
     check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
-    chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
+    chat = resolve_format(tokenizer, "auto")
     for task in tasks:  # report questions that are too long before answering any
-        chat.encode(questions[task.name], task=task.name, context=context_length(model))
+        context = context_length(model)
+        encode_questions(questions[task.name], chat, task=task.name, context=context)
     figures: list[Figure] = []
     lines: list[str] = []
     for task in tasks:
@@ -85,7 +86,7 @@ def _respond(
     task: Task,
     questions: Sequence[Question],
     model: "PreTrainedModel",
-    chat: "Chat",
+    chat: "ChatFormat",
     config: EvaluationConfig,
 ) -> list[list[str]]:
     """The responses to each question; shows the progress."""

@@ -4,9 +4,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from evaluation.config import TaskSettings, load_questions
 from evaluation.contract import Grades, Question, Task
@@ -23,33 +22,28 @@ from pipeline.system.errors import DataError
 from pipeline.system.logs import Progress
 
 
-@dataclass(frozen=True)
-class Chat:
-    """Converts dialogues to a model's tokens and back."""
+def encode_questions(
+    questions: Sequence[Question], chat: ChatFormat, *, task: str, context: int
+) -> list[list[int]]:
+    """Token ids of the questions, for a model with a context of `context` tokens.
 
-    tokenizer: PreTrainedTokenizerBase
-    format: ChatFormat
-
-    def encode(self, questions: Sequence[Question], *, task: str, context: int) -> list[list[int]]:
-        """Token ids of the questions, for a model with a context of `context` tokens.
-
-        Raises:
-            DataError: a question leaves no room for a response.
-        """
-        encoded = [self.format.encode_prompt(each.messages) for each in questions]
-        longest = max(map(len, encoded))
-        if longest >= context:
-            raise DataError(
-                f"the longest prompt of the task {task} has {longest} tokens, but the model's"
-                f" context is {context}; lower --shots, or omit the task"
-            )
-        return encoded
+    Raises:
+        DataError: a question leaves no room for a response.
+    """
+    encoded = [chat.encode_prompt(each.messages) for each in questions]
+    longest = max(map(len, encoded))
+    if longest >= context:
+        raise DataError(
+            f"the longest prompt of the task {task} has {longest} tokens, but the model's"
+            f" context is {context}; lower --shots, or omit the task"
+        )
+    return encoded
 
 
 def responses_to(
     questions: Sequence[Question],
     model: PreTrainedModel,
-    chat: Chat,
+    chat: ChatFormat,
     sampling: Sampling,
     *,
     task: str,
@@ -63,9 +57,9 @@ def responses_to(
     process generates its share and gets all responses. `progress` counts the share.
 
     Raises:
-        DataError: as `Chat.encode`.
+        DataError: as `encode_questions`.
     """
-    prompts = chat.encode(questions, task=task, context=context_length(model))
+    prompts = encode_questions(questions, chat, task=task, context=context_length(model))
     data = current_mesh().data
     # All processes take the same number; the last ones are padded with the first questions.
     share = math.ceil(len(prompts) / data.size)
@@ -74,7 +68,7 @@ def responses_to(
     finished = generate_each(
         model,
         [prompts[row] for row, _ in places],
-        make_sampler(sampling, chat.format.stop_ids),
+        make_sampler(sampling, chat.stop_ids),
         max_new_tokens=sampling.max_new_tokens,
         keys=[sample_key(row, sample) for row, sample in places],
         batch_size=batch_size,
@@ -114,7 +108,7 @@ class TaskEvaluations:
         DataError: rows of a task are missing or wrong.
     """
 
-    def __init__(self, settings: TaskSettings, chat: Chat, generating: Generating) -> None:
+    def __init__(self, settings: TaskSettings, chat: ChatFormat, generating: Generating) -> None:
         self._settings = settings
         self._chat = chat
         self._generating = generating

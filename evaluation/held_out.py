@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from evaluation.evaluate import Chat, Generating
+from evaluation.evaluate import Generating
 from evaluation.scored import HeldOutResponses, ScoredResponse
 from inference.chat import ChatConfig
 from inference.generation import Response, free_bytes, generate
@@ -101,7 +101,7 @@ class HeldOutPrompts(ABC):
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        chat: Chat,
+        chat: ChatFormat,
         generating: Generating,
         *,
         seed: int,
@@ -177,7 +177,7 @@ class HeldOutPrompts(ABC):
             [prompt.input_ids for prompt in prompts],
             max_new_tokens=self.max_new_tokens,
             temperature=temperature,
-            stop_ids=self.chat.format.stop_ids,
+            stop_ids=self.chat.stop_ids,
             seed=seed,
             keys=keys,
             batch_size=self.batch_size,
@@ -296,7 +296,7 @@ TRIES = 5
 def talk(held_out: HeldOutPrompts) -> float:
     """Rate of correct and polite responses to the hand-written prompts, sampled as in chat.py."""
     prompts = [
-        Prompt(messages, held_out.chat.format.encode_prompt(messages), {"answer": written.answer})
+        Prompt(messages, held_out.chat.encode_prompt(messages), {"answer": written.answer})
         for written in TALK
         for messages in [(Message("user", written.text),)]
         for _ in range(TRIES)

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evaluation.evaluate import Chat, TaskEvaluations
+from evaluation.evaluate import TaskEvaluations
 from inference.hybrid_engine import HybridEngine
 from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
@@ -103,8 +103,8 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
 
 def open_tasks(sft: Tuning) -> TaskEvaluations:
     """The evaluation tasks of the settings, for the current model."""
-    chat = Chat(sft.rows.tokenizer, sft.rows.chat)
-    return TaskEvaluations(sft.config, chat, HybridEngine(sft.engine, sft.model).generating)
+    generating = HybridEngine(sft.engine, sft.model).generating
+    return TaskEvaluations(sft.config, sft.rows.chat, generating)
 
 
 def finish(

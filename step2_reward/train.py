@@ -274,7 +274,7 @@ def sample_responses(
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     limit = min(config.data.max_length, context_length(actor)) - 1
     # An encoder has its own tokenizer and reads the actor's responses as text.
-    own = load_chat(config.actor, DataConfig())[1] if chat.begins_with_cls else chat
+    own = load_chat(config.actor, DataConfig()) if chat.begins_with_cls else chat
     prompts = [own.encode_prompt(unique[row])[-limit:] for row in rows]
     responses = generate(
         actor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evaluation.evaluate import Chat, TaskEvaluations
+from evaluation.evaluate import TaskEvaluations
 from evaluation.held_out import HeldOutPrompts, Prompt, conclude, name_start, responses_of_base
 from evaluation.scored import (
     HeldOutResponses,
@@ -38,6 +38,7 @@ from step3_ppo.episodes import EpisodeResponse, play_shared, transcript
 from step3_ppo.experience import score_responses
 from step3_ppo.metrics import kl_statistics, parts_of
 from step3_ppo.models import Models
+from step3_ppo.reward_sources import Submitting
 from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards, raw_scores
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class HeldOut(HeldOutPrompts):
     def __init__(self, models: Models, prompts: Sequence[Prompt], config: PPOConfig) -> None:
         super().__init__(
             prompts,
-            Chat(models.tokenizer, models.chat),
+            models.chat,
             models.hybrid_engine.generating,
             seed=config.seed,
             temperature=config.temperature,
@@ -175,7 +176,7 @@ class HeldOut(HeldOutPrompts):
     def _text(self, response: Response) -> str:
         if isinstance(response, EpisodeResponse):
             return transcript(response.turns)
-        return decode_response(self.models.tokenizer, response.text_ids)
+        return decode_response(self.models.chat.tokenizer, response.text_ids)
 
     def _parts(self, response: Response) -> dict[str, float]:
         is_episode = isinstance(response, EpisodeResponse)
@@ -186,9 +187,8 @@ class HeldOut(HeldOutPrompts):
 
     def _rewards(self, responses: Sequence[Response], *, strict: bool) -> ResponseRewards:
         models = self.models
-        submit = models.sources.submitting(
-            [self.prompts[row] for row in self.rows], models.tokenizer
-        )
+        prompts = [self.prompts[row] for row in self.rows]
+        submit = Submitting(models.sources, prompts, models.chat)
         for index, response in enumerate(responses):
             submit(index, response)
         has_model = models.reward is not None
@@ -238,9 +238,7 @@ class Evaluator:
             cost=evaluation_cost(len(self.watched.prompts), config),
         )
         self.best = BestWeights(models.actor, keep=config.keep_best)
-        self.tasks = TaskEvaluations(
-            config, Chat(models.tokenizer, models.chat), models.hybrid_engine.generating
-        )
+        self.tasks = TaskEvaluations(config, models.chat, models.hybrid_engine.generating)
         self.start = 0.0
         """The starting model's objective."""
         self.least_gold = -math.inf

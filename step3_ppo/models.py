@@ -240,7 +240,6 @@ class Models:
     """The programs that give rewards; empty with a reward model only."""
     hybrid_engine: HybridEngine
     """The actor, for generation."""
-    tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     policy_passes: Passes
     """The actor's passes over micro-batches."""
@@ -288,7 +287,6 @@ class Models:
 
 def load_models(
     config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat,
     *,
     iterations: int,
@@ -301,7 +299,7 @@ def load_models(
             vocabularies.
         ConfigError: the processes can't be divided by `config.inference_tp_size`.
     """
-    device = local_device()
+    device, tokenizer = local_device(), chat.tokenizer
     mesh = current_mesh()
     tp_group = mesh.tp_group(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
     models = config.used_models()
@@ -333,7 +331,6 @@ def load_models(
             resident=config.replica == "resident",
             offloading=trained if config.offload_in_generation else (),
         ),
-        tokenizer=tokenizer,
         chat=chat,
         policy_passes=policy_passes,
         value_passes=value_passes,

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
 from evaluation.held_out import Prompt
 from inference.generation import Response
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
@@ -64,12 +63,6 @@ class RewardSources:
     def is_empty(self) -> bool:
         """Whether only a reward model scores the responses."""
         return not self.has_programs and self.config.environment is None
-
-    def submitting(
-        self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-    ) -> "Submitting":
-        """Return a callback that is called with each response as it ends."""
-        return Submitting(self, prompts, tokenizer)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Start scoring the episodes."""
@@ -190,12 +183,10 @@ class Submitting:
     which they end.
     """
 
-    def __init__(
-        self, sources: RewardSources, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, sources: RewardSources, prompts: Sequence[Prompt], chat: ChatFormat) -> None:
         self._sources = sources
         self._prompts = prompts
-        self._tokenizer = tokenizer
+        self._chat = chat
         self._waiting: dict[int, Response] = {}
 
     def __call__(self, index: int, response: Response) -> None:
@@ -227,7 +218,7 @@ class Submitting:
             )
         return Episode(
             prompt=prompt.messages,
-            response=decode_response(self._tokenizer, response.text_ids),
+            response=decode_response(self._chat.tokenizer, response.text_ids),
             extra=prompt.extra,
             stopped=response.stopped,
             num_tokens=len(response.ids),

@@ -28,6 +28,7 @@ from step3_ppo.episodes import OnResponse, play_shared
 from step3_ppo.experience import with_overlong
 from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
+from step3_ppo.reward_sources import Submitting
 from step3_ppo.rewards import compute_rewards, raw_scores
 
 logger = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
 
 def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
     """The actor's responses to a batch; each is submitted to the reward programs as it ends."""
-    submit = models.sources.submitting(batch.prompts, models.tokenizer)
+    submit = Submitting(models.sources, batch.prompts, models.chat)
     return sampled_responses(models, batch, config, on_response=submit)
 
 

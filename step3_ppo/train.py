@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from pipeline.cli.options import run_main
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.checkpoint.parts import BestWeights
@@ -62,12 +60,11 @@ class Setup:
         """Write the actor with its current weights to the output directory."""
         models = self.models
         directory = self.checkpoints.run.path("actor")
-        export_verified(models.policy_passes, models.policy, models.tokenizer, directory)
+        export_verified(models.policy_passes, models.policy, models.chat.tokenizer, directory)
 
 
 def set_up(
     config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat,
     prompts: Prompts,
     run: Run,
@@ -80,7 +77,7 @@ def set_up(
         ConfigError: the models don't support a setting, or processes have different files.
     """
     sources.check_alike(run.mesh.world)
-    models = load_models(config, tokenizer, chat, iterations=run.total_steps, sources=sources)
+    models = load_models(config, chat, iterations=run.total_steps, sources=sources)
     if models.reward is not None and models.reward.text is not None:
         models.reward.text.know((*prompts.train, *prompts.held_out))
     evaluator = Evaluator(models, prompts.held_out, config, total_steps=run.total_steps)
@@ -102,7 +99,7 @@ def set_up(
             "guards": guards,
             "rewards": None if sources.is_empty else sources,
         },
-        tokenizer=tokenizer,
+        tokenizer=chat.tokenizer,
         data=prompts.fingerprint,
         guards=guards,
     )
@@ -151,14 +148,14 @@ def train(config: PPOConfig) -> Path:
     """Train the actor; return the directory with actor and critic."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    tokenizer, chat = load_chat(config.actor, config.data)
+    chat = load_chat(config.actor, config.data)
     prompts = load_prompts(chat, config)
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
     with (
         Run(config, name=config.step_name, total_steps=total_steps, mesh=mesh) as run,
         RewardSources(config) as sources,
     ):
-        ppo = set_up(config, tokenizer, chat, prompts, run, sources)
+        ppo = set_up(config, chat, prompts, run, sources)
         with keeping_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
                 metrics = iterate(ppo, config, run, step=step)
@@ -219,15 +216,15 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
     passes = models.policy_passes
     if ema is not None:
         with ema.applied():
-            export_verified(passes, models.policy, models.tokenizer, run.path("ema"))
+            export_verified(passes, models.policy, models.chat.tokenizer, run.path("ema"))
     if best.step != run.step:
         best.restore()
-    export_verified(passes, models.policy, models.tokenizer, run.path("actor"))
+    export_verified(passes, models.policy, models.chat.tokenizer, run.path("actor"))
     if models.value_passes is None:
         run.discard("critic")  # left by an earlier run
     else:
         passes, model = models.value_passes, models.value_model
-        export_verified(passes, model, models.tokenizer, run.path("critic"))
+        export_verified(passes, model, models.chat.tokenizer, run.path("critic"))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from evaluation.evaluate import Chat, Generating, TaskEvaluations
+from evaluation.evaluate import Generating, TaskEvaluations
 from evaluation.held_out import (
     HeldOutPrompts,
     Prompt,
@@ -29,6 +29,7 @@ from inference.hybrid_engine import HybridEngine
 from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded
 from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
@@ -114,7 +115,7 @@ class HeldOut(HeldOutPrompts):
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        chat: Chat,
+        chat: ChatFormat,
         generating: Generating,
         start: Start,
         config: PreferenceConfig,
@@ -233,7 +234,7 @@ class Evaluator:
         self.training = training
         self.reference = reference
         self.config = config = training.config
-        chat = Chat(training.rows.tokenizer, training.rows.chat)
+        chat = training.rows.chat
         generating = HybridEngine(training.engine, training.model).generating
         prompts = encode_prompts(
             training.rows.data.held_out_prompts,

@@ -71,18 +71,20 @@ def main(argv: Sequence[str]) -> None:
 
     from pipeline.models.hf.chat import load_chat
 
-    tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config)
+    chat = load_chat(FrozenModelConfig(path=config.tokenizer), config)
     encoded = [encode_row(example, chat, config) for example in data.train]
 
     held_out = min(len(data.eval), config.max_eval_rows)
     say(f"step {config.step}: {len(data.train)} training rows, {held_out} for evaluation")
     for note in data.notes:
         say(f"  {note}")
-    stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_ids)
+    stops = ", ".join(
+        f"{chat.tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_ids
+    )
     say(f"format {chat.name}; a response ends with {stops}")
     for number, example in enumerate(data.train[: config.rows], start=1):
         say(f"\nrow {number}: {example.origin}")
-        _print_row(config, example, encoded[number - 1], tokenizer)
+        _print_row(config, example, encoded[number - 1], chat.tokenizer)
     dialogues = [dialogue for row in encoded for dialogue in row.values()]
     trained, tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
     long = sum(len(row) > config.max_length for row in dialogues)

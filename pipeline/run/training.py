@@ -142,11 +142,13 @@ def load_rows(
         DataError: as raised by `pipeline.data.sharing.steps.load_step_rows`.
         ModelError, ConfigError: as raised by `pipeline.models.hf.chat.load_chat`.
     """
-    tokenizer, chat = load_chat(model, config.data)
+    chat = load_chat(model, config.data)
     data = load_step_rows(config, step=step)
     data = data if sift is None else sift(data, chat)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
-    return Rows(tokenizer, chat, data, stream, stream.num_steps(config.epochs, config.max_steps))
+    return Rows(
+        chat.tokenizer, chat, data, stream, stream.num_steps(config.epochs, config.max_steps)
+    )
 
 
 @dataclass(frozen=True)

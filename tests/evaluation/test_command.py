@@ -8,10 +8,11 @@ import pytest
 
 from evaluation.__main__ import main
 from evaluation.contract import Question, Reading
-from evaluation.evaluate import Chat, responses_to
+from evaluation.evaluate import responses_to
 from evaluation.tasks import TASKS
 from inference.replica import weights_hash
 from inference.settings import Sampling
+from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.models.hf.load import load_for_inference
@@ -95,9 +96,9 @@ def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path)
     assert found["figures"][0]["value"] == pytest.approx(sum(right) / 3)
 
 
-def loaded(model: Path) -> tuple[Chat, Any]:
+def loaded(model: Path) -> tuple[ChatFormat, Any]:
     network, tokenizer = load_for_inference(model)
-    return Chat(tokenizer, resolve_format(tokenizer, "auto")), network
+    return resolve_format(tokenizer, "auto"), network
 
 
 def sampled(model: Path) -> list[list[str]]:

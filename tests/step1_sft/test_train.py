@@ -130,7 +130,7 @@ def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: P
     train(config)
 
     trained = FrozenModelConfig(path=str(config.output_dir))
-    loaded, chat = load_chat(trained, DataConfig())
+    chat = load_chat(trained, DataConfig())
     prompts = load_examples(DataConfig(), step=3, seed=0).eval
     responses = generate(
         load_causal_lm(trained, device=CPU),
@@ -140,6 +140,6 @@ def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: P
         stop_ids=chat.stop_ids,
         seed=0,
     )
-    assert loaded.pad_token_id == loaded.eos_token_id
+    assert chat.tokenizer.pad_token_id == chat.tokenizer.eos_token_id
     assert len(responses) > 100
     assert sum(response.stopped for response in responses) / len(responses) > 0.95

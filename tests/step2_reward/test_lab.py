@@ -92,7 +92,7 @@ def test_the_command_measures_an_exported_model_as_the_step_did(
 
 
 def test_a_response_is_probed_without_its_end_cut_in_half_and_repeated() -> None:
-    _, chat = load_chat(FrozenModelConfig(path=EMBEDDED), DataConfig())
+    chat = load_chat(FrozenModelConfig(path=EMBEDDED), DataConfig())
     prompt = (Message("user", "Hi"),)
     example = Example(prompt, (Message("assistant", "abcdef"),))
     before = chat.encode_prompt(prompt)

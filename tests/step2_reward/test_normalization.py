@@ -41,7 +41,7 @@ def task(directory: Path, *, ends: bool) -> RewardConfig:
 
 def scored(config: RewardConfig, *, stopped: bool) -> list[float]:
     """Scores of the answers that ended, or of all, by an own loop over the prompts."""
-    _, chat = load_chat(config.model, DataConfig())
+    chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
     prompts = [chat.encode_prompt(p) for p in dict.fromkeys(e.prompt for e in examples)][:15]
     responses = generate(
@@ -68,7 +68,7 @@ def scorer(config: RewardConfig) -> Scorer:
 
 def test_answers_without_an_end_do_not_enter_the_moments(tmp_path: Path) -> None:
     config = task(tmp_path, ends=True)
-    _, chat = load_chat(config.model, DataConfig())
+    chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
 
     moments = measure_scores(scorer(config), chat, examples, config, PAIRS)

@@ -105,7 +105,7 @@ def test_the_stored_moments_are_those_of_the_exported_models_scores(tmp_path: Pa
     config = small_task(tmp_path, normalization_prompts=5)
     train(config)
     exported = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
-    _, chat = load_chat(config.model, DataConfig())
+    chat = load_chat(config.model, DataConfig())
 
     # Without a model of step 1 the data's own responses are scored.
     examples = load_examples(config.data, step=2, seed=config.seed).train[:5]

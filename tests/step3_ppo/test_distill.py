@@ -25,7 +25,7 @@ from tests.step3_ppo.toy import PROMPTS, distance, gradients, toy_config, toy_mo
 
 def taught(toy: Path, teacher: Path, **changes: Any) -> PPOConfig:
     """A teacher of another size than the actor's, with its tokenizer."""
-    tokenizer = toy_models(toy_config(toy)).tokenizer
+    tokenizer = toy_models(toy_config(toy)).chat.tokenizer
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1}
     tokenizer.save_pretrained(saved(tiny_causal_lm("llama", seed=7, **sizes), teacher))
     given = {"method": "distill", "teacher": FrozenModelConfig(path=str(teacher))}

@@ -18,7 +18,7 @@ from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import score_responses
 from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
-from step3_ppo.reward_sources import RewardSources
+from step3_ppo.reward_sources import RewardSources, Submitting
 from step3_ppo.rewards import compute_rewards
 from step3_ppo.rollout import PromptBatch, generate_responses, sampled_responses
 from tests.distributed import rank, run_ranks, world_size
@@ -39,7 +39,7 @@ def played(
     """An episode for each row; keys from `first` on."""
     keys = range(first, first + len(extra))
     batch = PromptBatch([], rows(models, *extra), list(keys))
-    submit = models.sources.submitting(batch.prompts, models.tokenizer)
+    submit = Submitting(models.sources, batch.prompts, models.chat)
     episodes = sampled_responses(models, batch, config, on_response=submit)
     assert all(isinstance(each, EpisodeResponse) for each in episodes)
     return [each for each in episodes if isinstance(each, EpisodeResponse)]

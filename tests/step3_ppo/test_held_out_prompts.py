@@ -24,7 +24,7 @@ def test_too_long_prompts_do_not_take_the_places_of_others(tmp_path: Path) -> No
     )
     config = PPOConfig(data=data, max_prompt_length=48, rollout_size=8, batch_size=8)
 
-    held_out = load_prompts(load_chat(FrozenModelConfig(path="embedded"), data)[1], config).held_out
+    held_out = load_prompts(load_chat(FrozenModelConfig(path="embedded"), data), config).held_out
 
     texts = {prompt.messages[0].content for prompt in held_out}
     assert texts == {f"Take {number}." for number in range(8)}

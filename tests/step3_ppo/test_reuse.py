@@ -102,11 +102,11 @@ def test_only_the_iteration_that_fits_the_critic_scores_its_rollout_twice(
 ) -> None:
     data = replace(FEW, max_eval_rows=2)
     config = make_config(toy, reuse=True, data=data, output_dir=tmp_path, max_prompt_length=48)
-    tokenizer, chat = load_chat(config.actor, config.data)
+    chat = load_chat(config.actor, config.data)
     prompts, passes = load_prompts(chat, config), list[str]()
     run = Run(config, name=config.step_name, total_steps=2, mesh=current_mesh())
     with run, RewardSources(config) as sources:
-        ppo = set_up(config, tokenizer, chat, prompts, run, sources)
+        ppo = set_up(config, chat, prompts, run, sources)
         for step in (1, 2):
             hook = ppo.models.actor.model.register_forward_hook(
                 lambda *_, step=step: passes.append(f"{step}{'+' * torch.is_grad_enabled()}")

@@ -15,7 +15,7 @@ from rewards.config import RewardConfig
 from rewards.workers import RewardError
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
-from step3_ppo.reward_sources import RewardSources
+from step3_ppo.reward_sources import RewardSources, Submitting
 from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards
 from step3_ppo.train import train
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
@@ -97,7 +97,7 @@ def rewarded(config: PPOConfig, *wanted: float | None, **options: Any) -> Respon
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
         models = make_models(config, sources)
-        submit = sources.submitting(prompts(*wanted), models.tokenizer)
+        submit = Submitting(sources, prompts(*wanted), models.chat)
         for index in reversed(range(len(wanted))):
             submit(index, responses[index])
         score = torch.arange(len(wanted)).float() if config.uses_reward_model else None

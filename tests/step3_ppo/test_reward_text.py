@@ -71,7 +71,7 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
     expected = []
     for prompt, response in zip(prompts, (whole, cut_off), strict=True):
         asked, *begun = (turn.content for turn in prompt.messages)
-        said = models.tokenizer.decode(response.ids, skip_special_tokens=True)
+        said = models.chat.tokenizer.decode(response.ids, skip_special_tokens=True)
         text = f"<s>[user] {asked}</s>[assistant] {''.join([*begun, said]).strip()}"
         text += "</s>" if response.stopped else ""
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -85,7 +85,7 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
 def test_a_critic_must_read_the_actors_tokens(toy: Path, foreign: Path) -> None:
     config = toy_config(toy)
     config = replace(config, critic=replace(config.critic, path=str(foreign)))
-    tokenizer, _ = load_chat(config.actor, config.data)
+    tokenizer = load_chat(config.actor, config.data).tokenizer
 
     assert tokenizer.get_vocab() != AutoTokenizer.from_pretrained(foreign).get_vocab()
     with pytest.raises(ModelError, match="have different tokenizers"):

@@ -67,8 +67,7 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
 
 def toy_models(config: PPOConfig) -> Models:
     """The models as step 3 loads them."""
-    tokenizer, chat = load_chat(config.actor, config.data)
-    return load_models(config, tokenizer, chat, iterations=4)
+    return load_models(config, load_chat(config.actor, config.data), iterations=4)
 
 
 def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:

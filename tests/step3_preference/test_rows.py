@@ -28,7 +28,7 @@ PAIR = Example((USER,), (SURE,), (NO,))
 
 def opened(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
     config = toy_config(toy, data={"max_length": max_length}, **changes)
-    return load_chat(config.model, config.data)[1], config
+    return load_chat(config.model, config.data), config
 
 
 def lengths(toy: Path) -> tuple[int, int, int]:
@@ -83,7 +83,7 @@ def test_rows_that_do_not_fit_take_no_place_in_the_evaluation(toy: Path, tmp_pat
         found = load_examples(config.data, step=3, seed=0, share=config.row_share)
         store = RowStore(config)
 
-        kept = store.sift(replace(found, train=[PAIR]), load_chat(config.model, config.data)[1])
+        kept = store.sift(replace(found, train=[PAIR]), load_chat(config.model, config.data))
 
         assert [row.prompt[0].content for row in kept.eval] == ["Fits?"]
 

@@ -14,10 +14,8 @@ from pipeline.models.hf.load import load_tokenizer, local_directory
 from pipeline.system.errors import ConfigError, DataError, ModelError
 
 
-def load_chat(
-    config: FrozenModelConfig, data: DataConfig
-) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
-    """The tokenizer with the special tokens and template of `data.format`, and that format.
+def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
+    """The format `data.format`, whose tokenizer has its special tokens and template.
 
     Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
     its arguments (`data.template_args`) and date included.
@@ -34,7 +32,7 @@ def load_chat(
     if adapted and len(tokenizer) > known:
         raise ConfigError(untrained_tokens(config))
     chat.attach(tokenizer)
-    return tokenizer, chat
+    return chat
 
 
 def untrained_tokens(config: FrozenModelConfig) -> str:

@@ -97,7 +97,8 @@ def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
     saved(model, tmp_path / "start")
     build_tokenizer().save_pretrained(tmp_path / "start")
     config = TrainedModelConfig(path=str(tmp_path / "start"))
-    tokenizer, chat = load_chat(config, DataConfig(format="chatml"))
+    chat = load_chat(config, DataConfig(format="chatml"))
+    tokenizer = chat.tokenizer
     trained = trained_causal_lm(config, tokenizer, device=CPU, seed=0)
     set_stop_tokens(trained, chat.stop_ids)
 
