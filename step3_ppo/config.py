@@ -95,6 +95,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model that the method distill learns from (--teacher), with the actor's tokenizer."""
 
+    teacher_url: str | None = None
+    """Address of a server that has the teacher instead (--teacher http://HOST:8000/v1), such as
+    vLLM, SGLang or inference.serve."""
+
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
 
@@ -299,9 +303,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def reference_role(self) -> Literal["reference", "teacher"] | None:
-        """Role of the frozen policy: teacher, or reference for a penalty or to measure the KL."""
+        """Role of the frozen policy: teacher, or reference for a penalty or to measure the KL.
+
+        None if there is none, or a server has it.
+        """
         if self.distills:
-            return "teacher"
+            return "teacher" if self.teacher_url is None else None
         measured = self.reference.path is not None or self.step_name != "step3_ppo"
         return "reference" if measured or self.kl_weight > 0 else None
 
@@ -339,10 +346,13 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Reward sources, the method of `teacher`, and no tensor parallelism with `environment`."""
+        """Reward sources, the method of a teacher, no tensor parallelism with an environment."""
         words = {name: given[name] for name in ("reward_function", "reward") if name in given}
         sources = {"rewards": read_reward_options(words.items())} if words else {}
-        sources |= {"method": "distill"} if "teacher" in given else {}
+        teacher = given.get("teacher")
+        sources |= {"method": "distill"} if teacher else {}
+        if teacher and str(teacher).startswith(("http://", "https://")):
+            sources |= {"teacher_url": teacher, "teacher.path": None}
         return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
 
     @property
@@ -592,16 +602,24 @@ def _check_kl(config: PPOConfig) -> None:
 
 
 def _check_teacher(config: PPOConfig) -> None:
+    served = config.teacher_url is not None
     if not config.distills:
         is_one_of_several = config.step_name != "step3_ppo" or config.method == "ppo"
         require(
-            config.teacher.path is None or is_one_of_several,
+            not (config.teacher.path or served) or is_one_of_several,
             f"--teacher is for --method distill, not {config.method}; omit it, or use distill",
         )
         return
     require(
-        config.teacher.path is not None,
-        "--method distill has no teacher: set --teacher to a model with the actor's tokenizer",
+        (config.teacher.path is None) == served,
+        "--method distill has two teachers: omit ppo.teacher.path or ppo.teacher_url"
+        if served
+        else "--method distill has no teacher: set --teacher to a model with the actor's tokenizer",
+    )
+    require(
+        not served or config.temperature == 1,
+        f"ppo.temperature must be 1 with ppo.teacher_url, got {config.temperature:g}: servers"
+        " return log-probabilities at temperature 1",
     )
     rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
     penalizes = config.kl_in == "reward" and config.kl_coef > 0 and config.kl_target is None

@@ -6,7 +6,7 @@ episode of several turns, response tokens are only the actor's; observations are
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -29,6 +29,7 @@ from step3_ppo.losses import correction_weights, overlong_penalty, token_rewards
 from step3_ppo.methods import ESTIMATOR_NEEDS
 from step3_ppo.models import Models, own_micro_batches, whole_sequence
 from step3_ppo.rewards import raw_scores
+from step3_ppo.served_teacher import collect
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ def score_responses(
     batches = [
         collate([sequences[row] for row in rows], share_prompts=shared).to(device) for rows in parts
     ]
+    taught = _request_teacher(models, prompts, responses)
     # Frozen models run first, before autograd graphs occupy memory.
     found: dict[str, list[Tensor]] = {}
     if models.reference is not None:
@@ -235,13 +237,30 @@ def score_responses(
         mask=mask,
         sampled_logprobs=sampled,
         logprobs=outputs["logprobs"],
-        ref_logprobs=outputs.get("ref_logprobs"),
+        ref_logprobs=outputs.get("ref_logprobs") if taught is None else taught(),
         entropy=outputs["entropy"],
         values=outputs.get("values"),
         score=score,
         shares_prompts=shared,
         forward=kept,
     )
+
+
+def _request_teacher(
+    models: Models, prompts: Sequence[Sequence[int]], responses: Sequence[Response]
+) -> Callable[[], Float[Tensor, "B T"]] | None:
+    """Request a served teacher's log-probabilities; the returned function waits for them."""
+    if models.teacher is None:
+        return None
+    parts, pending = current_mesh().parts, []
+    if parts.rank == 0:  # servers don't repeat their bits, which all parts of a model must share
+        pending = models.teacher.submit(prompts, [response.ids for response in responses])
+
+    def wait() -> Tensor:
+        scores = parts.gather_objects(collect(pending))[0]
+        return pad([torch.tensor(each, device=local_device()) for each in scores])[0]
+
+    return wait
 
 
 def _padded(

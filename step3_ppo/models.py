@@ -53,6 +53,7 @@ from pipeline.system.errors import ConfigError, ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.reward_sources import RewardSources
+from step3_ppo.served_teacher import ServedTeacher
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +235,8 @@ class Models:
     """The critic's engine; None if the advantage estimator needs none."""
     reference: Reference | None
     """The reference, or a teacher; None if neither is used."""
+    teacher: ServedTeacher | None
+    """The teacher, if a server has it."""
     reward: RewardModel | None
     """The reward model; None if only programs reward the responses."""
     sources: RewardSources
@@ -322,6 +325,7 @@ def load_models(
         actor=policy_passes.engine,
         critic=None if value_passes is None else value_passes.engine,
         reference=load_reference(config, policy_passes, tokenizer, device=device),
+        teacher=ServedTeacher(config.teacher_url, tokenizer) if config.teacher_url else None,
         reward=load_reward(config, tokenizer, device=device),
         sources=RewardSources(config) if sources is None else sources,
         hybrid_engine=HybridEngine(
@@ -424,10 +428,12 @@ def load_reference(
 ) -> Reference | None:
     """The teacher, or the reference, by default the initial actor; sharded like the actor.
 
-    None without a penalty, unless the KL is measured anyway. With LoRA the default is the base with
-    the adapter disabled, which needs no second copy.
+    None without a penalty, unless the KL is measured anyway, and for a served teacher. With LoRA
+    the default is the base with the adapter disabled, which needs no second copy.
     """
     role = config.reference_role
+    if role is None and config.distills:
+        return None
     if role is None:
         logger.info(
             "no KL penalty, so no reference is loaded and the KL to the start is not measured"

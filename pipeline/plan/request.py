@@ -54,7 +54,8 @@ class Request(Deployment):
     verifier, the embedded task's; or settings in braces. Also model, the reward model."""
 
     teacher: str | None = None
-    """Model from which step 3 learns by --method distill, with the tokenizer of the actor."""
+    """Model from which step 3 learns by --method distill, with the tokenizer of the actor, or the
+    address of an OpenAI-compatible server with it: http://HOST:8000/v1."""
 
     environment: str | None = None
     """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference.serve.models import ModelPath
 from pipeline.config import FrozenModelConfig
 from pipeline.system.errors import ConfigError, ModelError
 from rewards.config import RewardConfig
@@ -17,8 +18,10 @@ from step3_ppo.methods import METHODS
 from step3_ppo.metrics import kl_statistics
 from step3_ppo.models import Models
 from step3_ppo.rollout import generate_responses
+from step3_ppo.served_teacher import ServedTeacher
 from step3_ppo.train import train
 from tests.families import saved, tiny_causal_lm
+from tests.inference.serve.serving import serving
 from tests.pipeline.data.tokenizers import byte_level
 from tests.step3_ppo.toy import PROMPTS, distance, gradients, toy_config, toy_models, updated
 
@@ -92,6 +95,26 @@ def test_a_run_has_no_other_model_and_says_how_far_it_is(toy: Path, tmp_path: Pa
     assert line["score"] == pytest.approx(-line["reverse_kl"] * line["response_length"])
     figures = json.loads((out / "result.json").read_text())["eval"]
     assert (figures["score_before"] < 0, figures["kl"], "kl" in line) == (True, None, False)
+
+
+def test_a_served_teacher_gives_the_log_probabilities_of_a_local_one(
+    toy: Path, tmp_path: Path
+) -> None:
+    config = taught(toy, tmp_path)
+    rollout = sampled(toy_models(config), config)
+    with serving((ModelPath("teacher", str(tmp_path)),)) as running:
+        served = replace(config, teacher=FrozenModelConfig(), teacher_url=f"{running.url}/v1")
+        models = toy_models(served)
+        remote = sampled(models, served)
+        assert (models.reference, served.unused_roles >= {"teacher"}) == (None, True)
+        with pytest.raises(ModelError, match="has a different tokenizer from the actor's"):
+            ServedTeacher(running.url, byte_level())
+
+    found, expected = (each.experience.ref_logprobs for each in (remote, rollout))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert torch.equal(remote.experience.logprobs, rollout.experience.logprobs)
+    with pytest.raises(ConfigError, match="temperature must be 1 with"):
+        replace(served, temperature=0.7)
 
 
 def test_what_can_not_teach_is_refused(toy: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
 
     declared = vars(PPOConfig) | vars(RewardSettings) | vars(GuardSettings)
     own = [each.name for each in list_settings(PPOConfig) if each.name in declared]
-    assert len(lines) < 210
+    assert len(lines) < 220
     assert options(first, second)[0] == "method"
     assert set(options(first, second)) <= set(own)
     assert {"kl_coef", "ema_decay", "rewards"} <= set(options(first, second))

@@ -1,0 +1,110 @@
+"""A teacher behind an OpenAI-compatible server, such as vLLM, SGLang or `inference.serve`."""
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.system.errors import ModelError
+from rewards.endpoint import Endpoint, EndpointError
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "TEACHER_API_KEY"
+"""Environment variable with the server's key, if it needs one."""
+
+CONCURRENCY = 16
+"""Concurrent requests of a process; servers such as vLLM batch them."""
+
+TIMEOUT_SECONDS = 600.0
+ATTEMPTS = 5
+
+SAMPLE = "naïve café, 1,234.56 kg;\n\n\tdef f(x): return x  # 東京 🙂"
+"""A text that different tokenizers split differently."""
+
+
+class ServedTeacher:
+    """Log-probabilities of given tokens from a server's `POST /v1/completions`.
+
+    Each request has the token ids of a prompt with its response, and requests their
+    log-probabilities (`echo`, no new tokens) at temperature 1.
+    """
+
+    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        root = url.rstrip("/").removesuffix("/v1")
+        key = KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None
+        self._completions = Endpoint(f"{root}/v1/completions", TIMEOUT_SECONDS, ATTEMPTS, key)
+        self._tokenize = Endpoint(f"{root}/tokenize", TIMEOUT_SECONDS, 1, key)
+        self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher")
+        ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+        self._score(ids[:1], ids[1:])  # fails now if the server can't do it
+        self._check_tokenizer(ids)
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> list[Future[list[float]]]:
+        """Request the log-probabilities of the responses' tokens; does not wait."""
+        return [
+            self._threads.submit(self._score, list(prompt), list(response))
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+
+    def _score(self, prompt: list[int], response: list[int]) -> list[float]:
+        body = {"prompt": prompt + response, "max_tokens": 0, "echo": True, "logprobs": 1}
+        reply = self._post(self._completions, {**body, "temperature": 1.0})
+        end = len(prompt) + len(response)
+        try:
+            values = reply["choices"][0]["logprobs"]["token_logprobs"][len(prompt) : end]
+            scores = [float(value) for value in values]
+        except (KeyError, IndexError, TypeError, ValueError):
+            scores = []
+        if len(scores) != len(response) or not all(map(math.isfinite, scores)):
+            raise ModelError(
+                f"{self._completions.url} returned no log-probabilities of the prompt's tokens; the"
+                " teacher's server must support echo with logprobs, as vLLM and SGLang do"
+            )
+        return scores
+
+    def _check_tokenizer(self, ids: Sequence[int]) -> None:
+        """Compare the token ids of a text, if the server has /tokenize as vLLM does."""
+        try:
+            body = {"prompt": SAMPLE, "add_special_tokens": False}
+            reply = self._tokenize.post(body)["tokens"]
+        except (EndpointError, KeyError, TypeError):
+            logger.warning(
+                "the teacher's server has no /tokenize: its tokenizer is assumed to be the actor's"
+            )
+            return
+        if reply != ids:
+            raise ModelError(
+                f"the teacher at {self._tokenize.url.removesuffix('/tokenize')} has a different"
+                " tokenizer from the actor's; start both from models of the same family"
+            )
+
+    @staticmethod
+    def _post(endpoint: Endpoint, body: object) -> Any:  # noqa: ANN401
+        try:
+            return endpoint.post(body)
+        except EndpointError as error:
+            raise ModelError(
+                f"the teacher gave no log-probabilities: {error}; --resume continues from the last"
+                " checkpoint"
+            ) from None
+
+
+def collect(pending: Sequence[Future[list[float]]]) -> list[list[float]]:
+    """Wait for requests; if one fails, cancel those that have not begun.
+
+    Raises:
+        ModelError: a request failed, or its reply had no log-probabilities.
+    """
+    try:
+        return [each.result() for each in pending]
+    except BaseException:
+        for each in pending:
+            each.cancel()
+        raise
