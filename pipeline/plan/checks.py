@@ -29,7 +29,7 @@ from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.system.errors import UserError, require
-from pipeline.system.hub import cached_file
+from pipeline.system.hub import cached_file, check_push
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +75,9 @@ def check_settings(plan: Plan) -> None:
     Raises:
         UserError: a setting or a model can't be used.
     """
+    request = plan.request
+    if request.push_to_hub is not None:
+        check_push(request.push_to_hub, online=not (request.dry_run or request.plan_for))
     _run(plan, [partial(check, plan) for check in (_trackers, _processes, _model_files)])
 
 

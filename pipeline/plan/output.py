@@ -41,14 +41,18 @@ RATINGS = "ratings.jsonl"
 AUTOTUNE = "autotune"
 """Directory of the trials of autotuning and their results."""
 
-MADE = (
+RECORDS = (
     *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.hashes*"),
-    *("lab.json", "predictions.jsonl", "reference.*"),
+    *("lab.json", "predictions.jsonl", "reference.*", "trackers.json", "critic/*", "ema/*"),
+    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", LOCK, "tokens/*"),
+)
+"""Name patterns of the files that steps write in addition to their model."""
+
+MADE = (
+    *RECORDS,
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template.jinja", "README.md*", "actor/*", "critic/*", "ema/*", "adapter/*"),
-    *("tensorboard/*", "wandb/*", "trackers.json", ".writing-*/*", "checkpoints/*", LOCK),
-    "tokens/*",
+    *("chat_template.jinja", "README.md*", "actor/*", "adapter/*"),
 )
 """Name patterns of the files that steps write."""
 

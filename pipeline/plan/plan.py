@@ -162,7 +162,7 @@ def _replaced(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
 def _notes(
     plan: Plan, resolver: Resolver, replaced: Mapping[str, Stage], known: Sequence[Stage]
 ) -> Iterator[str]:
-    """Notes on the models that replace steps, and on the preset."""
+    """Notes on the models that replace steps, the preset and the upload."""
     models = {each.section: each.models for each in known}
     for stage in plan.stages:
         for role, model in plan.configs[stage.name].used_models().items():
@@ -173,6 +173,9 @@ def _notes(
     if preset:
         name = EMBEDDED_PRESET.relative_to(ROOT)
         yield f"preset {name}, for the embedded model: {', '.join(preset)}"
+    if plan.request.push_to_hub is not None:
+        last, name = plan.stages[-1].title, plan.request.push_to_hub
+        yield f"the model of {last} will be uploaded to {name} on the Hub"
 
 
 def _choose(

@@ -146,6 +146,10 @@ class Request(Deployment):
     """CPU threads per process; by default RLHF_THREADS or OMP_NUM_THREADS of the
     environment, else one per core of the process's share."""
 
+    push_to_hub: str | None = None
+    """Hub repository OWNER/NAME for the last step's model, private if it is new; uploaded when all
+    steps are done (docs/report.md)."""
+
     dry_run: bool = False
     """Check the plan and print it: rows, steps, tokens and an estimate of the time of each step,
     the commands that run it manually, and the memory table; run nothing."""

@@ -42,11 +42,12 @@ def run_plan(plan: Plan) -> None:
     """Run the steps one after another, each in separate processes.
 
     Raises:
-        SystemExit: a step failed; with code 2 for wrong input, 75 if a scheduler stopped it, 80 if
-            training diverged, else 1. Other methods of the run are completed first.
+        SystemExit: a step or the upload failed; with code 2 for wrong input, 75 if a scheduler
+            stopped it, 80 if training diverged, else 1. Other methods are completed first.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
     from pipeline.report.page import write_report
+    from pipeline.run.push import push_model
 
     out = plan.request.output_dir
     failed: dict[str, int] = {}
@@ -81,6 +82,7 @@ def run_plan(plan: Plan) -> None:
     for code in failed.values():
         complain(f"not finished: {', '.join(failed)}; retry with the same command and --resume")
         raise SystemExit(code)
+    push_model(plan)
 
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:

@@ -73,13 +73,8 @@ class Run:
             self._refuse_unfinished_run()
             self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
             self.config.require_trackers()
-            tracked = Tracked(
-                directory=self.config.output_dir,
-                name=self.name,
-                settings=plain(self.config),
-                resumes=self.goes_on,
-            )
-            self._trackers = open_trackers(self.config.trackers, tracked)
+            run = Tracked(self.config.output_dir, self.name, plain(self.config), self.goes_on)
+            self._trackers = open_trackers(self.config.trackers, run)
             write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,26 +26,20 @@ Metrics = Mapping[str, int | float]
 
 
 class Sink(NamedTuple):
-    """An open run of a tracker."""
+    """An open run of a tracker: functions that record metrics at a step and end it, and its id."""
 
     log: Callable[[int, Metrics], object]
-    """Records metrics at a step."""
-
     close: Callable[[], object]
-    """Flushes and ends the run."""
-
     id: str = ""
-    """Identifies the run, so that `--resume` continues it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tracked:
+class Tracked(NamedTuple):
     """The run of a step that is tracked."""
 
     directory: Path
     name: str
     settings: Mapping[str, Any]
-    resumes: bool = False
+    resumes: bool
 
 
 def tensorboard(run: Tracked, known: str) -> Sink:  # noqa: ARG001  # events have no id
@@ -54,8 +47,8 @@ def tensorboard(run: Tracked, known: str) -> Sink:  # noqa: ARG001  # events hav
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides events of an earlier run in the directory.
-    purge_step = None if run.resumes else 0
-    writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step)
+    events = str(run.directory / "tensorboard")
+    writer = SummaryWriter(events, purge_step=None if run.resumes else 0)
 
     def log(step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -68,31 +61,20 @@ def wandb(run: Tracked, known: str) -> Sink:
     """A sink for a run of the W&B project in WANDB_PROJECT."""
     import wandb
 
-    opened = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
-        name=run.name,
-        dir=str(run.directory),
-        config=dict(run.settings),
-        id=known or None,
-        resume="allow" if known else None,
-    )
-    return Sink(
-        lambda step, metrics: opened.log(dict(metrics), step=step), opened.finish, opened.id
-    )
+    project, resume = os.environ.get("WANDB_PROJECT", PROJECT), "allow" if known else None
+    about = {"dir": str(run.directory), "config": dict(run.settings)}
+    opened = wandb.init(project=project, name=run.name, id=known or None, resume=resume, **about)
+    return Sink(lambda step, metrics: opened.log(dict(metrics), step), opened.finish, opened.id)
 
 
 def trackio(run: Tracked, known: str) -> Sink:
     """A sink for a run of the Trackio project in TRACKIO_PROJECT."""
     import trackio
 
-    opened = trackio.init(
-        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-        name=known or f"{run.name}-{secrets.token_hex(4)}",  # Trackio finds runs by their name
-        config=flatten(run.settings),
-        resume="allow" if known else "never",
-        embed=False,
-    )
-    return Sink(lambda step, metrics: opened.log(dict(metrics), step), trackio.finish, opened.name)
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known else "never"
+    name = known or f"{run.name}-{secrets.token_hex(4)}"  # Trackio finds runs by their name
+    opened = trackio.init(project, name, config=flatten(run.settings), resume=resume, embed=False)
+    return Sink(lambda step, metrics: opened.log(dict(metrics), step), trackio.finish, name)
 
 
 def mlflow(run: Tracked, known: str) -> Sink:
@@ -104,11 +86,8 @@ def mlflow(run: Tracked, known: str) -> Sink:
     params = list(flatten(run.settings).items()) if not known else []  # they can't change
     for start in range(0, len(params), 100):  # the most in one request
         mlflow.log_params(_allowed(dict(params[start : start + 100])))
-    return Sink(
-        lambda step, metrics: mlflow.log_metrics(_allowed(metrics), step=step),
-        mlflow.end_run,
-        opened.info.run_id,
-    )
+    run_id = opened.info.run_id
+    return Sink(lambda step, new: mlflow.log_metrics(_allowed(new), step), mlflow.end_run, run_id)
 
 
 def _allowed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +95,7 @@ def _allowed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
 
 
-OPENERS: Mapping[Tracker, Callable[[Tracked, str], Sink]] = {
-    "tensorboard": tensorboard,
-    "wandb": wandb,
-    "trackio": trackio,
-    "mlflow": mlflow,
-}
+OPENERS = {opener.__name__: opener for opener in (tensorboard, wandb, trackio, mlflow)}
 
 
 class Trackers:
@@ -147,9 +121,7 @@ class Trackers:
 def open_trackers(names: Sequence[Tracker], run: Tracked) -> Trackers:
     """Open the sinks called `names`, which continue the runs of the directory if it resumes."""
     record = run.directory / RECORD
-    known: dict[str, str] = {}
-    if run.resumes and record.is_file():
-        known = json.loads(record.read_text())
+    known = json.loads(record.read_text()) if run.resumes and record.is_file() else {}
     sinks: dict[str, Sink] = {}
     for name in names:
         with _dropping(sinks, name, "can't be opened"):  # such as no login

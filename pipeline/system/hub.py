@@ -5,10 +5,13 @@ a network an error about a mistyped directory would take minutes.
 """
 
 import os
+import re
 import socket
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.system.errors import UserError
+from pipeline.system.errors import ConfigError, UserError, require
 
 ADDRESS = "https://huggingface.co"
 TIMEOUT_SECONDS = 10.0
@@ -57,3 +60,37 @@ def require_reachable(sentence: str, error: type[UserError], *, instead: str) ->
     reason = why_unreachable()
     if reason is not None:
         raise error(f"{sentence} ({reason}); check the name and the connection, or use {instead}")
+
+
+def check_push(name: str, *, online: bool) -> None:
+    """Check the repository's name and that there is a token; if `online`, that it can write.
+
+    Raises:
+        ConfigError: the upload would fail.
+    """
+    from huggingface_hub import HfApi, constants, get_token
+
+    option = f"--push-to-hub {name}"
+    is_name = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
+    require(is_name is not None, f"{option} is not the name of a repository, such as OWNER/NAME")
+    reason = why_unreachable() if online else None
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
+    require(reason is None, f"{option}: {reason}; omit it, and run `hf upload` afterwards")
+    require(get_token() is not None, f"{option} needs a token; run `hf auth login` or set HF_TOKEN")
+    if not online:
+        return
+    try:
+        user: Mapping[str, Any] = HfApi().whoami()
+    except Exception as error:  # noqa: BLE001  # the client may raise anything
+        raise ConfigError(f"{option}: the token can't be checked: {one_line(error)}") from None
+    token = user.get("auth", {}).get("accessToken", {"role": "write"})
+    writes = token["role"] == "write"
+    owners = [user["name"], *(each["name"] for each in user.get("orgs", ()))]
+    is_owner = name.rpartition("/")[0] in ("", *owners) or not writes  # others may see no orgs
+    require(writes or "repo.write" in str(token), f"{option} needs a token that can write")
+    require(is_owner, f"{option}: {user['name']} can only write to {', '.join(owners)}")
+
+
+def one_line(error: Exception) -> str:
+    """The error's message without line breaks, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
