@@ -377,7 +377,11 @@ def play_shared(
     same_rows = current_mesh().parts.apart
     if same_rows.size == 1:
         return play(
-            *(model, chat, environments, prompts, config),
+            model,
+            chat,
+            environments,
+            prompts,
+            config,
             keys=keys,
             group_size=group_size,
             on_response=on_response,
@@ -389,7 +393,11 @@ def play_shared(
     ]
     own = [place for group in same_rows.share(groups) for place in group]
     played = play(
-        *(model, chat, environments, [prompts[place] for place in own], config),
+        model,
+        chat,
+        environments,
+        [prompts[place] for place in own],
+        config,
         keys=[keys[place] for place in own],
         group_size=group_size,
         **settings,

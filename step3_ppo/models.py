@@ -312,7 +312,10 @@ def load_models(
     minibatches = math.ceil(config.rollout_size / config.batch_size)
     updates = iterations * config.ppo_epochs * minibatches
     actor, policy_passes = learning_model(
-        *(config.actor, tokenizer, config.parallel, mesh),
+        config.actor,
+        tokenizer,
+        config.parallel,
+        mesh,
         total_steps=updates,
         seed=config.seed,
         name="actor",

@@ -126,7 +126,8 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     limit, setting = config.max_prompt_length, "ppo.max_prompt_length"
     train = encode_prompts(data.train, chat, limit=limit, name="training", setting=setting)
     held_out = encode_prompts(
-        *(data.eval, chat),
+        data.eval,
+        chat,
         limit=limit,
         name="held-out",
         setting=setting,

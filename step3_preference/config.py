@@ -309,7 +309,8 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
         """Reject guards that would never be checked or could never trip."""
         unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, for sampled responses")
         check_guards(
-            *(self.guards, WARNING),
+            self.guards,
+            WARNING,
             section="preference",
             lacking={} if self.eval_prompts else unanswered,
             every=self.save_interval,

@@ -74,7 +74,10 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         ConfigError: the model doesn't support a setting.
     """
     model, passes = learning_model(
-        *(config.model, rows.tokenizer, config.parallel, run.mesh),
+        config.model,
+        rows.tokenizer,
+        config.parallel,
+        run.mesh,
         total_steps=rows.total_steps,
         seed=config.seed,
         name="actor",

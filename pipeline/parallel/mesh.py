@@ -161,7 +161,9 @@ def get_pipeline(
     group = subgroup(rows, timeout_seconds=timeout_seconds)
     kinds = WHATS if apart else ()
     return StageGroup(
-        *(group.rank, group.ranks, group.process_group),
+        group.rank,
+        group.ranks,
+        group.process_group,
         in_step=False,
         channels={what: subgroup(rows, timeout_seconds=timeout_seconds) for what in kinds},
     )

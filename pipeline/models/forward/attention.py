@@ -102,7 +102,13 @@ def varlen_attention(
         shared_by = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
     attended: Any = varlen_attn(
-        *(query, key, value, bounds, key_bounds, longest, longest_keys),
+        query,
+        key,
+        value,
+        bounds,
+        key_bounds,
+        longest,
+        longest_keys,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **more,
