@@ -19,10 +19,10 @@ from step3_ppo.metrics import kl_statistics
 from step3_ppo.models import Models
 from step3_ppo.rollout import generate_responses
 from step3_ppo.served_teacher import ServedTeacher
-from step3_ppo.train import train
 from tests.families import saved, tiny_causal_lm
 from tests.inference.serve.serving import serving
 from tests.pipeline.data.tokenizers import byte_level
+from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import PROMPTS, distance, gradients, toy_config, toy_models, updated
 
 
@@ -82,18 +82,22 @@ def test_a_student_approaches_a_teacher_that_is_less_certain(toy: Path, tmp_path
     assert 0 < sum(course[-3:]) < 0.7 * sum(course[:3]), course
 
 
-def test_a_run_has_no_other_model_and_says_how_far_it_is(toy: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    config = taught(toy, tmp_path, output_dir=out, max_steps=1, max_prompt_length=40)
-    train(replace(config, data=replace(config.data, max_eval_rows=4)))
+def test_a_run_has_no_other_model_and_resumes_exactly(toy: Path, tmp_path: Path) -> None:
+    settings = {"max_steps": 2, "save_every": 1, "keep_best": False, "max_prompt_length": 40}
+    config = taught(toy, tmp_path, **settings)
+    config = replace(config, data=replace(config.data, max_eval_rows=4))
+    runs = run_whole_and_resumed(config, tmp_path)
 
+    whole, again = (tmp_path / name / "actor/model.safetensors" for name in ("whole", "again"))
+    assert whole.read_bytes() == again.read_bytes()
     assert config.unused_roles == {"critic", "reward", "reference"}
     roles = [model.role for model in config.workload(1).models]
     assert roles == ["actor", "teacher", "base"]
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    (line,) = [each for each in lines if "reverse_kl" in each]
-    assert line["score"] == pytest.approx(-line["reverse_kl"] * line["response_length"])
-    figures = json.loads((out / "result.json").read_text())["eval"]
+    kept, resumed = ([each for each in lines if "reverse_kl" in each] for lines in runs)
+    for line, other in zip(kept, resumed, strict=True):
+        assert line["reverse_kl"] == other["reverse_kl"]
+        assert line["score"] == pytest.approx(-line["reverse_kl"] * line["response_length"])
+    figures = json.loads((tmp_path / "whole/result.json").read_text())["eval"]
     assert (figures["score_before"] < 0, figures["kl"], "kl" in line) == (True, None, False)
 
 
