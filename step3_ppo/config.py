@@ -172,7 +172,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Maximum tokens per prompt; rows with longer prompts are dropped and counted."""
 
     max_new_tokens: int = 256
-    """Maximum tokens per response, including its end-of-turn token."""
+    """Maximum tokens per response, including its end-of-turn token. If programs reward your own
+    model, train.py's default is 1024, and 4096 for a thinking model."""
 
     temperature: float = 1.0
     """Sampling temperature, also of all log-probabilities."""

@@ -169,6 +169,10 @@ def _notes(
             if earlier := replaced.get(models[stage.section].get(role, "")):
                 lacks = f"{plan.request.output_dir} has no output of step {earlier.number}"
                 yield f"{stage.title} uses {model.path} as its {role}: {lacks}"
+    for stage in plan.stages:
+        if default := resolver.response_length(stage, plan.configs[stage.name]):
+            setting, length = f"{stage.section}.max_new_tokens", f"{default[0]:,} tokens"
+            yield f"{stage.title} generates up to {length} ({default[1]}): {setting} is not set"
     preset = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
     if preset:
         name = EMBEDDED_PRESET.relative_to(ROOT)

@@ -9,18 +9,26 @@ method, `--methods.grpo.kl_coef`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
+from pipeline.plan.response_length import default_length
 from pipeline.plan.stage import BEFORE, METHODS, Stage
-from pipeline.settings.build import Layer, build_config, merge, method_layer, read_settings
+from pipeline.settings.build import (
+    Layer,
+    build_config,
+    merge,
+    method_layer,
+    read_settings,
+)
 from pipeline.settings.fields import Option, flatten, get_default, nested
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
@@ -150,6 +158,8 @@ class Resolver:
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
         config = self._with_rate(stage, config if origins == stage.models else build(origins))
+        if default := self.response_length(stage, config):
+            config = replace(config, max_new_tokens=default[0])  # pyrefly: ignore[unexpected-keyword]
         models: dict[str, Any] = {
             role: replace(model, path=as_directory(str(model.path)))
             for role, model in config.used_models().items()
@@ -320,6 +330,25 @@ class Resolver:
             settings["method"] = method
         settings["output_dir"] = str(request.output_dir / stage.name)
         return Layer(nested(settings), "the command line")
+
+    def response_length(self, stage: Stage, config: StepConfig) -> tuple[int, str] | None:
+        """The default of max_new_tokens for the user's model, and the reason for it.
+
+        None if the length is given, or if not only programs give the rewards.
+        """
+        start, settings = self.start(stage), cast("Any", config)
+        kinds = {source.kind for source in getattr(settings, "rewards", ())}
+        is_given = self.has_preset(stage) or "max_new_tokens" in self.given(stage)
+        if not start or not kinds or "model" in kinds or is_given:
+            return None
+        with suppress(ValueError, AttributeError):  # loading the model reports damaged files
+            return default_length(
+                start,
+                config.data,
+                room_for=settings.max_prompt_length,
+                downloads=not self.request.dry_run and self.request.plan_for is None,
+            )
+        return None
 
     def _raised(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
         """Settings that must be at least as large as another setting that an option sets."""

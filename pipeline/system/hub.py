@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +29,15 @@ def cached_file(name: str, file: str) -> str | None:
     except HFValidationError:
         return None
     return found if isinstance(found, str) else None
+
+
+def download_settings(name: str) -> None:
+    """Download the settings and tokenizer of the model `name`, unless cached or unreachable."""
+    from huggingface_hub import snapshot_download
+
+    if cached_file(name, "config.json") is None and why_unreachable() is None:
+        with suppress(OSError, ValueError):  # loading the model reports the error
+            snapshot_download(name, allow_patterns=["*.json", "*.jinja"])
 
 
 def why_unreachable() -> str | None:

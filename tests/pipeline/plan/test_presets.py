@@ -45,8 +45,8 @@ def file_of(directory: Path, text: str) -> str:
         (("orpo", "--actor-model", OWN), "", PreferenceConfig()),
         (("dpo",), f"preference: {{model: {{path: {OWN}}}}}", PreferenceConfig()),
         (("dpo",), f"methods: {{dpo: {{model: {{path: {OWN}}}}}}}", PreferenceConfig()),
-        (("grpo", *MATH, "--ppo.actor.path", OWN), "", PPOConfig()),
-        (("grpo", *MATH, "--actor-model", OWN), "", PPOConfig()),
+        (("grpo", *MATH, "--ppo.actor.path", OWN), "", PPOConfig(max_new_tokens=1024)),
+        (("grpo", *MATH, "--actor-model", OWN), "", PPOConfig(max_new_tokens=1024)),
     ],
 )
 def test_step_3_on_a_model_of_the_users_own_has_its_own_defaults_and_starts_from_it(
@@ -63,6 +63,32 @@ def test_step_3_on_a_model_of_the_users_own_has_its_own_defaults_and_starts_from
     assert step["base.path"] is None  # there was no step before it
     assert step.get("shares", [1, 2, 3]) == [1, 2, 3]  # which no other step learned from
     assert not any("preset" in note for note in plan.notes)
+
+
+OFF = ("--ppo.data.template_args", "enable_thinking=false")
+
+
+@pytest.mark.parametrize(
+    ("argv", "template", "tokens"),
+    [
+        (MATH, "<think>{% if add_generation_prompt %}", 1024),
+        (MATH, "{% if add_generation_prompt %}<think>", 4096),
+        (MATH, "{{ enable_thinking }}", 4096),
+        ((*MATH, *OFF), "{{ enable_thinking }}", 1024),
+        ((*MATH, "--ppo.max_prompt_length", "8000"), "", 192),
+        (("--reward", "model", "--reward-model", OWN), "", 256),
+    ],
+)
+def test_the_length_of_responses_is_by_the_kind_of_the_users_model(
+    tmp_path: Path, argv: tuple[str, ...], template: str, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
+    (tmp_path / "chat_template.jinja").write_text(template)
+    run = ("--step", "3", "--method", "grpo", "--actor-model", str(tmp_path), *argv)
+    plan, settings = planned(tmp_path / "out", *run)
+
+    assert settings["step3_ppo"]["max_new_tokens"] == tokens
+    assert any(f"up to {tokens:,} tokens" in note for note in plan.notes) == (tokens != 256)
 
 
 def test_a_preset_is_for_the_models_that_come_from_the_embedded_one(tmp_path: Path) -> None:
@@ -137,7 +163,7 @@ def test_an_output_of_step_1_wins_over_the_model_it_started_from(tmp_path: Path)
 
     assert settings["step3_ppo"]["actor.path"] == str(tmp_path / "step1_sft")
     assert settings["step3_ppo"]["base.path"] == OWN
-    assert plan.notes == ()
+    assert not any("as its actor" in note for note in plan.notes)
 
 
 def test_the_command_that_finishes_a_step_has_the_settings_it_began_with(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""The default of `max_new_tokens` where programs give the rewards, by the kind of the model."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.config import DataConfig
+from pipeline.data.chat.chat_format import THINK
+from pipeline.data.chat.resolve_format import FORMATS
+from pipeline.models.hf.gguf import as_directory
+from pipeline.plan.inputs import is_local
+from pipeline.system.hub import cached_file, download_settings
+
+ANSWER, THOUGHT = 1024, 4096
+"""Tokens of a response with a worked answer, and of one that begins with thinking."""
+
+
+def default_length(
+    model: str, data: DataConfig, *, room_for: int, downloads: bool
+) -> tuple[int, str] | None:
+    """The default for a model, and the reason for it; None if `room_for` tokens fill its context.
+
+    The settings of a Hub model are read if they are cached, or if `downloads` is true.
+    """
+    directory = as_directory(model)
+    if downloads and not is_local(directory):
+        download_settings(model)
+
+    def read(name: str) -> str:
+        found = f"{directory}/{name}" if is_local(directory) else cached_file(model, name)
+        file = Path(found or "").expanduser()
+        return file.read_text("utf-8") if file.is_file() else ""
+
+    of_tokenizer = json.loads(read("tokenizer_config.json") or "{}").get("chat_template")
+    template = read("chat_template.jinja") or json.dumps(of_tokenizer)
+    thinks = data.format not in FORMATS and may_think(template, data.template_args)
+    settings = json.loads(read("config.json") or "{}")
+    settings = settings.get("text_config", settings)
+    room = (settings.get("max_position_embeddings") or 2**31) - room_for
+    tokens, reason = (THOUGHT, "a thinking model") if thinks else (ANSWER, "rewards of programs")
+    if room < tokens:
+        tokens, reason = room, f"the context of {model}"
+    return (tokens, reason) if room > 0 else None
+
+
+def may_think(template: str, arguments: Mapping[str, object]) -> bool:
+    """Whether a chat template's generation prompt opens thinking, or an argument controls it."""
+    if any(arguments.get(name) is False for name in ("enable_thinking", "thinking")):
+        return False
+    opens = THINK in template.rpartition("add_generation_prompt")[2]
+    return opens or any(name in template for name in ("enable_thinking", "reasoning_effort"))
