@@ -1,5 +1,6 @@
 """Settings of step 3, their ranges, and the work that follows from them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -132,6 +133,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     dynamic_sampling: int = 0
     """Maximum rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
+
+    drop_solved: float | None = None
+    """Stop drawing a prompt once at least this fraction of its responses in a rollout, such as
+    0.875, has the maximum of each reward (docs/methods.md); null keeps all prompts."""
 
     overlong_buffer: float = 0.0
     """Tokens before max_new_tokens over which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
@@ -557,6 +562,12 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
         config.dynamic_sampling == 0 or grouped,
         "ppo.dynamic_sampling replaces prompts whose responses have the same reward: set"
         " ppo.group_size to 2 or more",
+    )
+    solved, have_maxima = config.drop_solved, math.inf not in (config.maxima.values() or [math.inf])
+    require(
+        solved is None or (0 < solved <= 1 and have_maxima),
+        f"ppo.drop_solved {solved} must be at most 1 and above 0, and needs rewards with a maximum,"
+        " unlike those of a reward model or a remote service; set it to null",
     )
     require(
         needs.discount or config.gamma == 1,

@@ -276,15 +276,15 @@ class Evaluator:
             details = {"eval_by_prompt": self.watched.by_prompt(responses), "began_from": start}
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
-    def evaluate(self, step: int, run: Run) -> None:
-        """Print samples and evaluate the actor after iteration `step`, each if it is due.
+    def evaluate(self, step: int, run: Run, *, is_last: bool = False) -> None:
+        """Print samples and evaluate the actor after iteration `step`, each if due or `is_last`.
 
         Raises:
             DivergedError: the actor's metrics are not finite.
         """
         if step % self.config.samples_every == 0:
             self.held_out.print_samples(step)
-        if step % self.every and step != self.total_steps:
+        if step % self.every and step != self.total_steps and not is_last:
             return
         with self.watched.models.hybrid_engine.generating() as actor:
             responses = self.watched.respond(actor, temperature=self.config.temperature)

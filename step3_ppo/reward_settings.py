@@ -1,5 +1,6 @@
 """Settings of step 3's reward sources."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,16 @@ class RewardSettings:
         """The sources other than the reward model and the environment."""
         own = (MODEL, ENVIRONMENT)
         return tuple(source for source in self.rewards if source.kind not in own)
+
+    @property
+    def maxima(self) -> dict[str, float]:
+        """Maxima of the sources with positive weight, before weighting; infinity if there is none.
+
+        That of a function or an environment is 1 by convention.
+        """
+        other = {MODEL: math.inf, "remote": math.inf, "length": 0.0}
+        positive = (source for source in self.rewards if source.weight > 0)
+        return {source.name: other.get(source.kind, 1.0) for source in positive}
 
     @property
     def environment_source(self) -> RewardConfig | None:

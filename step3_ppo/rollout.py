@@ -44,6 +44,9 @@ class PromptBatch:
     prompts: list[Prompt]
     """Prompts; equal prompts of a group are adjacent."""
 
+    rows: list[int]
+    """Index of each group's prompt among the training prompts."""
+
     keys: list[int]
     """Sampling key of each response, unique within the run."""
 
@@ -95,6 +98,27 @@ class Prompts:
         rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
         return self._batch(next(rows), range(stream.batch_size), 0, attempt=0)
 
+    @property
+    def are_solved(self) -> bool:
+        """Whether all training prompts are dropped."""
+        return len(self.stream.dropped) == len(self.train)
+
+    def drop_solved(
+        self, batch: PromptBatch, given: Mapping[str, Scored], config: PPOConfig
+    ) -> None:
+        """Stop drawing the prompts of a batch that the actor solves. A collective."""
+        if config.drop_solved is None:
+            return
+        sources = [(given[name], maximum) for name, maximum in config.maxima.items()]
+        solved = [_is_solved(sources, place) for place in range(len(batch.prompts))]
+        size = self.group_size
+        own = [
+            row
+            for group, row in enumerate(batch.rows)
+            if sum(solved[group * size : (group + 1) * size]) >= config.drop_solved * size
+        ]
+        self.stream.dropped.update(*current_mesh().data.gather_objects(own))
+
     def _batch(
         self, rows: Sequence[int], groups: Sequence[int], first: int, *, attempt: int
     ) -> PromptBatch:
@@ -104,8 +128,18 @@ class Prompts:
         return PromptBatch(
             groups=[groups[number] for number in own],
             prompts=[self.train[rows[number]] for number in own for _ in range(size)],
+            rows=[rows[number] for number in own],
             keys=[keys_before + number * size + sample for number in own for sample in range(size)],
         )
+
+
+def _is_solved(sources: Sequence[tuple[Scored, float]], place: int) -> bool:
+    """Whether all rewards that apply to a response are at their maximum, and none failed."""
+    if any(scored.failed[place] for scored, _ in sources):
+        return False
+    values = [(scored.values[place], maximum) for scored, maximum in sources]
+    reached = [value >= maximum for value, maximum in values if value is not None]
+    return bool(reached) and all(reached)
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
@@ -181,11 +215,12 @@ class Sampled:
     responses: list[Response]
 
     metrics: dict[str, float]
-    """`refills`, the number of replacements, with dynamic sampling; with an environment also the
-    metrics of `step3_ppo.metrics.episode_statistics`."""
+    """`refills`, the number of replacements, with dynamic sampling; `solved_prompts`, the number of
+    dropped ones, with `drop_solved`; with an environment also the metrics of
+    `step3_ppo.metrics.episode_statistics`."""
 
     given: dict[str, Scored] | None = None
-    """Rewards of the sources, if dynamic sampling is on; otherwise None."""
+    """Rewards of the sources with dynamic sampling or drop_solved; otherwise None."""
 
     score: Float[Tensor, " B"] | None = None
     """Raw scores of the reward model, if dynamic sampling is on and there is one; else None."""
@@ -202,14 +237,15 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     batch = prompts.next_batch()
     inputs = list(batch.inputs)
     responses = respond(models, batch, config)
-    if config.dynamic_sampling == 0:
+    if config.dynamic_sampling == 0 and config.drop_solved is None:
         return Sampled(inputs, responses, episode_statistics(responses, config))
     given = models.sources.results()
+    prompts.drop_solved(batch, given, config)
     scores = raw_scores(models, inputs, responses, config) if models.reward else None
     refills = 0
     for _ in range(config.dynamic_sampling):
         dead = _dead_groups(models, scores, given, responses, config)
-        if not dead:
+        if not dead or prompts.are_solved:
             break
         refills += len(dead)
         batch = prompts.next_batch(dead)
@@ -217,7 +253,9 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
         fresh = respond(models, batch, config)
         for row, prompt, response in zip(rows, batch.inputs, fresh, strict=True):
             inputs[row], responses[row] = prompt, response
-        for name, scored in models.sources.results().items():
+        results = models.sources.results()
+        prompts.drop_solved(batch, results, config)
+        for name, scored in results.items():
             for place, row in enumerate(rows):
                 given[name].values[row] = scored.values[place]
                 given[name].failed[row] = scored.failed[place]
@@ -226,7 +264,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             seen = rows or [0]
             own = ([inputs[row] for row in seen], [responses[row] for row in seen])
             scores[seen] = raw_scores(models, *own, config)
-    dead = _dead_groups(models, scores, given, responses, config)
+    dead = config.dynamic_sampling and _dead_groups(models, scores, given, responses, config)
     if dead:
         logger.info(
             "after %d refills the responses to %d of %d prompts still have equal rewards, from"
@@ -235,7 +273,10 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             len(dead),
             config.prompts_per_rollout,
         )
-    metrics = {"refills": float(refills)} | episode_statistics(responses, config)
+    metrics = episode_statistics(responses, config)
+    metrics |= {"refills": float(refills)} if config.dynamic_sampling else {}
+    if config.drop_solved is not None:
+        metrics["solved_prompts"] = float(len(prompts.stream.dropped))
     return Sampled(inputs, responses, metrics, given, scores)
 
 

@@ -56,6 +56,11 @@ class Setup:
     evaluator: Evaluator
     checkpoints: Checkpoints
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the run ends before its last iteration."""
+        return self.guards.stopped or self.prompts.are_solved
+
     def export_actor(self) -> None:
         """Write the actor with its current weights to the output directory."""
         models = self.models
@@ -157,10 +162,12 @@ def train(config: PPOConfig) -> Path:
     ):
         ppo = set_up(config, chat, prompts, run, sources)
         with keeping_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
-            for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
+            for step in ppo.checkpoints.steps(enough=lambda: ppo.is_done):
                 metrics = iterate(ppo, config, run, step=step)
-                ppo.evaluator.evaluate(step, run)
+                ppo.evaluator.evaluate(step, run, is_last=prompts.are_solved)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: slow_down(ppo))
+        if prompts.are_solved:
+            logger.info("%s ends early: all %d prompts are solved", run.name, len(prompts.train))
         export_models(ppo.models, ppo.ema, run, best=ppo.evaluator.best)
         ppo.evaluator.end(run, ppo.guards)
     return config.output_dir

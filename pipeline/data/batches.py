@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -181,7 +182,8 @@ class RowStream:
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
-        self.position = 0  # rows drawn so far, over all passes
+        self.position = 0  # rows drawn or skipped so far, over all passes
+        self.dropped = set[int]()  # rows that are skipped
         self._pass = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -192,9 +194,13 @@ class RowStream:
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list[int]:
-        """The next `count` rows."""
-        rows = [self._row(self.position + offset) for offset in range(count)]
-        self.position += count
+        """The next `count` rows that are not dropped."""
+        assert len(self.dropped) < self.num_rows
+        rows: list[int] = []
+        while len(rows) < count:
+            row = self._row(self.position)
+            rows += [] if row in self.dropped else [row]
+            self.position += 1
         return rows
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:
@@ -211,13 +217,13 @@ class RowStream:
             self._pass = number
         return int(self._order[offset])
 
-    def state_dict(self) -> dict[str, int]:
-        """The stream's position."""
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        """The stream's position, and the dropped rows."""
+        return {"position": self.position, "dropped": sorted(self.dropped)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of another stream with the same rows and seed."""
-        self.position = state["position"]
+        self.position, self.dropped = state["position"], set(state.get("dropped", ()))
 
 
 def micro_batches(

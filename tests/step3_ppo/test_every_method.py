@@ -1,6 +1,5 @@
 """Every method on real processes: the same weights at every stage, after a cut, on 1 and 2."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
+from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import toy_config
 from tests.test_resume import metrics
 
-STEPS = 2
 CASES = [
     pytest.param(method, id=method, marks=() if method == "dapo" else pytest.mark.grid)
     for method in METHODS
@@ -34,7 +33,7 @@ def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
     row["batch_size"] = 8 if row.get("loss") == "none" else 4
     row["group_size"] = min(2, row.get("group_size", 1))
     settings = {
-        "max_steps": STEPS,
+        "max_steps": 2,
         "max_prompt_length": 40,
         "score_clip": 1e-3,
         "missing_eos_score": None,
@@ -75,16 +74,9 @@ def same(one: Path, other: Path) -> bool:
 def test_a_method_that_was_cut_off_ends_as_the_whole_run(
     method: str, toy: Path, tmp_path: Path
 ) -> None:
+    run_whole_and_resumed(make_config(method, toy, tmp_path, save_every=1), tmp_path)
+
     whole, again = tmp_path / "whole", tmp_path / "again"
-    config = make_config(method, toy, whole, save_every=STEPS // 2)
-    train(config)
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / f"step_{STEPS:08d}")
-    shutil.rmtree(again / "actor")
-    (again / "result.json").unlink()
-
-    train(replace(config, output_dir=again, resume=True))
-
     assert metrics(again) == metrics(whole)
     assert same(again, whole)
 

@@ -9,12 +9,10 @@ import torch
 from pipeline.config import FrozenModelConfig, LoraConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.models.parallel.stages import StageModule
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
 from step3_ppo.metrics import rollout_statistics
-from step3_ppo.models import Critic, CriticStage
 from step3_ppo.update import update_policy
 from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout, updated, weights
 
@@ -86,14 +84,3 @@ def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
         expected = models.reward.normalized(models.reward.scores([prefix])[0])[0]
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     assert (models.reward.mean, models.reward.std) == (0.5, 2.0)
-
-
-def test_a_stage_of_the_critic_passes_hidden_states_on_under_the_critics_names(toy: Path) -> None:
-    model = toy_models(toy_config(toy)).value_model
-    passage = StageModule(model, kernels="off")
-    stage, critic = CriticStage(passage), Critic(model, normalize=False)
-
-    names, expected = ([name for name, _ in each.named_parameters()] for each in (stage, critic))
-    assert names == expected
-    with torch.no_grad():
-        assert torch.equal(stage(BATCH), passage(BATCH))

@@ -19,6 +19,7 @@ from step3_ppo.config import PPOConfig
         ("ppo.group_size 3 doesn't", {"group_size": 3, "rollout_size": 64}),
         ("ppo.advantage rloo compares", {"advantage": "rloo"}),
         ("ppo.dynamic_sampling replaces", {"dynamic_sampling": 2}),
+        ("ppo.drop_solved 0.9 must", {"drop_solved": 0.9}),
         ("ppo.gamma 0.9 discounts", {"advantage": "rloo", "group_size": 2, "gamma": 0.9}),
         ("ppo.overlong mask excludes", {"overlong": "mask", "overlong_buffer": 0.5}),
     ],

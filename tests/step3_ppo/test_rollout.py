@@ -31,15 +31,6 @@ def answered(models: Models, toy: Path, **changes: object) -> Experience:
     return score_responses(models, PROMPTS[:3], RESPONSES, toy_config(toy, **changes))
 
 
-def test_the_end_of_sequence_is_a_token_of_the_response(models: Models, toy: Path) -> None:
-    experience = answered(models, toy)
-
-    assert experience.mask.tolist() == [[True] * 3 + [False], [True] * 4, [True] + [False] * 3]
-    for sequence, prompt, response in zip(experience.sequences, PROMPTS, RESPONSES, strict=False):
-        assert sequence.input_ids == prompt + response.ids
-        assert sequence.trained == [False] * len(prompt) + [True] * len(response.ids)
-
-
 @pytest.mark.parametrize("micro_batch_size", [1, 8])
 @torch.no_grad()
 def test_what_the_models_say_is_what_plain_transformers_says_of_each_sequence(
@@ -81,24 +72,6 @@ def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) 
     torch.testing.assert_close(
         experience.sampled_logprobs, experience.logprobs, rtol=1e-4, atol=1e-4
     )
-
-
-def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missing(
-    models: Models, toy: Path
-) -> None:
-    experience = answered(models, toy)
-    raw = torch.tensor([2.5, 4.5, -40.5])
-    experience = replace(experience, score=raw)
-
-    def reward(**changes: object) -> list[float]:
-        return compute_reward(
-            experience.score, experience.stopped, models, toy_config(toy, **changes)
-        ).tolist()
-
-    assert reward() == [1.0, -1.0, -5.0]
-    assert reward(missing_eos_score=None) == [1.0, 2.0, -5.0]
-    assert reward(missing_eos_score=None, score_clip=None) == [1.0, 2.0, -20.5]
-    assert reward(normalize_score=False, score_clip=3.0) == [2.5, -1.0, -3.0]
 
 
 def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) -> None:

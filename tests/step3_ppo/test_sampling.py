@@ -1,16 +1,26 @@
 """Prompts of a rollout, and replacement of groups."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from evaluation.held_out import Prompt
+from pipeline.config import TrainedModelConfig
 from pipeline.data.batches import RowStream
 from pipeline.data.sharing.prompts import PromptRecord
+from rewards.config import RewardConfig
+from rewards.contract import Scored
+from step3_ppo.config import PPOConfig
+from step3_ppo.methods import METHODS
 from step3_ppo.rewards import raw_scores
 from step3_ppo.rollout import PromptBatch, Prompts, Sampled, dead_groups, sample_rollout
 from tests.distributed import rank, run_ranks
-from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
+from tests.step3_ppo.resumed import run_whole_and_resumed
+from tests.step3_ppo.toy import FEW, PROMPTS, toy_config, toy_models
+
+GRPO = METHODS["grpo"] | {"group_size": 2, "overlong": "score", "drop_solved": 1.0}
 
 
 def make_prompts(num_rows: int = 20) -> Prompts:
@@ -41,7 +51,7 @@ def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
     assert refill.groups == [1, 3]
     assert [row for (row,) in first.inputs[::2] + refill.inputs[::2] + second.inputs[::2]] == order
     assert list(by_key(first, refill, second)) == list(range(20))
-    assert prompts.stream.state_dict() == {"position": 10}
+    assert prompts.stream.state_dict() == {"position": 10, "dropped": []}
 
 
 def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
@@ -49,6 +59,10 @@ def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     prompts = make_prompts()
     first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])
+    config = PPOConfig(rewards=(RewardConfig(name="a", kind="math"),), drop_solved=1.0)
+    prompts.drop_solved(first, {"a": Scored(rewards.tolist(), [None] * 4)}, config)
+    order = make_prompts().stream.take(4)
+    assert prompts.stream.dropped == {order[0], order[3]}
     dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
     return by_key(first, refill), refill.groups, dead
 
@@ -104,3 +118,48 @@ def test_two_processes_answer_the_prompts_of_one() -> None:
     assert (my_groups, their_groups) == ([0, 2], [1])
     # Groups 0 and 2 are of the first process, 1 and 3 of the second.
     assert dead == same == [0, 3]
+
+
+@pytest.mark.jobs
+def test_solved_prompts_are_dropped_also_after_a_resume_until_none_is_left(
+    toy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(Path(*FEW.path).read_text().split("\n")[:22]))
+    config = toy_config(
+        toy,
+        **(GRPO | {"dynamic_sampling": 1, "max_steps": 20, "save_every": 1, "keep_best": False}),
+        rewards=(
+            RewardConfig(name="solved", kind="regex", pattern="."),
+            RewardConfig(name="varied", kind="regex", pattern="e", weight=-0.5),
+        ),
+        data=replace(FEW, path=(str(tmp_path / "rows.jsonl"),), max_eval_rows=2),
+        critic=TrainedModelConfig(path=str(tmp_path / "nowhere")),
+        max_prompt_length=40,
+    )
+    (tmp_path / "whole/critic").mkdir(parents=True)  # of an earlier run
+    runs = run_whole_and_resumed(config, tmp_path)
+
+    lines, others = ([line for line in lines if "solved_prompts" in line] for lines in runs)
+    counts = [line["solved_prompts"] for line in lines]
+    assert counts == [line["solved_prompts"] for line in others]
+    assert (len(counts), counts[0] < counts[1] == 9) == (2, True)
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    weights = "actor/model.safetensors"
+    assert (whole / weights).read_bytes() == (again / weights).read_bytes()
+    assert not {"value_loss", "explained_variance"} & set(lines[-1])
+    assert not (whole / "critic").exists()
+
+
+def test_a_prompt_is_solved_if_all_rewards_that_apply_are_at_their_maximum(toy: Path) -> None:
+    length = RewardConfig(name="short", kind="length", max_tokens=4)
+    sources = (RewardConfig(name="right", kind="math"), length)
+    config = toy_config(toy, **GRPO, rewards=sources)
+    prompts = make_prompts()
+    batch, failed = prompts.next_batch(), [None] * 7 + ["it failed"]
+    right = Scored([1.0, 1.0, 0.9, 1.0, None, 0.0, 1.0, 1.0], failed)
+    short = Scored([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.1, 0.0], [None] * 8)
+
+    prompts.drop_solved(batch, {"right": right, "short": short}, replace(config, drop_solved=0.5))
+
+    assert prompts.stream.dropped == set(batch.rows[:3])
+    assert set(prompts.stream.take(16 + 17)) == {*range(20)} - {*batch.rows[:3]}

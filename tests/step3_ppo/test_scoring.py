@@ -41,6 +41,7 @@ def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) 
     assert counted(missing_eos_score=None) == [2.5, 4.5, -40.5]
     assert rewards() == [1.0, -1.0, -5.0]
     assert rewards(normalize_score=False, score_clip=None) == [2.5, -1.0, -40.5]
+    assert rewards(missing_eos_score=None) == [1.0, 2.0, -5.0]
 
 
 def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path) -> None:
