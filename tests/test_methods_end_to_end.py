@@ -56,7 +56,7 @@ def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> Non
     assert "The methods side by side" in page
     assert "At equal KL of " in page
     samples = json.loads((out / "step3_rloo" / "samples.json").read_text())
-    assert samples["models"] == ["start", "step3_rloo"]
+    assert list(samples["rows"][0]["answers"]) == ["start", "step3_rloo"]
 
     before = (weights(out / "step3_rloo"), metrics(out / "step3_rloo"))
     more = run(out, "--method", "ppo", "rloo", "raft", *STEP3, *models, "--resume")
