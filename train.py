@@ -45,9 +45,8 @@ STAGES = (
         "reward",
         RewardConfig,
         "step2_reward.train",
-        models={"model": "sft", "actor": "sft"},
-        options={"model": "reward", "actor": "actor"},
-        optional=frozenset({"actor"}),
+        models={"model": "sft"},
+        options={"model": "reward"},
     ),
     Stage(
         3,

@@ -87,7 +87,7 @@ def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
             from step2_reward.config import RewardConfig
             from step2_reward.train import train as train_reward
 
-            directory = train_reward(RewardConfig(**settings, normalization_prompts=2))
+            directory = train_reward(RewardConfig(**settings))
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
     steps = [line for line in lines if "loss" in line]
     return [

@@ -15,8 +15,7 @@
 # HOSTFILE       machines of multi_node; default: the SLURM allocation
 # LAUNCH         further options of multi_node, such as "--include worker-0" (docs/scaling.md)
 # CORPUS         for step0_pretrain: token files or texts
-# ACTOR, CRITIC  for steps 2 and 3: the outputs of steps 1 and 2; default: those below output/, or
-#                next to OUTPUT in step 2
+# ACTOR, CRITIC  for step 3: the outputs of steps 1 and 2; default: those below output/
 # CRITIC_STAGE   ZeRO stage of the critic; default: the actor's
 # METHOD         for step3_preference: dpo (default) or another method of docs/preference.md
 set -euo pipefail
@@ -42,12 +41,10 @@ esac
 SETTINGS=(--config "$ROOT/configs/${MODEL%_lora}.yaml")
 if [[ $MODEL == *_lora ]]; then SETTINGS+=(--config "$ROOT/configs/lora.yaml"); fi
 MODULE=$STEP MODELS=(model)
-if [ "$STEP" = step2_reward ]; then ACTOR=${ACTOR:-$(dirname "${OUTPUT:-output/.}")/step1_sft}; fi
 ACTOR=${ACTOR:-output/step1_sft} CRITIC=${CRITIC:-output/step2_reward}
 case $STEP in
   step0_pretrain) SETTINGS+=(--data.path "${CORPUS:-c.tokens}") ;;
-  step1_sft) ;;
-  step2_reward) SETTINGS+=(--actor.path "$ACTOR") ;;
+  step1_sft | step2_reward) ;;
   step3_ppo)
     SETTINGS+=(--actor.path "$ACTOR" --critic.path "$CRITIC" --reward.path "$CRITIC")
     MODELS=(actor critic) ;;

@@ -8,8 +8,6 @@ from typing import ClassVar, Literal
 from pipeline.config import (
     EMBEDDED,
     EarlyStopping,
-    FrozenModelConfig,
-    Generation,
     ModelUse,
     OptimConfig,
     RowColumns,
@@ -20,9 +18,6 @@ from pipeline.config import (
 from pipeline.data.examples import Example
 from pipeline.system.errors import require
 from step2_reward.labels import LabelSettings, select_rows
-
-GENERATED_AT_ONCE = 64
-"""Default of `inference.generation` for concurrent responses of step 1's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +38,11 @@ class RewardConfig(LabelSettings, EarlyStopping):
     )
     """The initial model; by default step 1's output."""
 
-    actor: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """Step 1's model, whose responses give the stored mean and standard deviation of the score."""
-
     margin: bool = False
     """Subtract the data's margin inside the loss (Touvron et al. 2023, eq. 2)."""
 
     center_coef: float = 0.0
     """Weight of (score_chosen + score_rejected)^2, which keeps scores near 0."""
-
-    normalization_prompts: int = 64
-    """Prompts for step 1's model, whose responses determine the score's mean and std."""
-
-    max_new_tokens: int = 256
-    """Maximum tokens per response for measuring the score's mean and standard deviation; use that
-    of step 3, since unfinished responses are left out."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
     """Criterion for the best weights, on held-out rows: accuracy (pairs in the right order, or
@@ -68,13 +53,6 @@ class RewardConfig(LabelSettings, EarlyStopping):
         self.parallel.check_model("model", self.model)
         self.check_labels()
         require(self.center_coef >= 0, f"center_coef must not be below 0, got {self.center_coef}")
-        require(
-            self.normalization_prompts > 1,
-            f"normalization_prompts must be above 1, got {self.normalization_prompts}",
-        )
-        require(
-            self.max_new_tokens > 0, f"max_new_tokens must be above 0, got {self.max_new_tokens}"
-        )
 
     @property
     def learns_labels(self) -> bool:
@@ -99,7 +77,7 @@ class RewardConfig(LabelSettings, EarlyStopping):
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:
-        """The work of training a scorer on rows, then generating responses with step 1's model."""
+        """The work of training a scorer on rows."""
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -107,7 +85,6 @@ class RewardConfig(LabelSettings, EarlyStopping):
                 ModelUse(
                     role="model", settings=self.model, scores=True, host_copies=self.keep_best
                 ),
-                ModelUse(role="actor", settings=self.actor, phase_only=True),
             ),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,
@@ -115,14 +92,6 @@ class RewardConfig(LabelSettings, EarlyStopping):
             sequences_per_row=self.sequences_per_row,
             length=self.data.max_length,
             targets=self.data.max_length - 1,
-            generation=Generation(
-                role="actor",
-                phase="after training",
-                count=-(-self.normalization_prompts // world),
-                batch_size=GENERATED_AT_ONCE,
-                prompt_length=self.data.max_length,
-                new_tokens=self.max_new_tokens,
-            ),
         )
 
 

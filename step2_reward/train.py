@@ -1,6 +1,6 @@
 """Step 2: a reward model from pairs of responses, or from labels.
 
-python -m step2_reward.train --config configs/opt-350m.yaml --actor.path DIR
+python -m step2_reward.train --config configs/opt-350m.yaml
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/opt-350m.yaml
 """
 
@@ -10,27 +10,16 @@ from step2_reward.config import RewardConfig
 if __name__ == "__main__":
     before_imports(RewardConfig)
 
-import logging
-import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from inference.generation import generate
 from pipeline.cli.options import run_main
-from pipeline.config import DataConfig
-from pipeline.data.batches import collate_part, local_micro_batches
-from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example, Message
-from pipeline.models.forward.forward import Scorer, base_model, context_length, reads_whole
-from pipeline.models.hf.chat import decode_response, load_chat, require_same_chat
-from pipeline.models.hf.export import move_in
-from pipeline.models.hf.load import load_causal_lm, load_tokenizer
-from pipeline.models.passes import evaluating, make_passes, scorer_of
+from pipeline.models.forward.forward import Scorer, base_model, reads_whole
+from pipeline.models.passes import make_passes, scorer_of
 from pipeline.models.trained import trained_classifier, within_context
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -53,9 +42,6 @@ from step2_reward.lab.sentences import write_measured
 from step2_reward.labels import resolve_labels
 from step2_reward.objectives import HeldOut, Objective, make_objective
 from step2_reward.rows import Batch, Row, cut_rows
-
-logger = logging.getLogger(__name__)
-
 
 Evaluation = tuple[dict[str, float], HeldOut]
 
@@ -81,10 +67,6 @@ def train(config: RewardConfig) -> Path:
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
     rows = load_rows(config, config.model, step=2)
-    if config.actor.path is not None and not rows.chat.begins_with_cls:
-        require_same_chat(
-            rows.tokenizer, load_tokenizer(config.actor), "the reward model", config.actor
-        )
     with Run(config, name="step2_reward", total_steps=rows.total_steps, mesh=mesh) as run:
         reward = load_model(config, rows, run)
         training, best = reward.training, reward.training.best
@@ -187,121 +169,10 @@ def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
     return 1 - figures["accuracy"] + 1e-9 * min(figures["loss"], 100.0)
 
 
-MIN_ENDED = 8
-"""Minimum number of finished responses for the moments; half of the prompts if that is less."""
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Moments of the score over responses that ended with the end token."""
-
-    mean: float
-    std: float
-    stop_rate: float | None
-    """Fraction of step 1's responses that ended; None without its responses."""
-
-
-def measure_scores(
-    scorer: Scorer,
-    chat: ChatFormat,
-    examples: Sequence[Example],
-    config: RewardConfig,
-    objective: Objective,
-) -> Moments:
-    """Mean and standard deviation of the score over responses sampled from step 1's model.
-
-    They are exported with the model, and PPO's critic starts on their scale; PPO normalizes its
-    rewards by its first rollout. Unfinished responses are left out: the reward model was not
-    trained to score them. The data's own responses are scored instead if there is no step-1
-    model, if hardly any of its responses ended, or if the rows label prompts.
-    """
-    data = current_mesh().data
-    sequences: list[Encoded] = []
-    stop_rate = None
-    if config.actor.path is not None and any(example.chosen for example in examples):
-        sequences, generated = sample_responses(examples, chat, config)
-        ended, generated = data.sums([len(sequences), generated])
-        stop_rate = ended / generated
-        if ended < max(2, min(MIN_ENDED, generated / 2)):
-            logger.warning(
-                "only %d of %d responses of step 1's model ended within max_new_tokens %d:"
-                " computing the score's mean and standard deviation from the responses in the data",
-                ended,
-                generated,
-                config.max_new_tokens,
-            )
-            sequences = []
-    if not data.sum(len(sequences)):
-        own = objective.encode(data.share(examples[: config.normalization_prompts]), chat, config)
-        sequences = [sequence for row in own for sequence in row.sequences]
-    mean, std = mean_and_std(compute_scores(scorer, chat, sequences, config))
-    return Moments(mean, std, stop_rate)
-
-
-def compute_scores(
-    scorer: Scorer, chat: ChatFormat, sequences: Sequence[Encoded], config: RewardConfig
-) -> list[float]:
-    """The score of each of this process's sequences. A collective."""
-    scores: list[float] = []
-    with evaluating(scorer):
-        max_tokens = config.micro_batch_size * config.data.max_length
-        for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
-            spare = Encoded.untrained([chat.stop_ids[0]])
-            batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
-            scores += scorer.final_scores(batch).tolist()[: len(part)]
-    return scores
-
-
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation over the values of all processes; 1 if they do not vary."""
-    total, count = current_mesh().data.sums([sum(values), len(values)])
-    mean = total / count
-    (squares,) = current_mesh().data.sums([sum((value - mean) ** 2 for value in values)])
-    std = math.sqrt(squares / count)
-    return mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0
-
-
-def sample_responses(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
-) -> tuple[list[Encoded], int]:
-    """Sample responses from step 1's model to this process's share of prompts.
-
-    Returns:
-        The dialogues with a finished response, and the number of prompts.
-    """
-    unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
-    rows = current_mesh().data.share(range(len(unique)))
-    actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
-    limit = min(config.data.max_length, context_length(actor)) - 1
-    # An encoder has its own tokenizer and reads the actor's responses as text.
-    own = load_chat(config.actor, DataConfig()) if chat.begins_with_cls else chat
-    prompts = [own.encode_prompt(unique[row])[-limit:] for row in rows]
-    responses = generate(
-        actor,
-        prompts,
-        max_new_tokens=config.max_new_tokens,
-        temperature=1.0,
-        stop_ids=own.stop_ids,
-        seed=config.seed,
-        keys=rows,
-    )
-    ended: list[Encoded] = []
-    for row, prompt, response in zip(rows, prompts, responses, strict=True):
-        if not response.stopped:
-            continue
-        trained = [False] * len(prompt) + [True] * len(response.ids)
-        full = Encoded(prompt + response.ids, trained)
-        if own is not chat:
-            text = decode_response(own.tokenizer, response.text_ids)
-            full = chat.encode(unique[row], (Message("assistant", text),))
-        ended.append(full.tail(config.data.max_length, keep_first=chat.begins_with_cls))
-    return ended, len(prompts)
-
-
 def finish(
     reward: RewardTraining, run: Run, *, before: Mapping[str, float], kept: Evaluation | None
 ) -> None:
-    """Export the best weights with the moments of their scores, and write the result.
+    """Export the best weights, and write the result.
 
     `kept` is the evaluation of the best weights; None if an earlier run made it.
     """
@@ -309,17 +180,8 @@ def finish(
     best, config, rows = training.best, training.config, training.rows
     best.restore()
     after, held_out = kept if kept is not None else reward.evaluate()
-    settings = label_settings(reward)
-    base_model(training.model).config.update(settings)
+    base_model(training.model).config.update(label_settings(reward))
     training.export()
-    moments = None
-    logger.info("scoring responses and held-out rows with the exported weights")
-    if labels.gives_scores:
-        moments = measure_scores(
-            reward.scorer, rows.chat, rows.data.train, config, reward.objective
-        )
-        settings |= {"score_mean": moments.mean, "score_std": moments.std}
-    write_settings(training.model, config.output_dir, settings)
     measured = measure(held_out, labels, rows.data.eval, rows.chat, config)
     if run.is_main:
         write_measured(measured, config.output_dir)
@@ -330,20 +192,9 @@ def finish(
             ("pairs" if name == "pairs" else "rows"): len(training.held_out),
             "labels": name,
             "best_step": best.exported_step,
-            **({f"score_{key}": x for key, x in vars(moments).items()} if moments else {}),
             **_trust(measured[0]),
         }
     )
-
-
-def write_settings(model: nn.Module, directory: Path, settings: Mapping[str, object]) -> None:
-    """Add settings, such as the mean of the scores, to the exported model's config.json."""
-    config = base_model(model).config
-    config.update(dict(settings))
-    if current_mesh().is_main:
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as staging:
-            config.save_pretrained(staging)
-            move_in(Path(staging), directory)
 
 
 def _before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

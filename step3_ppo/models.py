@@ -116,7 +116,7 @@ def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -
 
 
 class RewardModel:
-    """A frozen reward model, with the mean and standard deviation stored by step 2, if any.
+    """A frozen reward model.
 
     It is sharded and split into stages like the critic, or like the actor if there is no critic.
     """
@@ -140,7 +140,8 @@ class RewardModel:
         self.settings = base_model(model).config
         self.text = text
         """Converter of tokens; None if the reward model has the actor's tokenizer and template."""
-        self.mean, self.std = stored_normalization(model)
+        self.mean, self.std = 0.0, 1.0
+        """Moments of the scores of the first rollout, once `Models.set_moments` is called."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
         """Raw score of each sequence of each batch, read at its last token or at step ends."""
@@ -154,18 +155,6 @@ class RewardModel:
     def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Scores normalized to mean 0 and variance 1 over the first rollout."""
         return (scores - self.mean) / self.std
-
-
-def has_moments(model: nn.Module) -> bool:
-    """Whether step 2 stored the score's mean and standard deviation with the model."""
-    settings = base_model(model).config
-    return all(getattr(settings, name, None) is not None for name in ("score_mean", "score_std"))
-
-
-def stored_normalization(model: nn.Module) -> tuple[float, float]:
-    """Mean and standard deviation in the model's config.json; 0 and 1 if it has none."""
-    settings = base_model(model).config
-    return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))
 
 
 class Reference:
@@ -196,14 +185,14 @@ class Reference:
 class Critic(nn.Module):
     """Value of the state before each response token, in units of PPO's reward.
 
-    It starts as the reward model, whose score is shifted and scaled to the scale of the returns;
+    It starts as the reward model, whose score is normalized like the reward;
     then `step3_ppo.update.fit_values` trains it on the first rollout.
     """
 
-    def __init__(self, model: nn.Module, *, normalize: bool, kernels: Kernels = "auto") -> None:
+    def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
         super().__init__()
         self.scorer = Scorer(model, kernels=kernels)
-        self.mean, self.std = stored_normalization(model) if normalize else (0.0, 1.0)
+        self.mean, self.std = 0.0, 1.0
 
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
@@ -271,15 +260,12 @@ class Models:
         return cast("Policy", self.actor.model).model
 
     def set_moments(self, mean: float, std: float) -> None:
-        """Standardize scores with these moments, and values too if the critic has none."""
+        """Standardize scores and the critic's values with these moments."""
         assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
-        if self.critic is None or has_moments(self.value_model):
-            return
-        critic = self.critic.model
+        critic = None if self.critic is None else self.critic.model
         if isinstance(critic, Critic):  # not a pipeline stage without the head
             critic.mean, critic.std = mean, std
-        base_model(self.value_model).config.update({"score_mean": mean, "score_std": std})
 
     @property
     def value_model(self) -> nn.Module:
@@ -375,9 +361,7 @@ def load_critic(
         config.critic,
         config.parallel,
         current_mesh(),
-        lambda whole: Critic(
-            whole, normalize=config.normalize_score, kernels=config.critic.kernels
-        ),
+        lambda whole: Critic(whole, kernels=config.critic.kernels),
         total_steps=total_steps,
         name="critic",
         passing=CriticStage,

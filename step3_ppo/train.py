@@ -129,8 +129,7 @@ def set_moments(
 ) -> None:
     """Measure, or restore, the mean and standard deviation of the initial actor's scores.
 
-    The responses are those that the first iteration learns from. The moments that step 2 stored may
-    be from other prompts, or from another model's responses.
+    The responses are those that the first iteration learns from.
     """
     if models.reward is None or not config.normalize_score:
         return

@@ -123,7 +123,7 @@ def test_the_script_of_every_step_takes_a_model_and_a_deployment(
     pretrain = run("step0_pretrain", "opt-125m_lora", "single_gpu", "OUT", CORPUS="c.tokens")
     assert (pretrain.data.path, pretrain.model.lora.rank) == (("c.tokens",), 256)
     reward = run("step2_reward", "qwen2.5-0.5b", "single_node", "out/two")
-    assert (reward.actor.path, reward.model.zero_stage) == ("out/step1_sft", 0)
+    assert reward.model.zero_stage == 0
     ppo = run("step3_ppo", "llama-3.1-70b", "multi_node", LAUNCH="--num-nodes 1")
     assert (ppo.actor.zero_stage, ppo.critic.zero_stage) == (3, 3)
     assert (ppo.actor.path, ppo.reward.path) == ("output/step1_sft", "output/step2_reward")

@@ -87,7 +87,6 @@ def train_py(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
     out = tmp_path / "out"
     short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")
-    short += ("--reward.normalization_prompts", "4")
 
     first = train_py(out, "--step", "1", "2", *short, "--sft.model.optim.lr", "1e10")
 

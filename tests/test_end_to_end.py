@@ -15,7 +15,7 @@ SHORT = [
     *("--sft.max_steps", "3", "--reward.max_steps", "3", "--ppo.max_steps", "2"),
     *("--sft.data.max_eval_rows", "16", "--reward.data.max_eval_rows", "16"),
     *("--ppo.data.max_eval_rows", "14", "--ppo.rollout_size", "16", "--ppo.batch_size", "8"),
-    *("--reward.normalization_prompts", "8", "--ppo.samples_every", "1"),
+    *("--ppo.samples_every", "1"),
 ]
 """A run of seconds."""
 

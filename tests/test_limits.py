@@ -40,8 +40,6 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (SFTConfig, {}, "patience", OR_NULL),
     (RewardConfig, {}, "patience", OR_NULL),
     (RewardConfig, {}, "center_coef focal_gamma", ((0.0,), (-1e-9,))),
-    (RewardConfig, {}, "normalization_prompts", ((2,), (1,))),
-    (RewardConfig, {}, "max_new_tokens", COUNT),
     (RewardConfig, {}, "class_list", (((), ("bad", "good")), (("one",), ("two", "two")))),
     (RewardConfig, {}, "class_weights", (((1e-9, 1.0),), ((0.0, 1.0),))),
     (RewardConfig, {}, "step_separator", ((" ",), ("",))),

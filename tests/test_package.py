@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SHORT = """
 sft: {max_steps: 2, data: {max_eval_rows: 8}}
-reward: {max_steps: 2, normalization_prompts: 8, data: {max_eval_rows: 8}}
+reward: {max_steps: 2, data: {max_eval_rows: 8}}
 ppo: {max_steps: 1, rollout_size: 8, batch_size: 8, data: {max_eval_rows: 8}}
 """
 """A run of seconds, over the embedded default's settings."""

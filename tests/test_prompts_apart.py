@@ -52,7 +52,7 @@ def make_config(step: int, tmp_path: Path, data: DataConfig, **changes: Any) -> 
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         1: {},
-        2: {"actor": FrozenModelConfig(path=str(out / "step1_sft"))},
+        2: {},
         3: {
             "actor": TrainedModelConfig(path=str(out / "step1_sft")),
             "reward": FrozenModelConfig(path=str(out / "step2_reward")),
@@ -172,7 +172,7 @@ def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -
         return steps[step](make_config(step, tmp_path, data, **common, **settings))
 
     run(1, replace(small, path=(first, second, extra)), model=model)
-    run(2, small, model=model, normalization_prompts=4, max_new_tokens=4)
+    run(2, small, model=model)
     write(Path(first), "new", 40)
     out = run(
         3,

@@ -62,9 +62,6 @@ def reward(start: Path, **changes: Any) -> RewardConfig:
         output_dir=start,
         eval_every=1,
         model=trained(start / "actor", **changes),
-        actor=FrozenModelConfig(path=str(start / "actor")),
-        normalization_prompts=4,
-        max_new_tokens=4,
         **COMMON,
     )
 
@@ -229,8 +226,8 @@ def check_consolidated(name: str, out: Path, directory: Path, made: Path) -> Non
 
 
 def settings(config: bytes) -> dict[str, Any]:
-    """Without what step 2 measures after its last step, and without the order of a set."""
-    found = {name: value for name, value in json.loads(config).items() if "score_" not in name}
+    """Without the order of a set."""
+    found: dict[str, Any] = json.loads(config)
     if "target_modules" in found:
         found["target_modules"] = sorted(found["target_modules"])
     return found

@@ -40,9 +40,6 @@ def reward(start: Path, out: Path, **changes: Any) -> None:
         RewardConfig(
             output_dir=out,
             model=trained(start / "actor", **changes),
-            actor=FrozenModelConfig(path=str(start / "actor")),
-            normalization_prompts=4,
-            max_new_tokens=4,
             **SHORT,
         )
     )

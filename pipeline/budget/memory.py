@@ -327,7 +327,7 @@ def _generate(
     generation: Generation, present: Sequence[_ModelMemory], actor: _ModelMemory, machine: Machine
 ) -> Iterator[Item]:
     moved = {"masters", "moments"} if generation.offloads_training else set[str]()
-    for each in present if actor in present else [*present, actor]:
+    for each in present:
         for item in each.states():
             goes = item.kind in moved and item.place == "device" and machine.has_gpu
             yield replace(item, place="host") if goes else item

@@ -35,7 +35,7 @@ class ModelUse:
     """Trained model whose sharding a frozen model shares at stage 3."""
 
     phase_only: bool = False
-    """Whether the model is loaded only for generation after training, or for a comparison."""
+    """Whether the model is loaded only after training, for a comparison."""
 
     scored: int = 0
     """Passes without gradients over each row of an iteration, before training on it."""
@@ -185,9 +185,8 @@ class Workload:
 
     @property
     def compared(self) -> tuple[ModelUse, ...]:
-        """Models loaded after training to generate responses for comparison."""
-        generates = self.generation.role if self.generation else None
-        return tuple(use for use in self.models if use.phase_only and use.role != generates)
+        """Models loaded only after training, for a comparison."""
+        return tuple(use for use in self.models if use.phase_only)
 
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]

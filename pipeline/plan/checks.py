@@ -282,17 +282,14 @@ class Chats:
 
         own, *others = _models(self.plan.configs[stage.name])
         tokenizer, chat = self._with_format(own.settings, self.plan.configs[stage.name].data)
-        # Encoders read the actor's responses as text.
-        is_encoder = own.scores and chat is not None and chat.begins_with_cls
-        for use in others if not is_encoder else ():
+        for use in others:
             other = self.tokenizer(use.settings)
             if tokenizer is None or other is None:
                 continue
             if use.scores and not use.learns:  # it can read text
                 speaks_alike(tokenizer, other, str(use.settings.path))
             else:
-                name = "the reward model" if own.scores else "the actor"
-                require_same_chat(tokenizer, other, name, use.settings)
+                require_same_chat(tokenizer, other, "the actor", use.settings)
         return chat
 
     def tokenizer(self, model: FrozenModelConfig) -> "PreTrainedTokenizerBase | None":

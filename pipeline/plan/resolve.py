@@ -236,12 +236,18 @@ class Resolver:
             others = {role for role in stage.models if not self.has_preset(stage, role)}
             settings = {name: value for name, value in settings.items() if name not in others}
             layers.append(replace(preset, settings=settings))
-        actor = "actor" if "actor" in stage.models and self.start(stage, "actor") else ""
-        if stage.config_class.reads_dialogues and not self.has_preset(stage, actor):
+        if stage.config_class.reads_dialogues and not self.has_preset(self._responder(stage)):
             layers.append(Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py"))
         given = [*layers, *self._files(stage), self._options(stage)]
         row = method_layer(stage.config_class, given, self._overrides(stage))
         return [*layers, row, Layer(nested(self.chosen.get(stage.prefix, {})), "--plan auto")]
+
+    def _responder(self, stage: Stage) -> Stage:
+        """The step whose model responds: for a reward model step 1, if it runs or has run."""
+        role, origins = stage.main_role, self._present
+        if stage.options[role] == "reward" and stage.models[role] in origins:
+            return next((x for x in self.stages if x.section == stage.models[role]), stage)
+        return stage
 
     def _given(self, stage: Stage) -> list[Layer]:
         """Layers 5 to 7."""

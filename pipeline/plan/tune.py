@@ -227,7 +227,7 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
     values: dict[str, object] = {"output_dir": output_dir, "max_steps": steps, "resume": False}
     values |= {"eval_every": 0, "keep_best": False, "data.max_eval_rows": world}
     values |= {"log_every": 1, "save_every": None, "trackers": ()}
-    of_some_steps: dict[str, object] = {"patience": None, "normalization_prompts": 2, "guards": ()}
+    of_some_steps: dict[str, object] = {"patience": None, "guards": ()}
     of_some_steps |= {"samples_every": steps + 1, "base": FrozenModelConfig()}
     names = {each.name for each in fields(config)}
     return changed(config, values | {n: v for n, v in of_some_steps.items() if n in names})

@@ -296,8 +296,8 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
     """Both runs ended alike: last checkpoint, metrics, exported models.
 
     With other numbers of processes (`elastic`) generators of random numbers are not compared, which
-    belong to a process, nor the score's mean and deviation, measured after the last step. The
-    laboratory's figures are too: each process scores other rows at once, which rounds otherwise.
+    belong to a process, and the laboratory's figures only with a tolerance: each process scores
+    other rows at once, which rounds otherwise.
     """
     assert metrics(out) == metrics(reference)
     ours, theirs = saved(out, step), saved(reference, step)

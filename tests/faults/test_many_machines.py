@@ -20,7 +20,7 @@ needs_machines = pytest.mark.skipif(
 
 SMALL = """
 sft: {max_steps: 4, batch_size: 8, micro_batch_size: 2}
-reward: {max_steps: 3, batch_size: 4, micro_batch_size: 2, normalization_prompts: 4}
+reward: {max_steps: 3, batch_size: 4, micro_batch_size: 2}
 ppo:
   {max_steps: 2, batch_size: 8, micro_batch_size: 4, generation_batch_size: 8, max_new_tokens: 4}
 """

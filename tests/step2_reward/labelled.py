@@ -67,7 +67,5 @@ def task(directory: Path, data: Path, base: Path, **changes: Any) -> RewardConfi
         "max_steps": 12,
         "batch_size": 16,
         "micro_batch_size": 16,
-        "normalization_prompts": 4,
-        "max_new_tokens": 4,
     }
     return RewardConfig(**{**settings, **changes})

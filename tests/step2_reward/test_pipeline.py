@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.config import (
     DataConfig,
-    FrozenModelConfig,
     LoraConfig,
     OptimConfig,
     ParallelConfig,
@@ -25,13 +24,12 @@ from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
 
 
 def settings(
-    start: Path, out: Path, kind: str, *, pp: int, model: Any = None, **parallel: Any
+    start: Path, out: Path, *, pp: int, model: Any = None, **parallel: Any
 ) -> RewardConfig:
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
     return RewardConfig(
         output_dir=out,
         model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
-        actor=FrozenModelConfig(path=str(start / "base") if kind == "pairs" else None),
         data=DataConfig(
             path=(str(start / "rows.jsonl"),), max_length=48, split=(0, 1, 0), eval_fraction=0.25
         ),
@@ -39,8 +37,6 @@ def settings(
         max_steps=3,
         batch_size=8,
         micro_batch_size=8,
-        normalization_prompts=4,
-        max_new_tokens=4,
         save_every=1,
     )
 
@@ -93,8 +89,8 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     family = OPT_350M if case.endswith("of OPT 350m") else {}
     save_base(tmp_path / "base", num_hidden_layers=2, **family)
     write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
-    alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
-    staged = settings(tmp_path, tmp_path / "staged", kind, pp=2, model=model)
+    alone = settings(tmp_path, tmp_path / "alone", pp=1, model=model)
+    staged = settings(tmp_path, tmp_path / "staged", pp=2, model=model)
     run(alone)
 
     run_ranks(run, staged)

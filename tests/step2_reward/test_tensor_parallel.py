@@ -39,9 +39,9 @@ def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 128} if "quantize" in model else {}
     save_base(tmp_path / "base", **wide)
     write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
-    alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
+    alone = settings(tmp_path, tmp_path / "alone", pp=1, model=model)
     together = replace(
-        settings(tmp_path, tmp_path / "together", kind, pp=1, model=model),
+        settings(tmp_path, tmp_path / "together", pp=1, model=model),
         parallel=ParallelConfig(tp=2, micro_batches=3),
     )
     run(alone)

@@ -1,6 +1,5 @@
 """Reward models of classes, and encoders, in step 3: scores, refusals, the critic's head."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,9 +50,6 @@ def test_a_critic_from_a_model_of_classes_has_a_head_of_its_own(
     toy: Path, tmp_path: Path, stage: int
 ) -> None:
     config = of_classes(toy, tmp_path, values=[0.0, 1.0, 4.0])
-    settings = json.loads((tmp_path / "config.json").read_text())
-    moments = {"score_mean": 2.0, "score_std": 3.0}
-    (tmp_path / "config.json").write_text(json.dumps(settings | moments))
     config = replace(config, critic=replace(config.critic, zero_stage=stage))
 
     passes = load_critic(config, build_tokenizer(), total_steps=1)
@@ -62,5 +58,4 @@ def test_a_critic_from_a_model_of_classes_has_a_head_of_its_own(
     critic = passes.engine.model
     assert isinstance(critic, Critic)
     assert base_model(critic.scorer.model).score.out_features == 1
-    assert (critic.mean, critic.std) == (0.0, 1.0)  # of the other head they mean nothing
     assert passes.engine(BATCH).isfinite().all()

@@ -83,4 +83,3 @@ def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
         prefix = collate([Encoded.untrained(BATCH.input_ids[:target].tolist())])
         expected = models.reward.normalized(models.reward.scores([prefix])[0])[0]
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    assert (models.reward.mean, models.reward.std) == (0.5, 2.0)

@@ -37,7 +37,6 @@ def save_models(directory: Path, *, blocks: int = 2, **changes: Any) -> None:
     tokenizer = build_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks, **changes}
     reward = tiny_classifier("llama", seed=2, bos_token_id=1, **sizes)
-    reward.config.update({"score_mean": 0.5, "score_std": 2.0})
     models = {"actor": tiny_causal_lm("llama", seed=1, **sizes), "reward": reward}
     for name, model in models.items():
         model.save_pretrained(directory / name)
@@ -66,8 +65,11 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
 
 
 def toy_models(config: PPOConfig) -> Models:
-    """The models as step 3 loads them."""
-    return load_models(config, load_chat(config.actor, config.data), iterations=4)
+    """The models as step 3 loads them, with made-up moments of the scores."""
+    models = load_models(config, load_chat(config.actor, config.data), iterations=4)
+    if models.reward is not None and config.normalize_score:
+        models.set_moments(0.5, 2.0)
+    return models
 
 
 def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:

@@ -325,7 +325,7 @@ def _write(
             if current_mesh().parts.size > 1:  # peft wrote only this process's part
                 own = {_in_peft(name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
-        move_in(staging, directory)
+        _move_in(staging, directory)
 
 
 @contextmanager
@@ -362,7 +362,7 @@ def _in_peft(name: str) -> str:
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
-def move_in(staging: Path, directory: Path) -> None:
+def _move_in(staging: Path, directory: Path) -> None:
     """Move staged files into a model's directory once they are on disk."""
     settle(staging)
     for path in sorted(staging.iterdir()):

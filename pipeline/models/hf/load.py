@@ -182,8 +182,7 @@ def load_classifier(
     is_redrawn = is_classifier and wanted != own
     settings.num_labels = wanted
     if is_redrawn:
-        for name in OF_SCORES:
-            settings.__dict__.pop(name, None)
+        settings.__dict__.pop("class_values", None)
     model, missing = _build(AutoModelForSequenceClassification, config, settings, device)
     drawn = {name for name in missing if HEAD.match(name)}
     _require_weights(path, missing - drawn)
@@ -217,9 +216,6 @@ def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) ->
             if head.bias is not None:
                 head.bias.zero_()
 
-
-OF_SCORES = ("class_values", "score_mean", "score_std")
-"""Fields of config.json in which step 2 describes the scores of a head."""
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
 """Parameters of a classifier that a language model lacks."""

@@ -90,7 +90,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     ),
     (
         "--reward.data.format llama2 --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",
-        "the reward model would read dialogues in a different chat format from {out}/step1_sft's",
+        "the actor would read dialogues in a different chat format from {out}/step2_reward's",
     ),
     (
         "--deployment-type single_node --num-processes 4 --ppo.parallel.replicas 3",

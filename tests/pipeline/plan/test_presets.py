@@ -150,10 +150,10 @@ def test_step_2_reads_its_own_model_alone(tmp_path: Path) -> None:
     both = planned(tmp_path, *with_actor)[1]["step2_reward"]
     actor = planned(tmp_path, "--step", "2", "--actor-model", OWN)[1]["step2_reward"]
 
-    assert (alone["model.path"], alone["actor.path"]) == (OWN, None)
+    assert alone["model.path"] == OWN
     assert alone["data.path"] == ["Dahoas/rm-static"]
-    assert (both["model.path"], both["actor.path"]) == ("facebook/opt-350m", OWN)
-    assert (actor["model.path"], actor["actor.path"]) == (OWN, OWN)
+    assert both["model.path"] == "facebook/opt-350m"
+    assert actor["model.path"] == OWN
 
 
 def test_an_output_of_step_1_wins_over_the_model_it_started_from(tmp_path: Path) -> None:

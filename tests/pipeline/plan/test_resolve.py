@@ -20,7 +20,6 @@ def test_each_step_takes_the_output_of_the_one_before() -> None:
 
     assert steps["step1_sft"]["output_dir"] == "out/step1_sft"
     assert steps["step2_reward"]["model.path"] == "out/step1_sft"
-    assert steps["step2_reward"]["actor.path"] == "out/step1_sft"
     assert steps["step3_ppo"]["actor.path"] == "out/step1_sft"
     assert steps["step3_ppo"]["critic.path"] == "out/step2_reward"
     assert steps["step3_ppo"]["reward.path"] == "out/step2_reward"
