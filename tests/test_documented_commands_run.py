@@ -35,6 +35,7 @@ ELSEWHERE = {
     "bash scripts/": "tests/test_configs.py",
     "sbatch ": "tests/pipeline/launch/test_layout.py, without SLURM itself",
     "--deployment-type multi_node --hostfile": "tests/faults/test_many_machines.py",
+    "--deployment-type ray": "tests/faults/test_on_ray.py",
     "python -m pipeline.launch.cluster": "tests/pipeline/launch/test_cluster.py",
     "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
     "--autotune": "tests/pipeline/plan/",

@@ -111,7 +111,7 @@ nonsense | 'nonsense' | options start with --
 --save-every never | never | 15m
 --plan-for 8xTOASTER | 8xTOASTER | 8xA100-80GB
 --num-processes 1000 --deployment-type single_node | 1000 processes | start fewer processes
---deployment-type cloud | --deployment-type | 'single_gpu', 'single_node', 'multi_node'
+--deployment-type cloud | --deployment-type | 'single_gpu', 'single_node', 'multi_node', 'ray'
 --deployment-type multi_node --hostfile bad_hosts | bad_hosts:1 | worker-0 slots=8
 --output-dir good.jsonl | --output-dir good.jsonl | not a directory
 --ppo.kl_coeff 1 | ppo.kl_coeff | did you mean ppo.kl_coef

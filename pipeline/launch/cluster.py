@@ -6,7 +6,6 @@ Without --hostfile it uses the SLURM allocation that it runs in.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from pipeline.cli.help import help_entry, settings_help
 from pipeline.cli.options import run_main, say, split_options
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import (
+    REMOTE,
     host_command,
     launch_command,
     node_command,
@@ -29,7 +29,6 @@ from pipeline.settings.build import build_config
 from pipeline.settings.fields import list_settings
 from pipeline.system.errors import require
 
-REMOTE = (sys.executable, "-m", "pipeline.launch.remote")
 NOT_HERE = ("deployment_type", "num_processes")
 
 
@@ -37,6 +36,10 @@ def main(argv: Sequence[str]) -> None:
     """Run a module on all machines; exit with its code."""
     deployment, step = parse(argv)
     where = layout(deployment)
+    if where.by == "ray":
+        from pipeline.launch.on_ray import run_on_ray
+
+        raise SystemExit(run_on_ray(step, where))
     if not deployment.no_check:
         check_machines(where, deployment, Path.cwd())
     if where.by == "ssh":
@@ -75,7 +78,7 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
         "-m needs a module; end the command with -m MODULE and its options, such as -m"
         " step1_sft.train --config my.yaml",
     )
-    known = {each.name for each in fields(Deployment)} - set(NOT_HERE)
+    known = {each.name for each in fields(Deployment)} - {"num_processes"}
     for name, _ in options:
         require(
             name in known,
@@ -96,7 +99,8 @@ def _help() -> str:
         [
             "usage: python -m pipeline.launch.cluster [OPTION ...] -m MODULE [SETTING ...]",
             "",
-            "Runs a module on several machines, torchrun on each.",
+            "Runs a module on several machines, torchrun on each; with --deployment-type ray on",
+            "those of a Ray cluster.",
             "",
             *settings_help(own, dashes=True),
             "",

@@ -13,9 +13,17 @@ from pipeline.system.installation import ROOT
 from pipeline.system.threads import share_of_cores, shorten_spinning
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
+REMOTE = (sys.executable, "-m", "pipeline.launch.remote")
 
 NO_DIRECTORY, NO_PYTHON = 120, 121
 """Exit codes if a machine lacks the directory or Python."""
+
+MISSING = {
+    NO_DIRECTORY: "does not have this command's working directory; start in a directory that all"
+    " machines share at the same path",
+    NO_PYTHON: "does not have this Python; install the same environment at the same path",
+}
+"""Clauses that follow the name of such a machine."""
 
 
 def step_command(
@@ -39,9 +47,12 @@ def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -
             return _torchrun(step, where.hosts[0], ["--standalone"])
         case "slurm":
             return srun_command(step, where)
+        case "ray":
+            nodes, each = len(where.hosts), len(where.hosts[0].slots)
+            options = f"--deployment-type ray --num-nodes {nodes} --num-gpus {each}".split()
         case "ssh":
             options = [*given_options(deployment), "--no-check"]
-            return [sys.executable, "-m", "pipeline.launch.cluster", *options, *step]
+    return [sys.executable, "-m", "pipeline.launch.cluster", *options, *step]
 
 
 def node_command(step: Sequence[str], where: Layout, rank: int) -> list[str]:
@@ -79,18 +90,23 @@ def host_command(
 
     It runs there in the directory of the same name, with this repository's packages on its path.
     """
-    python = shlex.quote(sys.executable)
-    line = (
-        f"cd {shlex.quote(str(Path.cwd()))} || exit {NO_DIRECTORY};"
-        f" test -x {python} || exit {NO_PYTHON};"
-        f" exec env {shlex.quote(f'PYTHONPATH={ROOT}')} {shlex.join(command)}"
-    )
+    line = shell_line(command)
     if where.by == "slurm":
         one = ["--nodes", "1", "--ntasks", "1", "--nodelist", host.name, "--overlap"]
         return ["srun", *one, "--cpu-bind", "none", "sh", "-c", line]
     if is_this_machine(host.name):
         return ["sh", "-c", line]
     return [*shlex.split(deployment.ssh_command), host.name, line]
+
+
+def shell_line(command: Sequence[str]) -> str:
+    """The line for another machine's shell that runs a command in this directory."""
+    python = shlex.quote(sys.executable)
+    return (
+        f"cd {shlex.quote(str(Path.cwd()))} || exit {NO_DIRECTORY};"
+        f" test -x {python} || exit {NO_PYTHON};"
+        f" exec env {shlex.quote(f'PYTHONPATH={ROOT}')} {shlex.join(command)}"
+    )
 
 
 def given_options(deployment: Deployment) -> list[str]:

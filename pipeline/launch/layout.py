@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,13 @@ from pipeline.system.errors import ConfigError, require, suggestion
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 """ssh without a password prompt, which detects a lost connection within a minute."""
 
-OF_SEVERAL = ("hostfile", "num_nodes", "master_addr", "master_port")
-"""Options for several machines only."""
+OF_TYPES = (
+    (("hostfile", "master_addr", "master_port"), "multi_node"),
+    (("num_nodes",), "multi_node or ray"),
+    (("include", "exclude"), "single_node or multi_node"),
+    (("num_gpus",), "single_node, multi_node or ray"),
+)
+"""Options for some types of deployment only."""
 
 EXCLUSIVE = (
     ("include", "exclude"),
@@ -46,9 +52,9 @@ NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 class Deployment:
     """Options that determine where processes run."""
 
-    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
-    """One process, on the GPU if there is one; one process per GPU of this machine; or several
-    machines, by --hostfile or inside a SLURM allocation."""
+    deployment_type: Literal["single_gpu", "single_node", "multi_node", "ray"] = "single_gpu"
+    """One process, on the GPU if there is one; one process per GPU of this machine; several
+    machines, by --hostfile or inside a SLURM allocation; or the nodes of a Ray cluster."""
 
     num_processes: int | None = None
     """Processes of single_node. By default one per GPU, or 2 without a GPU."""
@@ -65,10 +71,11 @@ class Deployment:
     """Hosts and slots to exclude, written as for --include."""
 
     num_nodes: int | None = None
-    """Number of machines of multi_node, from the first."""
+    """Number of machines of multi_node, from the first, or of nodes of ray. By default all."""
 
     num_gpus: int | None = None
-    """Number of processes on each machine, from each host's first slot."""
+    """Number of processes on each machine, from each host's first slot. Processes of ray use a CPU
+    each in a cluster without GPUs."""
 
     master_addr: str | None = None
     """Address of the first machine, for the rendezvous. By default the first host's name."""
@@ -94,10 +101,7 @@ class Deployment:
         for name in ("num_processes", "num_gpus", "num_nodes"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{spelled(name)} must be above 0, got {value}")
-        for names, types in (
-            (OF_SEVERAL, "multi_node"),
-            (("include", "exclude", "num_gpus"), "single_node or multi_node"),
-        ):
+        for names, types in OF_TYPES:
             for name in names:
                 require(
                     self.deployment_type in types or getattr(self, name) is None,
@@ -147,9 +151,9 @@ class Host:
 class Layout:
     """Placement of the processes of a step."""
 
-    by: Literal["process", "node", "ssh", "slurm"]
-    """The launcher: Python alone, torchrun on this machine, or torchrun on each machine through ssh
-    or srun."""
+    by: Literal["process", "node", "ssh", "slurm", "ray"]
+    """The launcher: Python alone, torchrun on this machine, or torchrun on each machine through
+    ssh, srun or Ray."""
 
     hosts: tuple[Host, ...] = ()
     """The machines in the order of their node ranks; empty without torchrun."""
@@ -178,6 +182,8 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
         return Layout("process")
     if deployment.deployment_type == "single_node":
         return Layout("node", (_this_machine(deployment),))
+    if deployment.deployment_type == "ray":
+        return _by_ray(deployment)
     if deployment.hostfile is not None:
         return _by_ssh(deployment)
     if "SLURM_JOB_ID" in environment:
@@ -236,6 +242,19 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     # Jobs may share a machine; job IDs give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
     return Layout("slurm", hosts, deployment.master_addr or names[0], port)
+
+
+def _by_ray(deployment: Deployment) -> Layout:
+    require(
+        find_spec("ray") is not None,
+        '--deployment-type ray needs the package ray: pip install "rlhf-pipeline[ray]"',
+    )
+    nodes, each = deployment.num_nodes, deployment.num_gpus
+    if nodes is None or each is None:
+        from pipeline.launch.ray_cluster import count_nodes
+
+        nodes, each = count_nodes(nodes, each)
+    return Layout("ray", tuple(Host(f"node {i}", tuple(range(each))) for i in range(nodes)))
 
 
 def expand_nodelist(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pipeline.cli.options import complain
-from pipeline.launch.commands import NO_DIRECTORY, NO_PYTHON, host_command
+from pipeline.launch.commands import MISSING, host_command
 from pipeline.launch.layout import Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
 from pipeline.system.errors import ConfigError
@@ -113,15 +113,8 @@ def _probe(host: Host, command: Sequence[str]) -> Machine | str:
             f"{host.name}{place} can't be reached: {message or 'ssh failed'}; {by_hand} must work"
             " without a password"
         )
-    if code == NO_DIRECTORY:
-        return (
-            f"{host.name} does not have this command's working directory; start in a directory that"
-            " all machines share at the same path"
-        )
-    if code == NO_PYTHON:
-        return (
-            f"{host.name} does not have this Python; install the same environment at the same path"
-        )
+    if code in MISSING:
+        return f"{host.name} {MISSING[code]}"
     return (
         f"{host.name} can't run this code (exit code {code}): {message or 'no message'}; install"
         " the same environment and check out the same commit there, at the same paths"

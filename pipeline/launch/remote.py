@@ -14,15 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from pipeline.cli.options import EXIT_USER_ERROR, complain
 from pipeline.launch.child import SIGNALS
+from pipeline.launch.commands import MISSING
 from pipeline.system.signals import STOP_SIGNALS
 
 HEARTBEAT_SECONDS = 10.0
@@ -56,6 +57,12 @@ class RemoteCommand:
 
     environment: Mapping[str, str]
     """Variables of the remote command, which are sent through standard input."""
+
+    start: Callable[..., Any] = subprocess.Popen
+    """Starts the command, with the arguments of `subprocess.Popen`."""
+
+    lost: str = "the connection failed or was lost"
+    """Clause for a lost machine."""
 
 
 def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
@@ -133,13 +140,13 @@ class _Group:
                 continue
             command.noticed = True
             command.finish_output()
-            if self._signals or self._failed is not None:
+            if self._signals or (self._failed is not None and command.code != LOST):
                 continue
-            wrong_input = command.code == EXIT_USER_ERROR
-            self._failed = command
-            if not wrong_input:  # it has printed its error
+            if command.code != EXIT_USER_ERROR:  # it has printed its error
                 complain(f"{command.describe()}{'; stopping the others' if running else ''}")
-            self._deadline = time.monotonic() + HEARING_SECONDS
+            if self._failed is None:
+                self._failed = command
+                self._deadline = time.monotonic() + HEARING_SECONDS
 
 
 class _Command:
@@ -150,8 +157,9 @@ class _Command:
         self.code: int | None = None
         self.noticed = False
         self._asked_to_end = False
+        self._lost = remote.lost
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
+        self._process = remote.start(
             remote.command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0
         )
         self.send(json.dumps(dict(remote.environment)))
@@ -194,8 +202,10 @@ class _Command:
     def describe(self) -> str:
         """A clause that describes how it ended."""
         if self.code == LOST:
-            return f"{self.host}: the connection failed or was lost"
+            return f"{self.host}: {self._lost}"
         code = self.exit_code
+        if code in MISSING:
+            return f"{self.host} {MISSING[code]}"
         if code > 128 and (number := code - 128) in set(signal.Signals):
             return f"{self.host} exited first, by {signal.Signals(number).name}"
         return f"{self.host} exited first, with exit code {code}"

@@ -31,17 +31,6 @@ def test_an_option_on_the_wrong_side_of_the_module_is_refused(argv: str, named: 
     assert named in str(error.value)
 
 
-def run(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline.launch.cluster", *words],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.fixture
 def srun(tmp_path: Path) -> Path:
     """A replacement of SLURM's srun: the command once per machine, one after the other."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch.commands import host_command, launch_command, node_command, step_environment
-from pipeline.launch.layout import Deployment, Layout, layout
+from pipeline.launch.layout import Deployment, Host, Layout, layout
 
 STEP = ["-m", "step1_sft.train", "--config", "out/config.yaml"]
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_GPUS_ON_NODE": "8"}
@@ -56,6 +56,12 @@ def test_several_machines_run_the_launcher_with_the_options_given(hosts: str) ->
         "/env/bin/python -m pipeline.launch.cluster --hostfile hosts --include worker-1:0,2"
         " --no-check -m step1_sft.train --config out/config.yaml"
     )
+
+
+def test_a_ray_cluster_gets_the_numbers_of_nodes_and_processes() -> None:
+    command = launch_command(STEP, Layout("ray", (Host("node 0", (0, 1)),)), Deployment())
+
+    assert command[3:-4] == ["--deployment-type", "ray", "--num-nodes", "1", "--num-gpus", "2"]
 
 
 def test_each_machine_runs_torchrun_with_its_number(hosts: str) -> None:

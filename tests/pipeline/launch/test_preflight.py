@@ -28,11 +28,7 @@ def problems(
 ) -> list[str]:
     file = directory / "hosts"
     file.write_text("".join(f"{host} slots=1\n" for host in hosts))
-    deployment = Deployment(
-        deployment_type="multi_node",
-        hostfile=file,
-        ssh_command=str(ssh),
-    )
+    deployment = Deployment(deployment_type="multi_node", hostfile=file, ssh_command=str(ssh))
     with pytest.raises(ConfigError) as error:
         check_machines(layout(deployment, {}), deployment, directory / "out" / "deep")
     return [*capsys.readouterr().err.splitlines(), str(error.value)]

@@ -154,23 +154,6 @@ def test_variables_come_through_standard_input_and_not_on_a_command_line() -> No
         assert not [line for line in lines if "hf_secret" in " ".join(line)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_are_passed_on_by_name(number: signal.Signals) -> None:
-    waits = f"""
-import signal, time
-signal.signal({int(number)}, lambda *_: exit(75))
-print("ready", flush=True)
-time.sleep(60)
-"""
-    with told(waits) as process:
-        say(process, "{}")
-        say(process, "")
-        assert hear(process) == "ready"
-        say(process, number.name)
-
-        assert process.wait(30) == 75
-
-
 def test_nothing_stays_behind_when_the_launcher_is_gone() -> None:
     starts = """
 import subprocess, sys, time
@@ -196,17 +179,16 @@ from pipeline.launch.remote import RemoteCommand, run_everywhere
 
 node = [sys.executable, "-m", "pipeline.launch.remote", sys.executable, "-c"]
 remotes = [
-    RemoteCommand(f"worker-{number}", command, {"NUMBER": str(number)})
+    RemoteCommand(f"worker-{number}", [*node, program], {"NUMBER": str(number)})
     for number, program in enumerate(PROGRAMS)
-    for command in [program if isinstance(program, list) else [*node, program]]
 ]
 sys.exit(run_everywhere(remotes))
 """
 
 
-def start(*programs: str | list[str]) -> "subprocess.Popen[str]":
-    """Run programs side by side; a list is a plain command instead of one on a machine."""
-    program = f"PROGRAMS = {[_dedented(each) for each in programs]!r}\n{RUNS}"
+def start(*programs: str) -> "subprocess.Popen[str]":
+    """Run programs side by side."""
+    program = f"PROGRAMS = {[*map(textwrap.dedent, programs)]!r}\n{RUNS}"
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -217,11 +199,7 @@ def start(*programs: str | list[str]) -> "subprocess.Popen[str]":
     )
 
 
-def _dedented(program: str | list[str]) -> str | list[str]:
-    return textwrap.dedent(program) if isinstance(program, str) else program
-
-
-def run(*programs: str | list[str]) -> tuple[int, str, str]:
+def run(*programs: str) -> tuple[int, str, str]:
     process = start(*programs)
     out, errors = process.communicate(timeout=60)
     return process.returncode, out, errors

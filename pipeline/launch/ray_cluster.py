@@ -1,0 +1,69 @@
+"""The Ray cluster that this machine belongs to, or that RAY_ADDRESS names."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import ray
+from ray.exceptions import RayError
+
+from pipeline.cli.options import complain
+from pipeline.launch.local import CPU_PROCESSES
+from pipeline.system.errors import EXIT_FAILED, ConfigError, require
+
+PATIENCE_SECONDS = 10.0
+"""Seconds to connect, and to wait for free nodes before a message."""
+
+NODE_LOST = "the node was lost; --resume continues on the nodes that remain"
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Connect to the cluster at RAY_ADDRESS, else to that of this machine, or raise ConfigError."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdigit() and not _listens(host.rpartition("/")[2], int(port)):
+            raise ConnectionError  # noqa: TRY301  # Ray itself retries for many minutes
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        raise ConfigError(
+            f"there is no Ray cluster at {address}; start one with `ray start --head`, or set"
+            " RAY_ADDRESS to the address that it prints"
+        ) from None
+    try:
+        yield
+    except RayError as error:
+        complain(f"{NODE_LOST} ({str(error).splitlines()[0]})")
+        raise SystemExit(EXIT_FAILED) from None
+    finally:
+        ray.shutdown()
+
+
+def _listens(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), PATIENCE_SECONDS):
+        return True
+    return False
+
+
+def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
+    """The number of nodes and of processes on each: as given, else all that the cluster has."""
+    with connected():
+        resources = [
+            node["Resources"]
+            for node in ray.nodes()  # Ray takes half a minute to notice a lost one
+            if node["Alive"] and _listens(node["NodeManagerAddress"], node["NodeManagerPort"])
+        ]
+    device = process_resource(resources)
+    counts = sorted((int(each.get(device, 0)) for each in resources), reverse=True)
+    counts = [each for each in counts if each >= (processes or 1)][:nodes]
+    require(bool(counts), f"no node of the Ray cluster has {processes or 1} {device}s")
+    most = counts[-1] if device == "GPU" else min(counts[-1], CPU_PROCESSES)
+    return nodes or len(counts), processes or most
+
+
+def process_resource(resources: Sequence[Mapping[str, float]]) -> str:
+    """The resource of one process: a GPU, or a CPU in a cluster without GPUs."""
+    return "GPU" if any(each.get("GPU") for each in resources) else "CPU"
