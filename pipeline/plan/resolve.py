@@ -22,13 +22,7 @@ from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.response_length import default_length
 from pipeline.plan.stage import BEFORE, METHODS, Stage
-from pipeline.settings.build import (
-    Layer,
-    build_config,
-    merge,
-    method_layer,
-    read_settings,
-)
+from pipeline.settings.build import Layer, build_config, merge, method_layer, read_settings
 from pipeline.settings.fields import Option, flatten, get_default, nested
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
