@@ -42,7 +42,6 @@ ELSEWHERE = {
     "--path ADAPTER --to merged": "tests/pipeline/export/test_weights.py",
     "--to adapter": "tests/pipeline/export/test_weights.py, as the run here has no adapter",
     "python -m step3_ppo.train ... --guards": "tests/step3_ppo/test_rollback.py",
-    "--config qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
     "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
     "--ppo.advantage": "tests/step3_ppo/, and tests/test_steps_at_every_stage.py",
     "--zero-config ds_config.json": "tests/test_end_to_end.py, in a short form",

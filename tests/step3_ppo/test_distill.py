@@ -106,7 +106,7 @@ def test_a_served_teacher_gives_the_log_probabilities_of_a_local_one(
 ) -> None:
     config = taught(toy, tmp_path)
     rollout = sampled(toy_models(config), config)
-    with serving((ModelPath("teacher", str(tmp_path)),)) as running:
+    with serving((ModelPath("teacher", str(tmp_path)),), log_requests=False) as running:
         served = replace(config, teacher=FrozenModelConfig(), teacher_url=f"{running.url}/v1")
         models = toy_models(served)
         remote = sampled(models, served)

@@ -38,7 +38,7 @@ def played(
 ) -> list[EpisodeResponse]:
     """An episode for each row; keys from `first` on."""
     keys = range(first, first + len(extra))
-    batch = PromptBatch([], rows(models, *extra), list(keys))
+    batch = PromptBatch(groups=[], prompts=rows(models, *extra), rows=[], keys=list(keys))
     submit = Submitting(models.sources, batch.prompts, models.chat)
     episodes = sampled_responses(models, batch, config, on_response=submit)
     assert all(isinstance(each, EpisodeResponse) for each in episodes)
