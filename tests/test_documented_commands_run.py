@@ -66,6 +66,7 @@ ELSEWHERE = {
     "ratings.jsonl": "tests/inference/test_ratings.py, as a run has none yet",
     "inference.serve": "tests/inference/serve/test_command.py, as a server does not end",
     "--config arithmetic-grpo.yaml": "minutes; as a dry run in tests/test_train_cli.py",
+    "podman ": "a container engine",
     "--teacher": "tests/step3_ppo/test_distill.py",
     "--environment": "tests/test_environments_end_to_end.py, in a short form",
 }
