@@ -126,7 +126,7 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
     parts = urllib.parse.urlsplit(url)
     try:
         known = parts.scheme in ("http", "https") and bool(parts.hostname)
-        local = _is_local(parts.hostname or "") and (parts.port or 1) > 0
+        local = is_local(parts.hostname or "") and (parts.port or 1) > 0
     except ValueError:
         known = local = False
     require(known, f"{where}.path must be an address such as https://HOST/PATH, got {url}")
@@ -145,7 +145,8 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
     return Endpoint(url, timeout_seconds, config.attempts, variable)
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Whether a host name or address is this machine."""
     if host == "localhost":
         return True
     try:

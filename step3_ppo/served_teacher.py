@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.system.errors import ModelError
-from rewards.endpoint import Endpoint, EndpointError
+from pipeline.system.errors import ModelError, require
+from rewards.endpoint import Endpoint, EndpointError, is_local
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,20 @@ class ServedTeacher:
 
     Each request has the token ids of a prompt with its response, and requests their
     log-probabilities (`echo`, no new tokens) at temperature 1.
+
+    Raises:
+        ConfigError: the key would be sent unencrypted over a network.
+        ModelError: the server gives no log-probabilities, or has a different tokenizer.
     """
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
         root = url.rstrip("/").removesuffix("/v1")
         key = KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None
+        parts = urlsplit(root)
+        require(
+            key is None or parts.scheme == "https" or is_local(parts.hostname or ""),
+            f"--teacher {url} would send {KEY_VARIABLE} unencrypted; use https://, or unset it",
+        )
         self._completions = Endpoint(f"{root}/v1/completions", TIMEOUT_SECONDS, ATTEMPTS, key)
         self._tokenize = Endpoint(f"{root}/tokenize", TIMEOUT_SECONDS, 1, key)
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher")

@@ -102,7 +102,7 @@ def test_a_run_has_no_other_model_and_resumes_exactly(toy: Path, tmp_path: Path)
 
 
 def test_a_served_teacher_gives_the_log_probabilities_of_a_local_one(
-    toy: Path, tmp_path: Path
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = taught(toy, tmp_path)
     rollout = sampled(toy_models(config), config)
@@ -117,6 +117,9 @@ def test_a_served_teacher_gives_the_log_probabilities_of_a_local_one(
     found, expected = (each.experience.ref_logprobs for each in (remote, rollout))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert torch.equal(remote.experience.logprobs, rollout.experience.logprobs)
+    monkeypatch.setenv("TEACHER_API_KEY", "secret")
+    with pytest.raises(ConfigError, match="would send TEACHER_API_KEY unencrypted"):
+        ServedTeacher("http://192.0.2.1:8000/v1", byte_level())
     with pytest.raises(ConfigError, match="temperature must be 1 with"):
         replace(served, temperature=0.7)
 
