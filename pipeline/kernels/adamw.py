@@ -23,7 +23,6 @@ from pipeline.kernels.build import Library, parallel
 from pipeline.kernels.build import build as build_library
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
-MOMENTS = (torch.float32, torch.bfloat16)
 COPIES = (torch.bfloat16, torch.float16)
 
 CHUNK = 65536
@@ -114,38 +113,6 @@ def new_moments(like: Float[Tensor, " n"], dtype: torch.dtype) -> dict[str, Tens
     return {name: torch.zeros_like(like, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
 
-def check(weights: Weights, gradient: Tensor) -> None:
-    """Raise unless the vectors can be stepped.
-
-    Raises:
-        ValueError: a vector is unsuitable; the message names it.
-    """
-    tensors = {"gradient": gradient} | weights.tensors()
-    split = weights.low_bits is not None
-    allowed = {
-        "master": (torch.bfloat16,) if split else (torch.float32,),
-        "exp_avg": MOMENTS,
-        "exp_avg_sq": (weights.exp_avg.dtype,),
-        "copy": () if split else COPIES,
-        "low_bits": (torch.int16,),
-        "gradient": (torch.float32,),
-    }
-    for name, tensor in tensors.items():
-        if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
-            raise ValueError(
-                f"AdamW needs flat vectors of equal length on one device: {name} has shape"
-                f" {tuple(tensor.shape)} on {tensor.device}, the gradient has"
-                f" {tuple(gradient.shape)} on {gradient.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"AdamW needs contiguous vectors, but {name} has stride {tensor.stride()}"
-            )
-        if tensor.dtype not in allowed[name]:
-            takes = " or ".join(str(dtype) for dtype in allowed[name]) or "none"
-            raise ValueError(f"AdamW's {name} must be {takes} here, not {tensor.dtype}")
-
-
 @torch.no_grad()
 def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
     """One step of AdamW in PyTorch, in place.
@@ -230,13 +197,11 @@ def adamw_(
     gradient is fp32. With `kernels` off, or auto without a kernel, PyTorch computes the step.
 
     Raises:
-        ValueError: a vector is unsuitable; the message names it.
         KernelError: `kernels` is required, and no kernel supports the vectors.
     """
-    check(weights, gradient)
     if gradient.numel() == 0:
         return
-    kernel = None if kernels == "off" else _find(weights, gradient, kernels)
+    kernel = find(gradient.device, Kind.of(weights), kernels)
     if isinstance(kernel, Gpu):
         shard = Shard(weights=weights, gradient=gradient, lr=1.0, weight_decay=step.weight_decay)
         ShardTable([shard], kernel).step(step_scalars(step, kernel.device), step)
@@ -267,7 +232,7 @@ class Launches:
         Each shard's rate is multiplied by that of `step`.
 
         Raises:
-            ValueError, KernelError: as `adamw_`.
+            KernelError: as `adamw_`.
         """
         addresses = [_addresses(shard) for shard in shards]
         if addresses != self._addresses:
@@ -287,8 +252,8 @@ class Launches:
         rest: list[Shard] = []
         for shard in shards:
             kernel = None
-            if kernels != "off" and shard.gradient.is_cuda and shard.gradient.numel():
-                kernel = _find(shard.weights, shard.gradient, kernels)
+            if shard.gradient.is_cuda and shard.gradient.numel():
+                kernel = find(shard.gradient.device, Kind.of(shard.weights), kernels)
             if isinstance(kernel, Gpu):
                 kind = Kind.of(shard.weights)
                 by_kind.setdefault((kernel, kind), []).append(shard)
@@ -296,13 +261,6 @@ class Launches:
                 rest.append(shard)
         self._tables = [ShardTable(group, gpu) for (gpu, _), group in by_kind.items()]
         return rest
-
-
-def _find(weights: Weights, gradient: Tensor, kernels: Kernels) -> Library | Gpu | None:
-    tensors = [gradient, *weights.tensors().values()]
-    if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
-        return choice.accept("AdamW", "a vector is not aligned to its elements", kernels)
-    return find(gradient.device, Kind.of(weights), kernels)
 
 
 def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | None:
@@ -430,22 +388,11 @@ def cuda_macros(kind: Kind) -> dict[str, str | int]:
 
 
 class ShardTable:
-    """Shards of one kind with their addresses in GPU memory.
-
-    It is valid as long as the tensors do not move.
-
-    Raises:
-        ValueError: the kernel doesn't support a shard.
-    """
+    """Shards of one kind with their addresses in GPU memory; valid until a tensor moves."""
 
     def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
-        for shard in shards:
-            check(shard.weights, shard.gradient)
         self.shards, self.gpu = tuple(shards), gpu
-        kinds = {Kind.of(shard.weights) for shard in shards}
-        if len(kinds) != 1:
-            raise ValueError(f"all shards of a launch must have the same dtypes, got {kinds}")
-        self.kind = kinds.pop()
+        self.kind = Kind.of(shards[0].weights)
         counts = [-(-len(shard.gradient) // BLOCK_ELEMENTS) for shard in shards]
         self.num_blocks = sum(counts)
         first_block = 0

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipeline.config import Kernels
 from pipeline.kernels.adamw import (
-    MOMENTS,
     AdamW,
     Weights,
     adamw_,
@@ -60,7 +59,7 @@ def copied(weights: Weights) -> Weights:
 
 def options() -> Iterator[dict[str, Any]]:
     kinds = ({}, {"copy": BF16}, {"copy": FP16}, {"split": True})
-    for moments, kind in itertools.product(MOMENTS, kinds):
+    for moments, kind in itertools.product((torch.float32, torch.bfloat16), kinds):
         yield {"moments": moments, **kind}
 
 
