@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import choose_command, read_command, run_main, say
+from pipeline.cli.options import read_command, run_main, say
 from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.files.durable import sync, write_output
 from pipeline.system.errors import ConfigError, DataError, require
@@ -228,8 +228,9 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a file can't be read or written, or has lines that are not ratings.
     """
-    command, words = choose_command({"export": export_rows}, argv, lambda: f"usage: {USAGE}")
-    command(words)
+    first, *words = argv or ["--help"]
+    require(first in ("export", "-h", "--help"), f"there is no command {first!r}; usage: {USAGE}")
+    export_rows(words if first == "export" else ["--help"])
 
 
 def export_rows(words: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ or underscores; lists are written with spaces (`--data.path a.jsonl b.jsonl`) or
 without a value is true.
 """
 
+import argparse
 import gc
 import json
 import os
@@ -52,7 +53,6 @@ from pipeline.system.errors import (
     UserError,
     is_disk_full,
     is_out_of_memory,
-    suggestion,
 )
 from pipeline.system.installation import find_preset
 from pipeline.system.signals import EXIT_INTERRUPTED
@@ -311,23 +311,12 @@ def read_command(
     return config
 
 
-def choose_command(
-    commands: Mapping[str, C], argv: Sequence[str], help_text: Callable[[], str]
-) -> tuple[C, Sequence[str]]:
-    """The command named by the first argument, and the remaining arguments.
+class CommandParser(argparse.ArgumentParser):
+    """A parser of commands, whose errors are a ConfigError."""
 
-    Without arguments, or with `--help`, print the help and exit with code 0.
-
-    Raises:
-        ConfigError: there is no such command.
-    """
-    if not argv or argv[0] in ("-h", "--help"):
-        say(help_text())
-        raise SystemExit(0)
-    name, *words = argv
-    if name not in commands:
-        raise ConfigError(f"there is no command {name!r}; {suggestion(name, commands)}")
-    return commands[name], words
+    def error(self, message: str) -> NoReturn:
+        """Raise the message, which argparse would print."""
+        raise ConfigError(f"{message}; {self.prog} --help lists the options")
 
 
 def _as_option(name: str) -> str:

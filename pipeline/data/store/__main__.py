@@ -4,11 +4,10 @@ import argparse
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import CommandParser, run_main, say
 from pipeline.data.store.token_file import (
     CHUNK,
     TokenFile,
@@ -22,18 +21,13 @@ from pipeline.system.errors import EXIT_USER_ERROR, ConfigError, DataError, requ
 from pipeline.system.installation import MODULE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; {self.prog} --help lists the options")
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the command named in `argv`.
 
     Raises:
         UserError: the files or options can't be used.
     """
-    parser = _Parser(prog=f"{MODULE} pipeline.data.store", allow_abbrev=False)
+    parser = CommandParser(prog=f"{MODULE} pipeline.data.store", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(function: object, files: str) -> argparse.ArgumentParser:

@@ -1,23 +1,42 @@
 """`python -m pipeline.engine.checkpoint verify DIR`, and `... consolidate DIR OUT`."""
 
+import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.help import help_entry
-from pipeline.cli.options import choose_command, run_main, say
+from pipeline.cli.options import CommandParser, run_main, say
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, step_of
 from pipeline.engine.checkpoint.history import candidates
 from pipeline.system.errors import CheckpointError, ConfigError
+from pipeline.system.installation import MODULE
 
 EXIT_DAMAGED = 1
 
 
-def verify(words: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
+    """Run the command in `argv`.
+
+    Raises:
+        UserError: the command or its arguments are wrong.
+    """
+    parser = CommandParser(prog=f"{MODULE} pipeline.engine.checkpoint")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for run in (verify, consolidate):
+        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.add_argument("dir", type=Path, help="a checkpoint, or a directory of them")
+        command.set_defaults(run=run)
+    command.add_argument("out", type=Path, help="directory to write")
+    command.add_argument("--model", help="model of a run with several; default: the first")
+    options = parser.parse_args(list(argv))
+    options.run(options)
+
+
+def verify(options: argparse.Namespace) -> None:
     """Compare every file with its checksum; exit code 1 if one is damaged."""
     damaged = False
-    for path in _checkpoints("verify", words):
+    for path in _checkpoints(options.dir):
         began = time.perf_counter()
         try:
             checkpoint = Checkpoint.open(path)
@@ -34,16 +53,9 @@ def verify(words: Sequence[str]) -> None:
         raise SystemExit(EXIT_DAMAGED)
 
 
-def consolidate(words: Sequence[str]) -> None:
+def consolidate(options: argparse.Namespace) -> None:
     """Write the model to a Hugging Face directory OUT; in step 3 the actor, or --model critic."""
-    model = None
-    if len(words) == 4 and words[2] == "--model":
-        *words, _, model = words
-    if len(words) != 2:
-        raise ConfigError(
-            "usage: python -m pipeline.engine.checkpoint consolidate DIR OUT [--model NAME]"
-        )
-    path, out = _checkpoints("consolidate", words[:1])[0], Path(words[1])
+    path, out = _checkpoints(options.dir)[0], options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists; choose a new directory")
     from pipeline.models.hf.consolidate import consolidate as write
@@ -52,31 +64,12 @@ def consolidate(words: Sequence[str]) -> None:
     configure_logging(is_main=True)
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
-    write(checkpoint, model or next(iter(checkpoint.state.get("models", {})), "model"), out)
+    write(checkpoint, options.model or next(iter(checkpoint.state.get("models", {})), "model"), out)
     say(f"{out} holds the model after step {checkpoint.step}")
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
-    "verify": (verify, "DIR"),
-    "consolidate": (consolidate, "DIR OUT"),
-}
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the command in `argv`.
-
-    Raises:
-        UserError: the command or its arguments are wrong.
-    """
-    (command, _), words = choose_command(COMMANDS, argv, _help)
-    command(words)
-
-
-def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
+def _checkpoints(path: Path) -> list[Path]:
     """The named checkpoint, or all those in the named directory."""
-    if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError(f"usage: python -m pipeline.engine.checkpoint {command} DIR")
-    path = Path(words[0])
     name = path.resolve().name
     if (path / MANIFEST).exists() or step_of(Path(name)) is not None or is_base_name(name):
         return [path]
@@ -86,13 +79,6 @@ def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         raise ConfigError(f"no such directory: {path}")
     raise ConfigError(f"{path} is not a checkpoint and contains none")
-
-
-def _help() -> str:
-    lines = ["usage: python -m pipeline.engine.checkpoint COMMAND ...", ""]
-    for name, (command, takes) in COMMANDS.items():
-        lines += help_entry(f"{name} {takes}", (command.__doc__ or "").strip())
-    return "\n".join([*lines, "", "DIR is a checkpoint, or a directory of them."])
 
 
 if __name__ == "__main__":
