@@ -1,13 +1,14 @@
 """Sums as verifiable data: `python -m pipeline.demo.arithmetic --out DIR`.
 
-A row has a prompt `57+26=`, a demonstration, correct in a fraction of the rows and with one wrong
-digit in the others, and the column `answer`, which the reward `math` reads. The directory is a data
-path: `--data-path DIR --reward math`.
+A row has a prompt `57+26=`, a demonstration, correct in half of the rows and with one wrong digit
+in the others, and the column `answer`, which the reward `math` reads. The directory is a data path:
+`--data-path DIR --reward math`.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,9 @@ from pipeline.cli.options import read_command, run_main, say
 from pipeline.files.durable import json_lines, write_output
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
+
+HELD_OUT = 512
+"""Rows of test.jsonl, on which no step trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +33,6 @@ class ArithmeticConfig:
     """Directory for a base model for sums, a Llama with 310,000 random weights; the embedded one,
     three times as large, learns them more slowly."""
 
-    digits: int = 2
-    """Number of digits in each of the two summands."""
-
-    rows: int = 8100
-    """Maximum number of distinct sums; with two-digit numbers there are 8,100."""
-
-    held_out: int = 512
-    """Rows of test.jsonl, on which no step trains."""
-
-    right: float = 0.5
-    """Fraction of correct demonstrations."""
-
     calculator: bool = False
     """Correct demonstrations call `add` of the environment calculator and answer with its
     result."""
@@ -48,31 +40,14 @@ class ArithmeticConfig:
     seed: int = 0
     """Seed of the sums and their demonstrations."""
 
-    def __post_init__(self) -> None:
-        require(0 < self.digits < 10, f"digits must be 1 to 9, got {self.digits}")
-        require(0 <= self.right <= 1, f"right must be 0 to 1, got {self.right}")
-        require(
-            0 < self.held_out < min(self.rows, len(self.numbers) ** 2),
-            f"held_out {self.held_out} leaves none of {self.rows} rows and"
-            f" {len(self.numbers) ** 2:,} sums of {self.digits} digits to train on; lower it",
-        )
-
-    @property
-    def numbers(self) -> range:
-        """The numbers to add."""
-        return range(10 ** (self.digits - 1), 10**self.digits)
-
 
 def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
-    """The rows, in random order, without duplicates."""
-    random = Random(f"sums of {config.digits} digits, seed {config.seed}")
-    numbers = config.numbers
-    count = min(config.rows, len(numbers) ** 2)
+    """All 8,100 sums of two numbers of two digits, in random order."""
+    random = Random(f"sums of 2 digits, seed {config.seed}")
     rows: list[dict[str, Any]] = []
-    for number in random.sample(range(len(numbers) ** 2), count):
-        first, second = (numbers[index] for index in divmod(number, len(numbers)))
+    for first, second in random.sample(list(product(range(10, 100), repeat=2)), 8100):
         right = shown = first + second
-        if random.random() >= config.right:
+        if random.random() >= 0.5:
             shown = _with_a_wrong_digit(right, random)
         response: Any = str(shown)
         if config.calculator and shown == right:  # the call, its result, the answer
@@ -106,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
     for path in (*files.values(), *([config.model] if config.model else [])):
         require(not path.exists(), f"{path} already exists; remove it or choose another one")
     rows = sums(config)
-    test, train = rows[: config.held_out], rows[config.held_out :]
+    test, train = rows[:HELD_OUT], rows[HELD_OUT:]
     if config.model is not None:
         from pipeline.demo.model import build_model, build_tokenizer  # imports torch
 

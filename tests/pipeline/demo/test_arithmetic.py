@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.sharing.steps import load_examples
-from pipeline.demo.arithmetic import ArithmeticConfig, main, sums
+from pipeline.demo.arithmetic import HELD_OUT, ArithmeticConfig, main, sums
 
 
 def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
@@ -26,21 +26,21 @@ def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
 def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> None:
     out = tmp_path / "sums"
 
-    main(["--out", str(out), "--rows", "300", "--held-out", "40"])
+    main(["--out", str(out)])
 
-    config = DataConfig(path=(str(out),))
+    config = DataConfig(path=(str(out),), max_eval_rows=HELD_OUT)
     kept = RowColumns(needed=frozenset({"answer"}))
     first, third = (load_examples(config, step=step, seed=0, kept=kept) for step in (1, 3))
-    assert len(first.eval) == len(third.eval) == 40
-    assert len(first.train) + len(third.train) == 260
+    assert len(first.eval) == len(third.eval) == HELD_OUT
+    assert len(first.train) + len(third.train) == 8100 - HELD_OUT
     written = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
     held_out = {example.prompt[0].content for example in third.eval}
     assert held_out == {row["prompt"] for row in written}
 
 
 def test_right_demonstrations_may_call_the_calculator_and_answer_with_what_it_returned() -> None:
-    plain = sums(ArithmeticConfig(rows=300, held_out=40))
-    rows = sums(ArithmeticConfig(rows=300, held_out=40, calculator=True))
+    plain = sums(ArithmeticConfig())
+    rows = sums(ArithmeticConfig(calculator=True))
 
     for row, other in zip(rows, plain, strict=True):
         assert (row["prompt"], row["answer"]) == (other["prompt"], other["answer"])
