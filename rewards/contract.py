@@ -82,7 +82,8 @@ def parse_outcomes(returned: object, count: int) -> list[Outcome]:
     A wrong number of results fails all of them, since none can be matched to a response; a result
     that is neither a finite number nor None fails only its own episode.
     """
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+    unordered = isinstance(returned, str | bytes | Mapping | set | frozenset)
+    if unordered or not hasattr(returned, "__iter__"):
         return everywhere(f"it returned {described(returned)}, not a list of numbers", count)
     results = list(returned)  # type: ignore[call-overload]
     if len(results) != count:
@@ -97,7 +98,7 @@ def parse_outcome(result: object) -> Outcome:
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
         return Outcome.failed(f"it returned {described(result)} instead of a number or None")
     try:
-        number = float(result)  # type: ignore[arg-type]
+        number = float(result.detach() if hasattr(result, "detach") else result)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         return Outcome.failed(f"it returned {described(result)}, which is not a number: {error}")
     if not math.isfinite(number):

@@ -136,7 +136,7 @@ def read_definition(path: str, where: str, kinds: tuple[type[N], ...]) -> tuple[
 def read_text(path: Path, where: str) -> str:
     """The text of a file that the setting `where` names."""
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return path.expanduser().read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -170,8 +170,9 @@ def read_function(config: RewardConfig) -> FunctionFile:
     needed = tuple(name for name in names if name in read - optional - _GENERATED)
     if family == "trl" and arguments.kwarg:
         text, kwarg = ast.unparse(node), arguments.kwarg.arg
-        if not re.search(rf"try:| in {kwarg}\b(?!\[)", text):  # else it handles a missing column
-            found = re.findall(rf"\b{kwarg}\['(\w+)'\]", text)
+        # Otherwise it handles a missing column.
+        if not re.search(rf"try:| in {kwarg}\b(?!\[|\.pop)", text):
+            found = re.findall(rf"\b{kwarg}(?:\[|\.pop\()'(\w+)'[\])]", text)
             needed += tuple(sorted({*found} - _TRAINERS_OWN))
     given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
     return FunctionFile(file.file, file.name, file.text, *given)

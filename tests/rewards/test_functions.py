@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.config import find_column
 from pipeline.data.examples import Message
 from pipeline.data.rows.shapes import check_columns
 from pipeline.system.errors import ConfigError, DataError
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Outcome
+from rewards.contract import Episode, Outcome, parse_outcomes
 from rewards.functions import FunctionFile, read_function
 from rewards.sources import Source, row_columns, scorer_of
 
@@ -30,6 +31,7 @@ FORMS = (
     ("def score(queries, prompts, labels, **kwargs): return []", "openrlhf"),
     ("def score(data_source, solution_str, ground_truth, extra_info=None): return 1", "verl"),
     ("def score(solution_str, ground_truth): return 1", "verl"),
+    ("\ufeffdef score(episodes): return []", "episodes"),  # a byte order mark
 )
 
 
@@ -67,6 +69,12 @@ def test_reading_a_function_runs_nothing_of_its_file(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.filterwarnings("error")
+def test_results_are_numbers_in_the_order_of_the_responses() -> None:
+    assert parse_outcomes([torch.ones(1, requires_grad=True)], 1) == [Outcome(1.0)]
+    assert "returned set {1.0}, not a list" in str(parse_outcomes({1.0}, 1)[0].failure)
+
+
 VERL_ROW = {
     "data_source": "toy",
     "reward_model": {"style": "rule", "ground_truth": "7"},
@@ -97,6 +105,7 @@ VERL_ROW = {
         ("def score(solution_str, ground_truth=None, scale=3.0): return scale", set(), 3.0),
         ("def score(completions, missing): return [0.0 for _ in missing]", {"missing"}, None),
         ("def score(completions, **k): return [0.0 for _ in k['missing']]", {"missing"}, None),
+        ("def score(completions, **k): return [0.0 for _ in k.pop('missing')]", {"missing"}, None),
         ("def score(completions, **k): return [float(i) for i in k['index']]", {"index"}, 3.0),
         ("def score(completions, **k): return [k['x'] if 'x' in k else 4.0]", set(), 4.0),
     ],
