@@ -13,73 +13,24 @@ the segments, never from token ids, so a padding token may equal the end-of-sequ
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pipeline.data.chat.encoders import Encoder, beginning_encoder, continuation_encoder
 from pipeline.data.examples import REASONING, Encoded, Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
 from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 
 logger = logging.getLogger(__name__)
-
-Encoder = Callable[[str], list[int]]
-
-
-def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Return an encoder for the start of a text, without added special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or tokenizer.split_special_tokens:
-        return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return partial(_encode, backend)  # a call of the tokenizer takes four times as long
-
-
-def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Return an encoder for text that follows other text: like `tokenizer`, with no dummy prefix.
-
-    The encoder may be a copy, which doesn't have tokens added to `tokenizer` later.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return beginning_encoder(tokenizer)
-    state = json.loads(backend.to_str())
-    bare = {part: _without_prefix(state[part]) for part in ("normalizer", "pre_tokenizer")}
-    if all(bare[part] == state[part] for part in bare):
-        return beginning_encoder(tokenizer)
-    from tokenizers import Tokenizer
-
-    return partial(_encode, Tokenizer.from_str(json.dumps({**state, **bare})))
-
-
-def _encode(backend: "Tokenizer", text: str) -> list[int]:
-    backend.no_truncation()  # earlier calls may have enabled it
-    backend.no_padding()
-    return backend.encode(text, add_special_tokens=False).ids
-
-
-def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of tokenizer.json without its prefix for the start of text."""
-    if part is None or part["type"] in ("Prepend", "Strip"):
-        return None
-    if part["type"] == "Sequence":
-        name = "normalizers" if "normalizers" in part else "pretokenizers"
-        kept = [bare for inner in part[name] if (bare := _without_prefix(inner)) is not None]
-        return {**part, name: kept} if kept else None
-    if part["type"] == "Metaspace":
-        return {**part, "prepend_scheme": "never"}
-    if part["type"] == "ByteLevel":
-        return {**part, "add_prefix_space": False}
-    return part
-
 
 Messages = Sequence[Message]
 
@@ -92,8 +43,10 @@ _OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
 _BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 _LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
+_THOUGHT = re.compile(r"\s*(<think>)?\s*[^\s<].*</think>", re.DOTALL)
+_UNFINISHED = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
 """Thinking blocks, in order: opened at the end of a prompt; opened or empty there; empty at the
-beginning of a turn; opened or complete there."""
+beginning of a turn; opened or complete there; complete and not empty; not closed there."""
 
 UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
@@ -106,6 +59,8 @@ LOST_HISTORY = (
     "renders an answer differently when more turns follow (for example, without thinking); only the"
     " last answer is trained on"
 )
+
+OWN_END = "adds the end of a turn, so that in the row's text is omitted"
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
@@ -271,7 +226,8 @@ class ChatFormat:
         if last.role != "assistant":
             return self._history(messages, self.render(messages, generation_prompt=True), origin)
         if not before:  # plain text has no roles
-            return [Segment(self._bos + last.content + self._eos, by_assistant=True)]
+            text = last.content.removeprefix(self._bos).removesuffix(self._eos)
+            return [Segment(self._bos + text + self._eos, by_assistant=True)]
         prompt = self.render(before, generation_prompt=True)
         turn = self._turn(messages, prompt, origin)
         return [*self._history(before, prompt, origin), *self._answer(messages, prompt, turn)]
@@ -317,10 +273,7 @@ class ChatFormat:
     def _prefill(self, messages: Messages, prompt: str) -> str:
         """The text of a last turn that the response continues."""
         content = messages[-1].content
-        if THINK in content and END_THINK not in content:  # templates would treat it as an answer
-            text = self._as_given(messages[-1], prompt)
-        else:
-            text = self._turn(messages, prompt).removesuffix(self._end_of_turn)
+        text = self._turn(messages, prompt).removesuffix(self._end_of_turn)
         return text.rstrip() + content[len(content.rstrip()) :]
 
     def _turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
@@ -347,8 +300,9 @@ class ChatFormat:
         if not knows_blocks and not _has(written, message.reasoning):
             self._report(origin, LOST_REASONING)
             message = replace(message, reasoning="")
-        thinks, is_behind = _thinks(message), text.startswith(prompt)
+        is_behind = text.startswith(prompt)
         closed = prompt.rstrip().endswith(END_THINK) or not (is_behind or knows_blocks)
+        thinks = message.reasoning or _THOUGHT.match(message.content)
         if origin and message.trained and thinks and closed:
             raise DataError(
                 f"{self.title} closes the thinking block in its prompts, but this response has"
@@ -357,7 +311,9 @@ class ChatFormat:
             )
         opened = bool(_OPENED.search(prompt))
         kept = self._kept(message, written, origin)
-        if is_behind and kept and _block_fits(text[len(prompt) :], opened=opened, thinks=thinks):
+        if knows_blocks and not message.calls and _UNFINISHED.match(message.content):
+            kept = False  # the template would treat it as an answer
+        if is_behind and kept and _block_fits(text[len(prompt) :], opened=opened):
             return self._ended(text[len(prompt) :], message)
         if opened and kept and written.lstrip().startswith(END_THINK):
             return self._ended(written, message)
@@ -386,7 +342,7 @@ class ChatFormat:
         for common in (without_block, self.render(messages[:-1], generation_prompt=False)):
             if text.startswith(common):
                 return common
-        if any(_thinks(message) or message.calls for message in messages):
+        if any(m.reasoning or m.calls or END_THINK in m.content for m in messages):
             return ""
         raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
 
@@ -402,7 +358,8 @@ class ChatFormat:
         if THINK not in text and END_THINK not in text:
             return (END_OF_THINK.lstrip("\n") if after == "\n\n" else END_OF_THINK) + text
         text = text.removeprefix(THINK)
-        return text.lstrip("\n") if after else text
+        lines = len(text) - len(text.lstrip("\n"))
+        return text[min(lines, len(after)) :]  # without the line breaks of the prompt
 
     def _ended(self, region: str, message: Message) -> str:
         """A last turn up to its end-of-turn token, which is added if the template has none."""
@@ -436,6 +393,7 @@ class ChatFormat:
         if not messages:
             raise DataError("a prompt must have a turn")
         continues = messages[-1].role == "assistant"
+        messages = self._unended(messages, origin)
         before = messages[:-1] if continues else messages
         with _named(origin):
             full = self.render(before, generation_prompt=True)
@@ -466,8 +424,7 @@ class ChatFormat:
         The mask covers the texts of all assistant turns and their end tokens, or with "all" every
         token; never the first token or turns that are not `trained`.
 
-        An assistant turn at the end of the prompt is continued. Errors and warnings name `origin`,
-        the row's origin.
+        An assistant turn at the end of the prompt is continued. `origin` names the row in messages.
 
         Raises:
             DataError: the template can't render the dialogue; or, with `origin`, its prompt closes
@@ -482,7 +439,7 @@ class ChatFormat:
             whole = replace(begun, content=text, prefill=begun.content, trained=rest.trained)
             messages = [*prompt[:-1], whole, *response[1:]]
         with _named(origin):
-            segments = self.segments(messages, origin)
+            segments = self.segments(self._unended(messages, origin), origin)
         input_ids: list[int] = []
         trained: list[bool] = []
         for segment, ids in zip(segments, self._ids(segments), strict=True):
@@ -491,6 +448,18 @@ class ChatFormat:
             trained += [learned] * len(ids)
         trained[0] = False
         return Encoded(input_ids, trained)
+
+    def _unended(self, messages: Messages, origin: str) -> Messages:
+        """The dialogue without end tokens in the texts of rows, as the format adds its own."""
+        ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
+        end = re.compile(rf"(\s*({ends}))+\s*\Z")
+        if len(messages) == 1 or not any(end.search(turn.content) for turn in messages):
+            return messages
+        self._report(origin, OWN_END)
+        return [
+            replace(turn, content=end.sub("", turn.content)) if turn.role == "assistant" else turn
+            for turn in messages
+        ]
 
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
         """Token ids of the turns that follow an answer, with the next generation prompt.
@@ -639,15 +608,12 @@ def _without_thinking(message: Message) -> Message:
     return replace(message, content=answer[2].lstrip() if answer[1] else answer[2], reasoning="")
 
 
-def _thinks(message: Message) -> bool:
-    return bool(message.reasoning) or END_THINK in message.content
-
-
-def _block_fits(turn: str, *, opened: bool, thinks: bool) -> bool:
+def _block_fits(turn: str, *, opened: bool) -> bool:
     """Whether a rendered turn closes the block opened by its prompt, and opens no other."""
     if opened:
         return END_THINK in turn and not turn.lstrip().startswith(THINK)
-    return not (thinks and _EMPTY.match(turn))
+    empty = _EMPTY.match(turn)
+    return not (empty and END_THINK in turn[empty.end() :])
 
 
 def _keeps(message: Message, region: str) -> bool:
@@ -689,7 +655,7 @@ def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
             ids += declared if isinstance(declared, list) else [declared]
             break
     known = set(tokenizer.get_vocab().values())
-    return tuple(dict.fromkeys(number for number in ids if number in known))
+    return tuple(dict.fromkeys(each for each in ids if isinstance(each, int) and each in known))
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

@@ -151,9 +151,14 @@ def resolve_format(
     chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
     text = chat_format.render(PROBE_PROMPT, generation_prompt=True)
-    if adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
+    if adds_bos(tokenizer) and not text.lstrip().startswith(str(tokenizer.bos_token)):
         chat_format = replace(chat_format, template="{{- bos_token }}" + chat_format.template)
-    _check_complete(chat_format)
+    text = "".join(part.text for part in chat_format.segments((*PROBE_PROMPT, PROBE_RESPONSE)))
+    if not all(turn.content in text for turn in (*PROBE_PROMPT, PROBE_RESPONSE)):
+        raise DataError(
+            f"{chat_format.title} omits the text of turns, perhaps because it expects content in"
+            " parts (images and text); choose another --format"
+        )
     return chat_format
 
 
@@ -182,17 +187,6 @@ def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
             f" {', '.join(FORMATS)}"
         )
     return path.read_text(encoding="utf-8")
-
-
-def _check_complete(chat_format: ChatFormat) -> None:
-    """Raise DataError unless the format can be split and keeps the text of every turn."""
-    dialogue = (*PROBE_PROMPT, PROBE_RESPONSE)
-    text = "".join(segment.text for segment in chat_format.segments(dialogue))
-    if not all(message.content in text for message in dialogue):
-        raise DataError(
-            f"{chat_format.title} omits the text of turns, perhaps because it expects content in"
-            " parts (images and text); choose another --format"
-        )
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:

@@ -115,6 +115,15 @@ def test_bos_stands_once_at_the_start_if_the_tokenizer_adds_one(name: str) -> No
 
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
+    text = chat_format.encode((), (Message("assistant", "<s>Plain.<|endoftext|>"),)).input_ids
+    assert tokenizer.decode(text) == "<s>Plain.<|endoftext|>"
+
+
+def test_a_template_may_begin_with_space_and_bos() -> None:  # as Falcon-H1's
+    tokenizer = byte_level(bos=True)
+    tokenizer.chat_template = " {{ bos_token }}" + FORMATS["human_assistant"][0]
+
+    assert resolve_format(tokenizer, "auto").template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("bos", [False, True])

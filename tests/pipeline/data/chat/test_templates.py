@@ -314,7 +314,19 @@ def test_thinking_behind_a_closed_block_is_refused_for_a_row() -> None:
 
     with pytest.raises(DataError, match=r"^rows.jsonl line 1: chat format tokenizer closes "):
         learned(chat_format, (USER,), Message("assistant", THOUGHT))
-    assert learned(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
+    for content in ("Blue.", "<think>\n\n</think>\n\nBlue."):
+        assert learned(chat_format, (USER,), Message("assistant", content)) == ["Blue.<|im_end|>"]
+
+
+def test_an_end_token_in_the_text_of_a_row_is_trained_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat_format = with_chatml_tokens(DATED)
+    prompt = (USER, Message("assistant", "Red.<|im_end|>\n"), Message("user", "Why <|im_end|>"))
+    answer = Message("assistant", "Blue.<|endoftext|> <|im_end|>")
+
+    assert learned(chat_format, prompt, answer) == ["Red.<|im_end|>", "Blue.<|im_end|>"]
+    assert caplog.text.count("rows.jsonl line 1: chat format tokenizer adds the end") == 1
 
 
 def test_an_answer_may_end_with_another_token_once_more_turns_follow() -> None:
@@ -430,8 +442,16 @@ WHOLE_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
 )
 def test_a_thinking_block_is_written_once(template: str, thinking: str, plain: str) -> None:
     chat_format = with_chatml_tokens(template)
+    prompt = str(chat_format.tokenizer.decode(chat_format.encode_prompt((USER,))))
+    unfinished = "<think>\nWeigh"
+    empty = THOUGHT.replace("Weigh it.", "")
 
-    for content, target in ((THOUGHT, thinking), ("Blue.", plain)):
+    for content, target in (
+        (THOUGHT, thinking),
+        ("Blue.", plain),
+        (empty, empty if thinking == THOUGHT else plain),
+        (unfinished, unfinished.removeprefix(prompt.rpartition("assistant\n")[2])),
+    ):
         runs = learned(chat_format, (USER,), Message("assistant", content))
         assert runs == [f"{target}<|im_end|>"]
 
