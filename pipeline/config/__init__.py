@@ -12,6 +12,7 @@ from pipeline.config.data import (
     TextDataConfig,
     check_split,
     find_column,
+    parsed,
 )
 from pipeline.config.model import (
     AdapterVariant,

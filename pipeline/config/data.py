@@ -51,15 +51,20 @@ def _entry(place: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 
 
 def _nested(value: object) -> Mapping[str, Any]:
-    """A nested column, parsed if it is text as in CSV files (JSON or Python's repr); else empty."""
+    """A nested column, parsed if it is text as in CSV files; else empty."""
     is_text = isinstance(value, str) and value.lstrip().startswith("{")
-    for parse in (json.loads, ast.literal_eval) if is_text else ():
+    value = parsed(value) if is_text else value
+    return value if isinstance(value, Mapping) else {}
+
+
+def parsed(value: Any) -> Any:  # noqa: ANN401
+    """Parse text that is JSON or a Python literal; return anything else unchanged."""
+    for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
         try:
-            value = parse(str(value).strip())
-            break
+            return parse(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-    return value if isinstance(value, Mapping) else {}
+    return value
 
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]

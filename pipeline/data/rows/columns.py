@@ -1,6 +1,5 @@
 """Columns of a row: turns in the common forms of chat data, labels and ties."""
 
-import ast
 import json
 import math
 import re
@@ -9,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from pipeline.config import parsed
 from pipeline.data.examples import REASONING, Message, Role
 from pipeline.data.rows.sources import Row, require_characters
 from pipeline.system.errors import DataError
@@ -44,6 +44,8 @@ _WITH_TEXT = {"content", "value", *_CALLS}
 _OF_TOOLS = ("name", "tool_call_id")
 _KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}
 
+FIX = "choose another column with --fields or fix the row"
+AS_LINES = "save the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
 NO_ANSWER = "with no assistant turn after a user turn"
 EMPTY_RESPONSE = "with an empty response"
 
@@ -53,9 +55,10 @@ class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and count
 
 
 # The format of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
-_MARKER = re.compile(r"\n\n(Human|Assistant):")
+_MARKER = re.compile(r"(?:\r?\n){2}(Human|Assistant):")
 # The format of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
-_ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
+_WORD = re.compile(r"\s(Human|Assistant):")
+_LAST = re.compile(r"\s(Assistant):(?!.*\sAssistant:)", re.DOTALL)
 
 # The start of stringified turns: `[{"role": ...`, `{'content': ...`, `array([{'role': ...`.
 _TURNS_AS_TEXT = re.compile(
@@ -67,22 +70,23 @@ _TURNS_AS_TEXT = re.compile(
 def parse_dialogue(text: str) -> Turns | None:
     """Return the turns of a "Human: ... Assistant: ..." text; None for other texts.
 
-    An empty "Assistant:" at the end only prompts for the response and is not a turn.
+    An empty "Assistant:" at the end only prompts for the response and is not a turn; the text
+    before such a dialogue is its system message.
     """
-    text = "\n\n" + text.lstrip()
-    if not text.startswith("\n\nHuman:"):
+    system, *pieces = _MARKER.split("\n\n" + text.strip())
+    if pieces[:1] != ["Human"] or (system and pieces[-2:] != ["Assistant", ""]):
         return None
-    _, *pieces = _MARKER.split(text)
-    one_line = _ONE_LINE.match(text) if len(pieces) == 2 else None
-    if one_line is not None:
-        pieces = ["Human", one_line["user"], "Assistant", one_line["assistant"]]
+    if len(pieces) == 2:
+        _, *words = _WORD.split(f" Human:{pieces[1]}")
+        in_turn = all(one != two for one, two in pairwise(words[::2]))
+        pieces = words if in_turn else ["Human", *_LAST.split(pieces[1])]
     messages = [
         Message("user" if name == "Human" else "assistant", content.strip())
         for name, content in zip(pieces[::2], pieces[1::2], strict=True)
     ]
     if messages[-1] == Message("assistant", ""):
         messages.pop()
-    return join_turns(messages)
+    return join_turns([*([Message("system", system.strip())] if system else []), *messages])
 
 
 def join_turns(messages: Sequence[Message]) -> Turns:
@@ -149,10 +153,8 @@ def text(row: Row, name: str) -> str:
     """Return the text in a column."""
     value = row.columns.get(name)
     if not isinstance(value, str):
-        raise DataError(
-            f"{row.origin}: {name} must be text, got {type(value).__name__}; choose another column"
-            " with --fields or fix the row"
-        )
+        fix = AS_LINES if isinstance(value, dict) else FIX
+        raise DataError(f"{row.origin}: {name} must be text, got {type(value).__name__}; {fix}")
     return value
 
 
@@ -166,10 +168,11 @@ def _items(row: Row, name: str) -> list[Any] | None:
     begin = _TURNS_AS_TEXT.match(value)
     if begin is None:
         return None
-    items = _parsed(value)
+    items = parsed(value)
     if not isinstance(items, str):
         items = list(items) if isinstance(items, list | tuple) else [items]
-        if not all(isinstance(item, dict) and _is_turn(item) for item in items):
+        keys = [set(item) if isinstance(item, dict) else set[str]() for item in items]
+        if not all(each & {"role", "from"} and each & _WITH_TEXT for each in keys):
             return None
         require_characters(items, row.origin)
         return items
@@ -177,12 +180,8 @@ def _items(row: Row, name: str) -> list[Any] | None:
         return None
     raise DataError(
         f"{row.origin}: {name} has turns as a string that is neither JSON nor a Python literal;"
-        " save the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
+        f" {AS_LINES}"
     )
-
-
-def _is_turn(item: Mapping[str, Any]) -> bool:
-    return not ({"role", "from"}.isdisjoint(item) or _WITH_TEXT.isdisjoint(item))
 
 
 def turns(row: Row, name: str) -> Turns:
@@ -196,7 +195,7 @@ def turns(row: Row, name: str) -> Turns:
     if items is None:
         raise DataError(
             f"{row.origin}: {name} must be a list of turns, got {type(row.columns[name]).__name__};"
-            " choose another column with --fields or fix the row"
+            f" {FIX}"
         )
     joined = join_turns([_turn(row, name, turn) for turn in items])
     if any(one.role == two.role != "tool" for one, two in pairwise(joined)):
@@ -257,11 +256,11 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
         found, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
     elif found and turn.get("content", turn.get("value")) is None:
         turn = {**turn, "content": ""}
-    given = _without_null(_parsed(found[0])) if found else []
+    given = _without_null(parsed(found[0])) if found else []
     calls: list[dict[str, Any]] = []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = _parsed(function.get("arguments") or {})
+        arguments = parsed(function.get("arguments") or {})
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise DataError(
                 f'{row.origin}: a tool call must have a name and arguments, {{"name": ...,'
@@ -275,7 +274,7 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
 
 def with_tools(row: Row, dialogue: Turns) -> Turns:
     """The dialogue with the row's `tools`, as JSON schemas, in its first turn."""
-    tools = _without_null(_parsed(row.columns.get("tools") or []))
+    tools = _without_null(parsed(row.columns.get("tools") or []))
     if not tools or not dialogue:
         return dialogue
     tools = tools if isinstance(tools, list) else [tools]
@@ -297,16 +296,6 @@ def _as_json(row: Row, value: object) -> str:
     return text
 
 
-def _parsed(value: Any) -> Any:  # noqa: ANN401
-    """Parse text that is JSON or a Python literal; return anything else unchanged."""
-    for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
-        try:
-            return parse(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return value
-
-
 def _without_null(value: object) -> Any:  # noqa: ANN401
     """The value without nulls: in tables, every object has the keys of all rows."""
     if isinstance(value, dict):
@@ -320,8 +309,12 @@ def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {"text": part} for part in content]
-        thoughts = [part.get("thinking") for part in parts if part.get("type") == "thinking"]
-        texts = [part.get("text") for part in parts if part.get("type") != "thinking"]
+        thoughts = [
+            next((part[key] for key in (*REASONING, "text") if part.get(key) is not None), None)
+            for part in parts
+            if part.get("type") in REASONING
+        ]
+        texts = [part.get("text") for part in parts if part.get("type") not in REASONING]
         if not all(isinstance(each, str) for each in (*thoughts, *texts)):
             return None, None
         content, reasoning = "".join(map(str, texts)), reasoning or "".join(map(str, thoughts))
@@ -352,16 +345,21 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
 
 
 def with_system(row: Row, dialogue: Turns) -> Turns:
-    """Prepend the column `system` to the dialogue if the row has one."""
+    """Begin the dialogue with the column `system` if the row has one."""
     if not row.columns.get("system"):
         return dialogue
-    return (Message("system", text(row, "system")), *dialogue)
+    system = Message("system", text(row, "system"))
+    return dialogue if dialogue[:1] == (system,) else join_turns((system, *dialogue))
 
 
 def response(row: Row, name: str, question: Turns) -> Turns:
-    """Return a response column: turns, or the stripped text of one turn that follows `question`."""
+    """Return a response column: turns, or the stripped text of one turn that follows `question`.
+
+    Turns that repeat `question` at their start are returned without it.
+    """
     if _items(row, name) is not None:
-        return turns(row, name)
+        found = turns(row, name)
+        return found[len(question) :] if found[: len(question)] == question else found
     content = text(row, name).rstrip()
     begun = bool(question) and question[-1].role == "assistant"
     return (Message("assistant", content if begun else content.lstrip()),)

@@ -52,26 +52,26 @@ def named_set(name: str) -> NamedSet | None:
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 
 
-def _pair(prompt: str | Turns, chosen: str, rejected: str | None = None) -> Example | None:
-    """An example of stripped texts; None if one is empty."""
+def _pair(
+    prompt: str | Turns | None, chosen: str | None, rejected: str | None = None
+) -> Example | None:
+    """An example of stripped texts; None if the prompt or a response is missing or empty."""
     turns = _user(prompt) if isinstance(prompt, str) else prompt
-    texts = [chosen] if rejected is None else [chosen, rejected]
     if not turns or turns[-1].role != "user" or not turns[-1].content:
         return None
-    if not all(text.strip() for text in texts):
+    if not chosen or not all(text.strip() for text in (chosen, rejected) if text is not None):
         return None
     return Example(turns, _assistant(chosen), _assistant(rejected) if rejected else ())
 
 
-def _columns(prompt: str, chosen: str, rejected: str | None = None) -> NamedSet:
-    """A set with its texts in these columns; a row without one of the texts is dropped."""
-    names = (prompt, chosen) if rejected is None else (prompt, chosen, rejected)
+def _columns(*names: str) -> NamedSet:
+    """A set with its prompt and responses in these columns; a row without one is dropped."""
 
     def to_example(row: Columns) -> Example | None:
         texts = [row[name] for name in names]
         return None if None in texts else _pair(*texts)
 
-    return NamedSet(to_example, has_rejected=rejected is not None)
+    return NamedSet(to_example, has_rejected=len(names) > 2)
 
 
 def _assistant(text: str) -> Turns:
@@ -115,16 +115,14 @@ def _shp(row: Columns) -> Example | None:
 
 def _sharegpt_vicuna(row: Columns) -> Example | None:
     """A prompt of USER: and ASSISTANT: turns, and the response in `label`."""
-    if not row["prompt"] or not row["label"]:
-        return None
-    pieces = re.split(r"(?:\A|\s)(USER|ASSISTANT):", row["prompt"])
+    pieces = re.split(r"(?:\A|\s)(USER|ASSISTANT):", row["prompt"] or "")
     turns = [
         Message("user" if name == "USER" else "assistant", text.strip())
         for name, text in zip(pieces[1::2], pieces[2::2], strict=True)
     ]
     if turns and turns[-1] == Message("assistant", ""):
         turns.pop()
-    prompt, answered = last_response(join_turns(turns or _user(row["prompt"])))
+    prompt, answered = last_response(join_turns(turns or _user(row["prompt"] or "")))
     return None if answered else _pair(prompt, row["label"])
 
 
@@ -138,13 +136,13 @@ def _miracl(row: Columns) -> Example | None:
 
 def _hc3_chinese(row: Columns) -> Example | None:
     answers = row["human_answers"]
-    return _optional_pair(row["question"], answers[0] if answers else None)
+    return _pair(row["question"], answers[0] if answers else None)
 
 
 def _mkqa(language: str) -> Callable[[Columns], Example | None]:
     def to_example(row: Columns) -> Example | None:
         answers = row["answers"][language]
-        return _optional_pair(row["queries"][language], answers[0]["text"] if answers else None)
+        return _pair(row["queries"][language], answers[0]["text"] if answers else None)
 
     return to_example
 
@@ -152,10 +150,6 @@ def _mkqa(language: str) -> Callable[[Columns], Example | None]:
 def _qag_jaquad(row: Columns) -> Example | None:
     """The first question and the paragraph that answers it."""
     return _pair(row["questions"][0], row["paragraph"]) if row["questions"] else None
-
-
-def _optional_pair(prompt: str | None, chosen: str | None) -> Example | None:
-    return None if prompt is None or chosen is None else _pair(prompt, chosen)
 
 
 _MIRACL = NamedSet(_miracl, has_rejected=True)

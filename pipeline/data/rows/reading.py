@@ -31,6 +31,7 @@ def read_paths(
     *,
     step: int,
     notes: list[str],
+    optional: bool = False,
 ) -> list[ReadPath]:
     """Read the examples of each path.
 
@@ -40,6 +41,7 @@ def read_paths(
         kept: columns to keep in `extra`.
         step: number of the step that reads them.
         notes: receives notes on what was dropped, and why.
+        optional: whether rows may have our names instead of those in `fields`.
 
     Raises:
         DataError: a path, a row or a column can't be used.
@@ -47,7 +49,7 @@ def read_paths(
     sources = [read_source(path, step=step) for path in paths]
     if fields or kept.needed:
         rows = [row.columns for source in sources for row in (*source.train, *source.eval)]
-        notes += check_columns(rows, fields, kept)
+        notes += check_columns(rows, {} if optional else fields, kept)
     read: list[ReadPath] = []
     for count, source in enumerate(sources, start=1):
         again = any(source.name == other.name for other in sources[: count - 1])

@@ -6,7 +6,7 @@ columns it has.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -62,10 +62,12 @@ class Reading:
 def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
     """Return the example if its prompt has a question and the assistant's turn is next."""
     responses = [turns for turns in (chosen, rejected) if turns]
-    if all(turn.role != "user" for turn in question) or question[-1].role == "system":
+    if all(turn.role != "user" for turn in question):
         raise LeftOut(NO_ANSWER)
+    if question[-1].role == "system":
+        raise LeftOut("with a system turn right before the response")
     if any({turns[0].role, turns[-1].role} != {"assistant"} for turns in responses):
-        raise LeftOut(NO_ANSWER)
+        raise LeftOut("whose response does not begin and end with an assistant turn")
     return Example(question, chosen, rejected)
 
 
@@ -158,14 +160,6 @@ def _alpaca(row: Row) -> Example:
 def _pair(row: Row, answer: str, question: str = "prompt") -> Example:
     before = prompt(row, question)
     return _answered(before, response(row, answer, before))
-
-
-def _prompt_only(row: Row) -> Example:
-    return _answered(prompt(row), ())
-
-
-def _plain_text(row: Row) -> Example:
-    return Example((), (Message("assistant", text(row, "text")),))
 
 
 SCHEMA = 1
@@ -267,8 +261,8 @@ SHAPES = (
     Shape(("prompt", "response"), partial(_pair, answer="response")),
     Shape(("prompt", "completion"), partial(_pair, answer="completion")),
     Shape(("question", "answer"), partial(_pair, answer="answer", question="question")),
-    Shape(("prompt",), _prompt_only),
-    Shape(("text",), _plain_text, ()),
+    Shape(("prompt",), lambda row: _answered(prompt(row), ())),
+    Shape(("text",), lambda row: Example((), (Message("assistant", text(row, "text")),)), ()),
 )
 
 
@@ -363,9 +357,13 @@ def _quality(row: Row) -> bool | None:
     return {"true": True, "false": False}.get(word)
 
 
-def _unknown_shape(row: Row, columns: Collection[str]) -> str:
+def _unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
     if not columns:
         return f"{row.origin}: the row is empty; remove it"
+    for name, value in columns.items():
+        item = value[0] if isinstance(value, list) and value else None
+        if isinstance(item, dict) and any(item.keys() >= {*shape.needs} for shape in SHAPES):
+            return f"{row.origin} is no row, but {name} is a list of rows; save only this list"
     known = ", ".join(" + ".join(shape.needs) for shape in SHAPES)
     return (
         f"{row.origin}: no known row format has the columns {names(columns)}; known are {known}:"

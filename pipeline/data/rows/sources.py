@@ -24,6 +24,9 @@ from pipeline.system.hub import require_reachable
 CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
+METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files of `datasets` and LLaMA-Factory, next to rows but without any."""
+
 PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
 """Training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
 
@@ -129,7 +132,8 @@ def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Itera
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.rglob("*")):
         parts = file.relative_to(directory).parts
-        if not file.name.endswith(SUFFIXES) or any(part.startswith(".") for part in parts):
+        hidden = file.name in METADATA or any(part.startswith(".") for part in parts)
+        if hidden or not file.name.endswith(SUFFIXES):
             continue
         split = TRAIN
         for part in reversed(parts):  # the outermost directory wins
@@ -270,7 +274,10 @@ def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
+_DECODER = json.JSONDecoder(  # NaN is a missing value
+    object_pairs_hook=_as_object,
+    parse_constant=lambda name: None if name == "NaN" else float(name),
+)
 
 
 def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
@@ -369,7 +376,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
     """Read the rows of a CSV file.
 
     Cells are separated by commas (in a .tsv by tabs; by semicolons if the first line has no comma),
-    and may be quoted as in RFC 4180, line breaks included. Empty cells are None.
+    and may be quoted as in RFC 4180, line breaks included. Empty cells and NaN are None.
 
     Raises:
         DataError: a row has more or fewer cells than the first line, or a quote is never closed.
@@ -398,7 +405,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                     f"{origin} has {len(cells)} cells, but the header has {len(header)} columns;"
                     " quote text with separators or line breaks"
                 )
-            columns = zip(header, cells, strict=True)
-            yield Row({name: cell if cell.strip() else None for name, cell in columns}, origin)
+            known = (None if cell.strip() in ("", "NaN", "nan") else cell for cell in cells)
+            yield Row(dict(zip(header, known, strict=True)), origin)
     except csv.Error as error:
         raise DataError(f"{path} line {line} is not valid CSV ({error}); fix it") from error

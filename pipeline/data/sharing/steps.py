@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example, Message
@@ -34,7 +34,7 @@ USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
 """The part of a row that each step reads, by its number."""
 
 NEEDS: Mapping[RowUse, str] = {
-    "demonstrations": "a response (chosen, response, output, messages, ...)",
+    "demonstrations": "a response to train on (chosen, response, output, messages, ...)",
     "pairs": "a chosen and a rejected response",
     "labels": "a chosen and a rejected response, a label, or labelled steps",
     "prompts": "a prompt",
@@ -115,7 +115,7 @@ def load_examples(
     kept = kept or RowColumns()
     if step != 2:
         kept = replace(kept, known_labels=config.labels)
-    if EMBEDDED in config.path:
+    if EMBEDDED in (*config.path, *config.eval_path):
         data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:
         data = _read_and_share(config, kept, earlier, step=step, share=share)
@@ -393,11 +393,12 @@ def _read_and_share(
     uses: Mapping[int, RowUse] = {**USES, 2: "labels"} if labelled else USES
     part = share or RowShare(uses[step], (step,))
     sharing = _Sharing(config, step, part, uses, notes, drops=share is not None)
-    paths = read_paths(config.path, config.fields, kept, step=step, notes=notes)
+    read = partial(read_paths, fields=config.fields, kept=kept, step=step, notes=notes)
+    paths = read(config.path)
     mixed = sharing.mix(paths)
     train = [row for rows in mixed for row in rows]
     if config.eval_path:
-        given = read_paths(config.eval_path, config.fields, kept, step=step, notes=notes)
+        given = read(config.eval_path, optional=True)
         held_out = [row for path in given for row in path.eval or path.train]
     else:
         held_out = [row for path in paths for row in path.eval]

@@ -33,6 +33,15 @@ SAME_PREFERENCE = {
         "chosen": "\n\nHuman: Q\n\nAssistant: good",
         "rejected": "\n\nHuman: Q\n\nAssistant: bad",
     },
+    "hh-rlhf with line breaks of Windows": {
+        "chosen": "\r\n\r\nHuman: Q\r\n\r\nAssistant: good",
+        "rejected": "\r\n\r\nHuman: Q\r\n\r\nAssistant: bad",
+    },
+    "TRL, one response after its prompt": {
+        "prompt": turns(("user", "Q")),
+        "chosen": turns(("user", "Q"), ("assistant", "good")),
+        "rejected": turns(("assistant", "bad")),
+    },
     "hh-rlhf beside its prompt": {
         "prompt": "Q",
         "chosen": "\n\nHuman: Q\n\nAssistant: good",
@@ -155,6 +164,8 @@ def test_every_form_of_prompt_reads_the_same(columns: dict[str, Any]) -> None:
         ]},
         {"instruction": "Q", "output": "good", "system": "S"},
         {"prompt": "Q", "response": "good", "system": "S"},
+        {"messages": turns(("system", "S"), ("user", "Q"), GOOD_PAIR), "system": "S"},
+        {"prompt": "S\n\nHuman: Q\n\nAssistant:", "response": "good"},
     ],
 )  # fmt: skip
 def test_the_system_message_comes_first(columns: dict[str, Any]) -> None:
@@ -162,6 +173,24 @@ def test_the_system_message_comes_first(columns: dict[str, Any]) -> None:
 
     assert example is not None
     assert (example.prompt, example.chosen) == ((SYSTEM, QUESTION), (GOOD,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\r\n\r\nHuman: Q\r\n\r\nAssistant: a\r\n\r\nHuman: R\r\n\r\nAssistant:",
+        "Human: Q\nAssistant: a\nHuman: R\nAssistant:",
+        " Human: Q Assistant: a Human: R Assistant: ",
+    ],
+)
+def test_a_dialogue_as_text_may_have_several_turns(text: str) -> None:
+    example = read(prompt=text, response="good")
+
+    assert example is not None
+    assert [turn.content for turn in example.prompt] == ["Q", "a", "R"]
+    said_twice = read(prompt="Human: Is Human: a name? Assistant:", response="good")
+    assert said_twice is not None
+    assert said_twice.prompt == (Message("user", "Is Human: a name?"),)
 
 
 def test_a_response_that_is_labelled_bad_is_no_demonstration_but_a_rejected_response() -> None:
@@ -310,6 +339,7 @@ def test_a_turn_that_its_row_marks_is_not_learned(key: str) -> None:
         {"thinking": "why", "content": "good"},
         {"reasoning": "why", "content": "good", "thinking": None},
         {"content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "good"}]},
+        {"content": [{"type": "reasoning", "text": "why"}, {"type": "text", "text": "good"}]},
     ],
 )
 def test_reasoning_in_a_turn_is_read(turn: dict[str, Any]) -> None:
@@ -393,6 +423,8 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
     ("row", "sentence"),
     [
         ({"colour": "red"}, "no known row format has the columns colour"),
+        ({"data": [{"prompt": "Q"}]}, "but data is a list of rows; save only this list"),
+        ({"prompt": {"0": "Q"}}, "must be text, got dict; save the rows as JSON lines, in pandas"),
         ({"chosen": "a", "rejected": "b"}, "chosen and rejected must be full dialogues"),
         ({"prompt": "Q", "steps": ["a"], "labels": [1, 0]}, "lists of the same length"),
         ({"prompt": "Q", "steps": [1], "labels": [1]}, "must be strings"),
@@ -417,7 +449,8 @@ def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str)
     ("row", "reason"),
     [
         ({"messages": turns(("system", "S"), ("assistant", "a"))}, "no assistant"),
-        ({"prompt": turns(("user", "Q"), ("system", "S")), "response": "a"}, "no assistant"),
+        ({"prompt": turns(("user", "Q"), ("system", "S")), "response": "a"}, "a system turn"),
+        ({"prompt": "Q", "response": turns(("user", "R"), GOOD_PAIR)}, "does not begin and end"),
         ({"chosen": DIALOGUES[0], "rejected": DIALOGUES[1][:1]}, "no assistant"),
         ({"prompt": "Q", "response": " "}, "empty"),
         ({"prompt": "Q", "chosen": "a", "rejected": ""}, "empty"),

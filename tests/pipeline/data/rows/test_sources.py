@@ -66,6 +66,7 @@ def test_a_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> Non
     write(tmp_path / test_file, [{"prompt": "held", "response": "out"}])
     (tmp_path / "README.md").write_text("not data")
     write(tmp_path / ".cache" / "x.jsonl", ROWS)
+    write(tmp_path / "dataset_info.json", [{"splits": {}}])
 
     source = read_source(f"{tmp_path}:2")
 
@@ -197,6 +198,14 @@ def test_objects_may_be_indented(tmp_path: Path) -> None:
 
     assert columns(source) == ROWS
     assert [row.origin for row in source.train] == [f"{path} line 1", f"{path} line 6"]
+
+
+@pytest.mark.parametrize("text", ['[{"a": "x", "b": NaN}]', "a,b\nx,NaN\n"], ids=["json", "csv"])
+def test_nan_is_a_missing_value(text: str, tmp_path: Path) -> None:
+    path = tmp_path / ("rows.json" if text[0] == "[" else "rows.csv")
+    path.write_text(text)
+
+    assert columns(read_source(str(path))) == [{"a": "x", "b": None}]
 
 
 def test_text_after_a_list_of_rows_is_refused(tmp_path: Path) -> None:

@@ -134,3 +134,13 @@ def test_weights_are_the_shares_of_the_paths_and_repeat_no_row(tmp_path: Path) -
     assert prompts(load(*paths, **all_in_step_1).train).count("c0") == 1
     few = load(f"{paths[0]}:1000", f"{paths[1]}:1", **all_in_step_1)
     assert Counter(prompt[0] for prompt in prompts(few.train)) == {"a": 40, "b": 1}
+
+
+def test_evaluation_rows_may_have_the_usual_names_instead_of_fields(tmp_path: Path) -> None:
+    rows = [{"q": f"q{n}", "good": "a"} for n in range(60)]
+    fields = {"prompt": "q", "chosen": "good"}
+    held_out = write(tmp_path / "eval.jsonl", pairs(3, "e"))
+
+    data = load(write(tmp_path / "a.jsonl", rows), eval_path=(held_out,), fields=fields)
+
+    assert sorted(prompts(data.eval)) == ["e0", "e1", "e2"]
