@@ -26,7 +26,7 @@ def train(cwd: Path, *argv: str) -> CompletedProcess[str]:
             "--step 2",
             "error: step 2 needs the model of step 1, and there is none in output/step1_sft",
         ),
-        ("--actor-model ./none", "error: --actor-model ./none: no such model; no such"),
+        ("--actor-model ./none", "error: --actor-model: no such model: the"),
         ("--data-path none.jsonl", "error: --data-path none.jsonl: no such file or directory"),
         ("--ppo.kl_coeff 1", "error: there is no setting ppo.kl_coeff; did you mean ppo.kl_coef?"),
         ("--ppo.rollout_size 8", "error: ppo.batch_size"),

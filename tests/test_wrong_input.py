@@ -67,8 +67,9 @@ nonsense | 'nonsense' | options start with --
 --step 4 | --step | one of 0, 1, 2, 3
 --step 0 | pretrain.data.path | pass token files
 --step 3 | step 3 needs the model of step 1 | create it with `python train.py --step 1
---actor-model ./none | --actor-model ./none | no such directory
---actor-model empty_directory | --actor-model empty_directory | config.json
+--actor-model ./none | --actor-model: no such model | none does not exist
+--actor-model ./good.jsonl | --actor-model: good.jsonl is a file | a directory with config.json
+--actor-model empty_directory | --actor-model: empty_directory | config.json
 --actor-model 1.4b | --actor-model 1.4b | 1.3b, 2.7b
 --data-path none.jsonl | --data-path none.jsonl | no such file
 --data-path latin.jsonl | latin.jsonl | save it as UTF-8
@@ -84,6 +85,7 @@ nonsense | 'nonsense' | options start with --
 --data-path tie.jsonl | tie.jsonl line 1 | true or false, got 'maybe'
 --data-path empty_directory | empty_directory contains no | .jsonl
 --data-path good.jsonl:0 | good.jsonl:0 | above 0
+--data-path good.jsonl --eval-path embedded | embedded | use either it or your own paths
 --data-path embedded good.jsonl | embedded | use either it or your own paths
 --data-split 1,2 | --data-split | 3
 --data-path good.jsonl --data-split 1,0,0 | leaves step 2 without rows | raise the step's share

@@ -13,6 +13,7 @@ from pipeline.data.rows.sources import (
     is_pair_of_files,
     split_name,
 )
+from pipeline.models.hf.directory import check_configuration
 from pipeline.plan.output import MARK, RESULT, last_steps
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
@@ -122,9 +123,10 @@ def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made
         " reads the model; move the model, or choose another --output-dir",
     )
     if not made and not (directory / "config.json").is_file():
-        exists = directory.is_dir()
-        reason = "the directory has no config.json" if exists else "no such directory"
-        raise ModelError(f"{name} {path}: no such model; {reason}")
+        try:
+            check_configuration(directory)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error}") from None
 
 
 def _check_data(name: str, path: str) -> None:

@@ -8,7 +8,11 @@ from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, TrainedMode
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example
-from pipeline.models.hf.directory import check_configuration, check_model_directory
+from pipeline.models.hf.directory import (
+    are_of_classifier,
+    check_configuration,
+    check_model_directory,
+)
 from pipeline.models.hf.gguf import as_directory
 from pipeline.models.hf.load import load_tokenizer, local_directory
 from pipeline.system.errors import ConfigError, DataError, ModelError
@@ -113,8 +117,10 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
     local = None if path == EMBEDDED else local_directory(path)
     if local is not None:
         check_model_directory(local)
-        if scores:
-            require_score_head(path, check_configuration(local).get("architectures"))
+        kinds = check_configuration(local).get("architectures") or ["unknown"]
+        if scores and not are_of_classifier(kinds):
+            what = f"is not a reward model ({', '.join(kinds)}): it has no score head"
+            raise ModelError(f"{path} {what}; use step 2's output")
     chat = resolve_format(load_tokenizer(FrozenModelConfig(path=path)), "auto")
     limit = None if local is None or scores else _context(str(local))
     for example in examples:
@@ -124,19 +130,6 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
                 f"{example.origin}: the prompt has {count} tokens, but the context of the model"
                 f" {path} is {limit}, including the response"
             )
-
-
-def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
-    """Reject a model that has no score head.
-
-    Raises:
-        ModelError: none of the architectures is that of a reward model.
-    """
-    if not any(kind.endswith("ForSequenceClassification") for kind in kinds or ()):
-        raise ModelError(
-            f"{path} is not a reward model ({', '.join(kinds or ()) or 'unknown'}): it has no score"
-            " head; use step 2's output"
-        )
 
 
 def _context(path: str) -> int | None:

@@ -31,7 +31,7 @@ from pipeline.models.adapters.quantized import (
 )
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.directory import are_of_classifier
-from pipeline.models.hf.padding import padding_id, with_padding_token, with_rows_for
+from pipeline.models.hf.padding import with_padding_token, with_rows_for
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
@@ -323,7 +323,8 @@ def _write(
             with without_advice():
                 model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
             if current_mesh().parts.size > 1:  # peft wrote only this process's part
-                own = {_in_peft(name): each for name, each in adapter.items()}
+                in_peft = re.compile(r"\.(modules_to_save\.)?default\.")
+                own = {in_peft.sub(".", name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         _move_in(staging, directory)
 
@@ -336,7 +337,7 @@ def _config_for(
     text = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
     if are_of_classifier([type(plain).__name__]):
-        changed["vocab_size"] = max(text.vocab_size, padding_id(tokenizer) + 1)
+        changed["vocab_size"] = max(text.vocab_size, tokenizer.pad_token_id + 1)
     elif text.pad_token_id is not None:
         changed = {}
     if not tied:
@@ -355,11 +356,6 @@ def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
     tied = {name.rpartition(".")[0] for name in names}
     changed = (name.removeprefix(ADAPTER_PREFIX) for name in adapter)
     return any(name.startswith(f"{module}.") for name in changed for module in tied)
-
-
-def _in_peft(name: str) -> str:
-    """The name of an adapter's tensor in peft's files."""
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 def _move_in(staging: Path, directory: Path) -> None:

@@ -34,11 +34,6 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     return padded
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the padding token."""
-    return cast("int", tokenizer.pad_token_id)
-
-
 def _unused_special_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template = str(tokenizer.chat_template or "")
     added = tokenizer.added_tokens_decoder.values()
@@ -72,15 +67,15 @@ def with_rows_for(
     state = model.state_dict(keep_vars=True)
     # Later pipeline stages have no embedding table.
     table = getattr(model.get_input_embeddings(), "weight", None)
-    tables = {_in_plain(name) for name, tensor in state.items() if tensor is table}
-    count = padding_id(tokenizer) + 1
+    tables = {
+        name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+        for name, tensor in state.items()
+        if tensor is table
+    }
+    count = cast("int", tokenizer.pad_token_id) + 1
     for name, tensor in weights:
         missing = count - len(tensor) if name in tables else 0
         if missing > 0:
             yield name, torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
         else:
             yield name, tensor
-
-
-def _in_plain(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
