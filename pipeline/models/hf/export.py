@@ -16,9 +16,10 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from pipeline.engine.sharding.tensor_parallel import get_part
 from pipeline.files.durable import replace_durably, settle, sync
@@ -318,6 +319,9 @@ def _write(
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
         with _config_for(plain, tokenizer, tied=not unties(plain, adapter)):
             plain.save_pretrained(staging, state_dict=rest)
+        if plain.can_generate():  # transformers would not save settings that it ignores
+            file = staging / GENERATION_CONFIG_NAME
+            plain.generation_config.to_json_file(file, keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
             with without_advice():
@@ -333,7 +337,13 @@ def _write(
 def _config_for(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
 ) -> Iterator[None]:
-    """Context in which the configuration has the tokenizer's padding token and a row for it."""
+    """Context in which the configuration has the tokenizer's padding token and a row for it.
+
+    Settings of generation have their defaults.
+    """
+    generation = getattr(plain, "generation_config", None)
+    if generation is not None:
+        plain.generation_config = GenerationConfig()
     text = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
     if are_of_classifier([type(plain).__name__]):
@@ -348,6 +358,8 @@ def _config_for(
         yield
     finally:
         text.update(kept)
+        if generation is not None:
+            plain.generation_config = generation
 
 
 def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:

@@ -1,5 +1,6 @@
 """Exports are plain Hugging Face directories, replaced whole."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -93,8 +94,10 @@ def test_an_adapter_is_to_the_byte_what_peft_writes(
 
 def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
     model = tiny_causal_lm("llama", vocab_size=1280)
-    model.generation_config.eos_token_id = [7, 2, 9]
     saved(model, tmp_path / "start")
+    sampling = {"temperature": 0.9, "top_p": 0.6}  # as in Llama 2: without do_sample
+    declared = json.dumps({"eos_token_id": [7, 2, 9], **sampling})
+    (tmp_path / "start" / "generation_config.json").write_text(declared)
     build_tokenizer().save_pretrained(tmp_path / "start")
     config = TrainedModelConfig(path=str(tmp_path / "start"))
     chat = load_chat(config, DataConfig(format="chatml"))
@@ -106,6 +109,7 @@ def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
     assert again.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>"), 2, 7, 9]
+    assert sampling.items() <= again.to_dict().items()
 
 
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
