@@ -126,7 +126,7 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     The prompt ends in the turn of a user or a tool, and each response in an assistant turn.
 
     Raises:
-        LeftOut: one of them has no response to the last user turn they share.
+        LeftOut: they share no user turn, or one has no response to the last that they share.
     """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -139,7 +139,9 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     for turns in (chosen[shared:], rejected[shared:]):
         answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
         responses.append(turns[: answers[-1] + 1] if answers else ())
-    if not shared or not all(responses):
+    if not shared:
+        raise LeftOut("with two dialogues that share no prompt")
+    if not all(responses):
         raise LeftOut(NO_ANSWER)
     return chosen[:shared], responses[0], responses[1]
 

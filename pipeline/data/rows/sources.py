@@ -38,7 +38,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 """A name on the Hub, perhaps with its owner and a configuration."""
 
 TRAIN = "train"
-TEST_WORDS = ("test", "eval", "validation", "valid", "dev")
+TEST_WORDS = ("test", "eval", "validation", "valid", "val", "dev")
 
 STEP_WORDS = {
     1: ("sft",),

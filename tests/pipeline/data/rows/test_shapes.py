@@ -452,6 +452,7 @@ def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str)
         ({"prompt": turns(("user", "Q"), ("system", "S")), "response": "a"}, "a system turn"),
         ({"prompt": "Q", "response": turns(("user", "R"), GOOD_PAIR)}, "does not begin and end"),
         ({"chosen": DIALOGUES[0], "rejected": DIALOGUES[1][:1]}, "no assistant"),
+        ({"chosen": DIALOGUES[0], "rejected": turns(("user", "R"), GOOD_PAIR)}, "share no prompt"),
         ({"prompt": "Q", "response": " "}, "empty"),
         ({"prompt": "Q", "chosen": "a", "rejected": ""}, "empty"),
         ({"prompt": "Q", "steps": [" "], "labels": [1]}, "empty"),

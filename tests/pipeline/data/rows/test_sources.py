@@ -54,6 +54,7 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
     "test_file",
     [
         "test.jsonl.gz",
+        "val.jsonl",
         "eval.json",
         "validation-00000-of-00001.parquet",
         "dev_1.json",
