@@ -106,6 +106,19 @@ def parse_outcome(result: object) -> Outcome:
     return Outcome(number)
 
 
+def single_answer(value: object) -> object:
+    """The answer in a column, which may be the only item of a list.
+
+    Raises:
+        TypeError: the column has an object or another list, with which no response is compared.
+    """
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list | tuple | Mapping):
+        raise TypeError(f"the row's answer is {described(value)}; select another column")
+    return value
+
+
 def everywhere(sentence: str, count: int) -> list[Outcome]:
     """The same failure for all episodes of a call."""
     return [Outcome.failed(sentence)] * count

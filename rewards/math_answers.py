@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from rewards import symbolic
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Scorer, one_by_one
+from rewards.contract import Episode, Scorer, one_by_one, single_answer
 
 LONGEST = 300
 """Maximum characters in an answer, and the largest power of ten of a number."""
@@ -79,7 +79,7 @@ def math_scorer(config: RewardConfig) -> Scorer:
     column = config.reads_column or ""
 
     def score(episode: Episode) -> float | None:
-        gold = episode.extra.get(column)
+        gold = single_answer(episode.extra.get(column))
         number = gold_answer(gold)
         if number is not None:
             return float(response_answer(episode.response) == number)

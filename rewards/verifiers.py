@@ -5,7 +5,7 @@ import re
 from pipeline.demo.task import verdict
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Scorer, one_by_one
+from rewards.contract import Episode, Scorer, one_by_one, single_answer
 
 
 def exact_scorer(config: RewardConfig) -> Scorer:
@@ -18,7 +18,7 @@ def exact_scorer(config: RewardConfig) -> Scorer:
     column = config.reads_column
 
     def score(episode: Episode) -> float | None:
-        answer = episode.extra.get(column or "")
+        answer = single_answer(episode.extra.get(column or ""))
         if answer is None:
             return None
         given = episode.response

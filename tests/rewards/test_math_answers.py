@@ -85,6 +85,7 @@ def test_the_answer_is_the_last_box_else_the_last_mark_else_the_last_number(
     [
         ("18", "#### 18.0", 1.0),
         (18, r"\boxed{18}", 1.0),
+        (["Paris"], r"\boxed{Paris}", 1.0),
         (0.5, "1/2", 1.0),
         ("long reasoning\n#### 1,000", "1000", 1.0),
         ("18", "17", 0.0),

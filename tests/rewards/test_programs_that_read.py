@@ -2,6 +2,8 @@
 
 from typing import get_args
 
+import pytest
+
 from pipeline.data.examples import Message
 from pipeline.settings.fields import list_settings
 from rewards.config import KINDS, Kind, RewardConfig
@@ -24,7 +26,9 @@ def test_exact_compares_words_and_takes_the_last_match_of_its_pattern() -> None:
 
     assert reward(whole, " the  red\nhouse ", answer="the red house") == 1
     assert reward(whole, "the red houses", answer="the red house") == 0
-    assert reward(whole, "7", answer=7) == 1
+    assert reward(whole, "7", answer=7) == reward(whole, "7", answer=["7"]) == 1
+    with pytest.raises(TypeError, match=r"the row's answer is dict {'a': 7}; select another"):
+        reward(whole, "7", answer={"a": 7})
     assert reward(whole, "the red house") is None
     assert reward(found, "Answer: A\nno:\nAnswer: B", label="B") == 1
     assert reward(found, "B", label="B") == 0
