@@ -367,7 +367,7 @@ class ChatFormat:
             end = region.rfind(self._end_of_call)
             return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_call
         answer = message.content.rpartition(END_THINK)[2].strip()  # thinking may differ
-        found = region.rfind(answer)
+        found = region.rfind(answer) if answer else -1
         end = region.find(self._end_of_turn, found + len(answer) if found >= 0 else 0)
         return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_turn
 

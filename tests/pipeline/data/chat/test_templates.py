@@ -454,6 +454,8 @@ def test_a_thinking_block_is_written_once(template: str, thinking: str, plain: s
     ):
         runs = learned(chat_format, (USER,), Message("assistant", content))
         assert runs == [f"{target}<|im_end|>"]
+    without_answer = Message("assistant", THOUGHT.removesuffix("\n\nBlue."))
+    assert str(learned(chat_format, (USER,), without_answer)).count("<|im_end|>") == 1
 
 
 def test_a_prompt_that_keeps_the_thinking_before_it_is_trained_as_it_is_generated_from() -> None:
