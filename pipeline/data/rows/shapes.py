@@ -349,7 +349,7 @@ def _quality(row: Row) -> bool | None:
     """Return the label of KTO's rows: True for good, False for bad, None if there is none."""
     name = label_column(row.columns)
     word = str(row.columns.get(name)).strip().lower()
-    if word in ("0", "1"):
+    if word.removesuffix(".0") in ("0", "1"):
         raise DataError(
             f"{row.origin}: {name} is {word}; with a response it must be true (good) or false"
             " (bad); rename it if it has another meaning"

@@ -375,16 +375,16 @@ def choose_splits(
 def _read_csv(path: Path) -> Iterator[Row]:
     """Read the rows of a CSV file.
 
-    Cells are separated by commas (in a .tsv by tabs; by semicolons if the first line has no comma),
-    and may be quoted as in RFC 4180, line breaks included. Empty cells and NaN are None.
+    Cells are separated by commas, or if the first line has none by semicolons or tabs (in a .tsv by
+    tabs), and may be quoted as in RFC 4180, line breaks included. Empty cells and NaN are None.
 
     Raises:
         DataError: a row has more or fewer cells than the first line, or a quote is never closed.
     """
     text = _text(path)
     first = text.lstrip().partition("\n")[0]
-    commas = "," in first or ";" not in first
-    delimiter = "\t" if ".tsv" in path.suffixes else "," if commas else ";"
+    separators = "\t" if ".tsv" in path.suffixes else ",;\t"
+    delimiter = next((each for each in separators if each in first), separators[0])
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header: list[str] = []

@@ -432,6 +432,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "steps": ["a"], "labels": [-0.1]}, "got -0.1"),
         ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
+        ({"prompt": "Q", "response": "a", "label": 0.0}, "label is 0.0; with a response it must"),
         ({"messages": [{"role": "king", "content": "a"}]}, "a turn in messages must be"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "weight 2"),
         ({"messages": [{"role": "assistant", "content": "a", "mask": 1}]}, "with the key mask"),

@@ -201,7 +201,7 @@ def test_objects_may_be_indented(tmp_path: Path) -> None:
     assert [row.origin for row in source.train] == [f"{path} line 1", f"{path} line 6"]
 
 
-@pytest.mark.parametrize("text", ['[{"a": "x", "b": NaN}]', "a,b\nx,NaN\n"], ids=["json", "csv"])
+@pytest.mark.parametrize("text", ['[{"a": "x", "b": NaN}]', "a,b\nx,NaN\n", "a\tb\nx\t\n"])
 def test_nan_is_a_missing_value(text: str, tmp_path: Path) -> None:
     path = tmp_path / ("rows.json" if text[0] == "[" else "rows.csv")
     path.write_text(text)
