@@ -36,6 +36,7 @@ ELSEWHERE = {
     "sbatch ": "tests/pipeline/launch/test_layout.py, without SLURM itself",
     "--deployment-type multi_node --hostfile": "tests/faults/test_many_machines.py",
     "--deployment-type ray": "tests/faults/test_on_ray.py",
+    "--deployment-type kubernetes": "tests/pipeline/launch/test_kubernetes.py",
     "python -m pipeline.launch.cluster": "tests/pipeline/launch/test_cluster.py",
     "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
     "--autotune": "tests/pipeline/plan/",
@@ -93,7 +94,7 @@ FEW_STEPS = {
 """Options after those of the page, by what runs: what takes minutes there takes a few steps."""
 
 MODELS = ("DIR", "BASE", "facebook/opt-125m", "facebook/opt-350m", "facebook/opt-1.3b")
-MODELS += ("facebook/opt-13b", "meta-llama/Llama-3.1-70B")
+MODELS += ("facebook/opt-13b",)
 
 
 def listed() -> list[str]:

@@ -29,7 +29,7 @@ from pipeline.settings.build import build_config
 from pipeline.settings.fields import list_settings
 from pipeline.system.errors import require
 
-NOT_HERE = ("deployment_type", "num_processes")
+NOT_HERE = ("deployment_type", "num_processes", "image", "volume")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
         "-m needs a module; end the command with -m MODULE and its options, such as -m"
         " step1_sft.train --config my.yaml",
     )
-    known = {each.name for each in fields(Deployment)} - {"num_processes"}
+    known = {each.name for each in fields(Deployment)} - {*NOT_HERE[1:]}
     for name, _ in options:
         require(
             name in known,

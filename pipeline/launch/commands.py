@@ -47,6 +47,8 @@ def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -
             return _torchrun(step, where.hosts[0], ["--standalone"])
         case "slurm":
             return srun_command(step, where)
+        case "pod":
+            return node_command(step, where, where.rank)
         case "ray":
             nodes, each = len(where.hosts), len(where.hosts[0].slots)
             options = f"--deployment-type ray --num-nodes {nodes} --num-gpus {each}".split()

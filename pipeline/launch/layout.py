@@ -1,4 +1,4 @@
-"""Placement of the processes of a step: this machine, a host file, or a SLURM allocation.
+"""Placement of the processes of a step: this machine, a host file, SLURM, Ray or Kubernetes.
 
 A host file has DeepSpeed's format, one machine per line with its slots (usually GPUs):
 
@@ -26,9 +26,10 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 
 OF_TYPES = (
     (("hostfile", "master_addr", "master_port"), "multi_node"),
-    (("num_nodes",), "multi_node or ray"),
+    (("image", "volume"), "kubernetes"),
+    (("num_nodes",), "multi_node, ray or kubernetes"),
     (("include", "exclude"), "single_node or multi_node"),
-    (("num_gpus",), "single_node, multi_node or ray"),
+    (("num_gpus",), "single_node, multi_node, ray or kubernetes"),
 )
 """Options for some types of deployment only."""
 
@@ -52,9 +53,19 @@ NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 class Deployment:
     """Options that determine where processes run."""
 
-    deployment_type: Literal["single_gpu", "single_node", "multi_node", "ray"] = "single_gpu"
+    deployment_type: Literal["single_gpu", "single_node", "multi_node", "ray", "kubernetes"] = (
+        "single_gpu"
+    )
     """One process, on the GPU if there is one; one process per GPU of this machine; several
-    machines, by --hostfile or inside a SLURM allocation; or the nodes of a Ray cluster."""
+    machines, by --hostfile or inside a SLURM allocation; the nodes of a Ray cluster; or the pods of
+    a Kubernetes JobSet, for which only the manifest is written: OUTPUT_DIR/jobset.yaml."""
+
+    image: str | None = None
+    """Container image of kubernetes, in which this package is installed."""
+
+    volume: str | None = None
+    """PersistentVolumeClaim of kubernetes. It is the working directory of all pods, so relative
+    paths such as --output-dir are on it."""
 
     num_processes: int | None = None
     """Processes of single_node. By default one per GPU, or 2 without a GPU."""
@@ -71,11 +82,12 @@ class Deployment:
     """Hosts and slots to exclude, written as for --include."""
 
     num_nodes: int | None = None
-    """Number of machines of multi_node, from the first, or of nodes of ray. By default all."""
+    """Number of machines of multi_node, from the first, of nodes of ray, by default all; or of pods
+    of kubernetes."""
 
     num_gpus: int | None = None
-    """Number of processes on each machine, from each host's first slot. Processes of ray use a CPU
-    each in a cluster without GPUs."""
+    """Number of processes on each machine, from each host's first slot, or in each pod, with a GPU
+    each. Processes of ray use a CPU each in a cluster without GPUs."""
 
     master_addr: str | None = None
     """Address of the first machine, for the rendezvous. By default the first host's name."""
@@ -107,6 +119,11 @@ class Deployment:
                     self.deployment_type in types or getattr(self, name) is None,
                     f"{spelled(name)} needs --deployment-type {types}",
                 )
+        for name in ("image", "volume", "num_nodes", "num_gpus"):
+            require(
+                self.deployment_type != "kubernetes" or bool(getattr(self, name)),
+                f"--deployment-type kubernetes needs {spelled(name)}",
+            )
         for name, other in EXCLUSIVE:
             require(
                 getattr(self, name) is None or getattr(self, other) is None,
@@ -151,15 +168,18 @@ class Host:
 class Layout:
     """Placement of the processes of a step."""
 
-    by: Literal["process", "node", "ssh", "slurm", "ray"]
-    """The launcher: Python alone, torchrun on this machine, or torchrun on each machine through
-    ssh, srun or Ray."""
+    by: Literal["process", "node", "ssh", "slurm", "ray", "pod"]
+    """The launcher: Python alone, torchrun on this machine, torchrun on each machine through ssh,
+    srun or Ray, or `train.py` in each pod of an indexed Job."""
 
     hosts: tuple[Host, ...] = ()
     """The machines in the order of their node ranks; empty without torchrun."""
 
     address: str = "127.0.0.1"
     port: int = PORT
+
+    rank: int = 0
+    """Number of this pod."""
 
     @property
     def processes(self) -> int | None:
@@ -173,7 +193,7 @@ class Layout:
 
 
 def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) -> Layout:
-    """Return the placement of a step's processes from the options and SLURM's environment.
+    """Return the placement of a step's processes from the options and a scheduler's environment.
 
     Raises:
         ConfigError: the options name no machines, or machines that don't exist.
@@ -188,6 +208,8 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
         return _by_ssh(deployment)
     if "SLURM_JOB_ID" in environment:
         return _by_slurm(deployment, environment)
+    if "JOB_COMPLETION_INDEX" in environment:
+        return _by_pod(deployment, int(environment["JOB_COMPLETION_INDEX"]))
     raise ConfigError("--deployment-type multi_node needs --hostfile FILE, or a SLURM allocation")
 
 
@@ -242,6 +264,14 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     # Jobs may share a machine; job IDs give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
     return Layout("slurm", hosts, deployment.master_addr or names[0], port)
+
+
+def _by_pod(deployment: Deployment, rank: int) -> Layout:
+    nodes, each, address = deployment.num_nodes, deployment.num_gpus, deployment.master_addr
+    if nodes is None or each is None or address is None:
+        raise ConfigError("a pod of an indexed Job needs --num-nodes, --num-gpus and --master-addr")
+    hosts = tuple(Host(f"pod {i}", tuple(range(each))) for i in range(nodes))
+    return Layout("pod", hosts, address, deployment.master_port or PORT, rank)
 
 
 def _by_ray(deployment: Deployment) -> Layout:

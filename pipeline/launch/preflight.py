@@ -49,7 +49,7 @@ class Machine:
 
 
 def check_machines(where: Layout, deployment: Deployment, directory: Path) -> None:
-    """Check the machines.
+    """Check the machines; pods, which have one image and one volume, are not checked.
 
     Args:
         where: the machines.
@@ -59,6 +59,8 @@ def check_machines(where: Layout, deployment: Deployment, directory: Path) -> No
     Raises:
         ConfigError: there are problems; the message has a sentence for each.
     """
+    if where.by == "pod":
+        return
     directory = directory.expanduser().absolute()
     directory = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     try:  # machines that see this file share the directory

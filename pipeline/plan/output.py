@@ -8,7 +8,7 @@ alone repeats its options; paths are as typed.
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,6 +36,8 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 COMMAND = "command.txt"
 """File with the command of the last run, whose options `--resume` repeats."""
+JOB_SET = "jobset.yaml"
+"""Manifest of a run on Kubernetes."""
 RATINGS = "ratings.jsonl"
 """Ratings from the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
@@ -199,7 +201,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Foreign names in the output directory, ignoring hidden files."""
-    ours = {SUMMARY, REPORT, COMMAND, AUTOTUNE, RATINGS, *directories(stages)}
+    ours = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
     # A run that was killed while writing one of them leaves a temporary name.
@@ -315,14 +317,19 @@ NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
 
 def record_command(out: Path, argv: Sequence[str]) -> None:
     """Record the options of the command that runs in the output directory `out`."""
+    command = " ".join([TRAIN, shlex.join(without_options(argv, NOT_OF_THE_RUN))]).rstrip()
+    replace_durably(out / COMMAND, f"{command}\n".encode())
+
+
+def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words of a command line, except those of these options."""
     words: list[str] = []
     kept = True
     for word in argv:
         if word.startswith("--"):
-            kept = word[2:].partition("=")[0].replace("-", "_") not in NOT_OF_THE_RUN
+            kept = word[2:].partition("=")[0].replace("-", "_") not in names
         words += [word] if kept else []
-    command = " ".join([TRAIN, shlex.join(words)]).rstrip()
-    replace_durably(out / COMMAND, f"{command}\n".encode())
+    return words
 
 
 def last_steps(out: Path) -> set[int]:

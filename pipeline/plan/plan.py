@@ -81,7 +81,10 @@ class Plan:
 
     def command(self, stage: Stage) -> list[str]:
         """The command that runs the step."""
-        return step_command(stage.module, self.config_file(stage), self.where, self.request)
+        where = self.where
+        if where.by == "pod":  # a pod may start a step before the first pod ends the one before
+            where = replace(where, port=where.port + self.stages.index(stage))
+        return step_command(stage.module, self.config_file(stage), where, self.request)
 
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
@@ -216,7 +219,7 @@ def _machine(where: Layout, request: Request) -> Machine:
     each = max(len(host.slots) for host in where.hosts)
     world = where.processes or 1
     for host in where.hosts:
-        if where.by == "node" or is_this_machine(host.name.rpartition("@")[2]):
+        if where.by in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
             return this_machine(processes=each, world=world, gpus=list_devices(host, request))
     return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
 

@@ -210,6 +210,12 @@ class Request(Deployment):
             "--autotune runs trials on the machines that this command reaches; omit"
             f" {'--dry-run' if self.dry_run else '--plan-for'}",
         )
+        in_pods = self.deployment_type == "kubernetes"
+        require(
+            not in_pods or not (self.overwrite or self.autotune or self.output_dir.is_absolute()),
+            "--deployment-type kubernetes needs an --output-dir relative to its volume, and neither"
+            " --overwrite nor --autotune",
+        )
         require(
             not (self.resume and self.overwrite),
             "--resume keeps earlier results and --overwrite replaces them; choose one",

@@ -16,10 +16,12 @@ from pipeline.cli.options import (
 )
 from pipeline.config import EMBEDDED
 from pipeline.config.deepspeed import read_notice
+from pipeline.files.durable import write_output
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import check_machines
 from pipeline.plan.output import (
     COMMAND,
+    JOB_SET,
     REPORT,
     SUMMARY,
     add_to_summary,
@@ -30,8 +32,10 @@ from pipeline.plan.output import (
     read_summary,
     record_command,
     with_last_options,
+    without_options,
 )
 from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.request import Request, parse_request
 from pipeline.plan.stage import Stage
 from pipeline.system.errors import EXIT_DISK_FULL, EXIT_DIVERGED, EXIT_FAILED, ConfigError
 from pipeline.system.installation import CHAT
@@ -85,6 +89,30 @@ def run_plan(plan: Plan) -> None:
     push_model(plan)
 
 
+def _follow(plan: Plan) -> None:
+    """Run this pod's processes of the steps; the first pod, for which they wait, does all else."""
+    failed: list[int] = []
+    for stage in plan.unfinished:
+        if code := _failure(plan, stage, _run_step(plan, stage, goes_on=_goes_on(plan, stage))):
+            failed.append(code)
+            if stage.method is None:
+                break
+    for code in failed:
+        raise SystemExit(code)
+
+
+def _write_job_set(request: Request, argv: Sequence[str]) -> None:
+    """Write the manifest of a run on Kubernetes, or print it for `--dry-run`."""
+    from pipeline.launch.kubernetes import job_set
+
+    own = ("deployment_type", "image", "volume", "resume", "dry_run")
+    file = request.output_dir / JOB_SET
+    text = job_set(request, request.output_dir, without_options(argv, own))
+    if not request.dry_run:
+        write_output({file: text}, option="--output-dir")
+    say(text if request.dry_run else f"kubectl apply -f {shlex.quote(str(file))}")
+
+
 def _goes_on(plan: Plan, stage: Stage) -> bool:
     """Whether a step resumes from its checkpoint; not if this run also runs an earlier step."""
     if not plan.request.resume or any(each.number < stage.number for each in plan.unfinished):
@@ -95,41 +123,53 @@ def _goes_on(plan: Plan, stage: Stage) -> bool:
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     """Run `train.py`: make the plan, then print or run it."""
     given, argv = argv, with_last_options(argv)
+    request = parse_request(argv, stages).request
+    if request.deployment_type == "kubernetes" and request.plan_for is None:
+        _write_job_set(request, argv)
+        return
     plan = make_plan(argv, stages)
     if len(argv) > len(given):
         remark(f"using the options of the run, from {plan.request.output_dir / COMMAND}")
     if plan.request.zero_config is not None and (notice := read_notice(plan.request.zero_config)):
         remark(notice)
-    from pipeline.plan.checks import check_rows, check_settings
-
     if plan.request.dry_run or plan.request.plan_for is not None:
-        check_settings(plan)
-        previews = check_rows(plan, downloads=False)
+        from pipeline.plan.checks import check_rows, check_settings
         from pipeline.plan.describe import describe_plan
 
+        check_settings(plan)
+        previews = check_rows(plan, downloads=False)
         say(describe_plan(plan, previews))
     else:
-        for note in plan.notes:
-            say(note)
-        check_settings(plan)
-        # Reject models that can't fit before downloading anything to check the rows.
-        if plan.request.plan != "off" and plan.request.autotune is None:
-            from pipeline.plan.describe import memory_lines, refusals
+        _check_and_run(plan, argv)
 
-            for sentence in refusals(plan):
-                raise ConfigError(sentence)
-            say("\n".join(memory_lines(plan)))
-        check_rows(plan, downloads=True)
-        if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
-            check_machines(plan.where, plan.request, plan.request.output_dir)
-        with only_job(plan.request.output_dir):
-            if plan.request.autotune is not None:
-                from pipeline.plan.tune import tune
 
-                plan = tune(plan)
-            if plan.request.autotune != "tune":
-                record_command(plan.request.output_dir, argv)
-                run_plan(plan)
+def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
+    from pipeline.plan.checks import check_rows, check_settings
+
+    for note in plan.notes:
+        say(note)
+    check_settings(plan)
+    # Reject models that can't fit before downloading anything to check the rows.
+    if plan.request.plan != "off" and plan.request.autotune is None:
+        from pipeline.plan.describe import memory_lines, refusals
+
+        for sentence in refusals(plan):
+            raise ConfigError(sentence)
+        say("\n".join(memory_lines(plan)))
+    check_rows(plan, downloads=True)
+    if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
+        check_machines(plan.where, plan.request, plan.request.output_dir)
+    if plan.where.rank > 0:
+        _follow(plan)
+        return
+    with only_job(plan.request.output_dir):
+        if plan.request.autotune is not None:
+            from pipeline.plan.tune import tune
+
+            plan = tune(plan)
+        if plan.request.autotune != "tune":
+            record_command(plan.request.output_dir, argv)
+            run_plan(plan)
 
 
 def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
@@ -142,7 +182,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
     command = plan.command(stage)
     while True:
         ending = run_child([*command, *(["--resume"] if goes_on else [])], plan.environment)
-        if not ending.ran_out_of_memory:
+        if not ending.ran_out_of_memory or plan.where.by == "pod":  # others don't learn of it
             return ending
         planned = line(plan.memory(stage, config), plan.machine)
         took = f"; its largest process used {in_words(ending.peak_bytes)[0]} of host memory"
@@ -196,9 +236,9 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
         return EXIT_FAILED
     if ending.ran_out_of_memory:
         complain(
-            f"{stage.title} ran out of memory with micro-batches of one sequence; try --plan auto,"
-            f" or a shorter --{stage.prefix}.data.max_length. --resume then continues from its last"
-            " checkpoint."
+            f"{stage.title} ran out of memory; try --plan auto, a smaller"
+            f" --{stage.prefix}.micro_batch_size, or a shorter --{stage.prefix}.data.max_length."
+            " --resume then continues from its last checkpoint."
         )
         return EXIT_FAILED
     how = f"was killed by signal {-ending.code}" if ending.code < 0 else "failed"

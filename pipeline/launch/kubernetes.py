@@ -1,0 +1,60 @@
+"""The manifest of a JobSet of Kubernetes, whose pods run the steps together.
+
+All pods run the same command: `multi_node` reads a pod's rank from its completion index. They
+rendezvous at the first pod's name in the headless service that JobSet makes.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from pipeline.launch.layout import Deployment
+
+MAX_RESTARTS = 10
+MOUNT = "/volume"
+
+
+def job_set(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
+    """The manifest in YAML, named after the output directory.
+
+    `options` are those of `train.py` in all pods.
+    """
+    slug = re.sub("[^a-z0-9]+", "-", f"rlhf {out.name}".lower())
+    name = slug[:40].strip("-")  # names of pods, which are longer, are limited to 63 characters
+    first_pod = f"{name}-nodes-0-0.{name}"
+    words = [word.replace("$", "$$") for word in options]  # Kubernetes would expand $(NAME)
+    own = ("--deployment-type", "multi_node", "--master-addr", first_pod, "--resume")
+    mounts = {"volume": MOUNT, "shm": "/dev/shm"}
+    pod = {
+        "restartPolicy": "Never",
+        "containers": [
+            {
+                "name": "train",
+                "image": deployment.image,
+                "command": ["rlhf", *words, *own],
+                "workingDir": MOUNT,
+                "envFrom": [{"secretRef": {"name": name, "optional": True}}],
+                "resources": {"limits": {"nvidia.com/gpu": deployment.num_gpus}},
+                "volumeMounts": [{"name": n, "mountPath": path} for n, path in mounts.items()],
+            }
+        ],
+        "volumes": [
+            {"name": "volume", "persistentVolumeClaim": {"claimName": deployment.volume}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    job = {
+        "parallelism": deployment.num_nodes,
+        "completions": deployment.num_nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # a pod that fails restarts all of them
+        "template": {"spec": pod},
+    }
+    spec = {
+        "failurePolicy": {"maxRestarts": MAX_RESTARTS},
+        "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
+    }
+    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return yaml.safe_dump({**kind, "metadata": {"name": name}, "spec": spec}, sort_keys=False)
