@@ -24,7 +24,7 @@ from pipeline.export.source import Source, copy_settings
 from pipeline.export.verify import compare_outputs
 from pipeline.models.forward.forward import Backbone, reads_whole, score_head
 from pipeline.models.hf.load import load_causal_lm, load_classifier
-from pipeline.system.errors import ModelError, is_out_of_memory
+from pipeline.system.errors import ModelError, first_words, is_out_of_memory
 
 GRAPH = "model.onnx"
 
@@ -152,9 +152,8 @@ class OnnxExport:
         except (torch.onnx.OnnxExporterError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            reason = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"{self.source} can't be traced to ONNX: {reason}; use --to merged"
+                f"{self.source} can't be traced to ONNX: {first_words(error)}; use --to merged"
             ) from error
         copy_settings(self.source, directory)
 

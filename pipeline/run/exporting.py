@@ -20,11 +20,11 @@ from pipeline.models.adapters.quantized import quantized_layers
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.directory import are_of_classifier
 from pipeline.models.hf.export import export
-from pipeline.models.hf.load import errors_only, first_words
+from pipeline.models.hf.load import errors_only
 from pipeline.models.passes import Passes, evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ModelError, is_out_of_memory
+from pipeline.system.errors import ModelError, first_words, is_out_of_memory
 from pipeline.system.memory import available_bytes
 
 logger = logging.getLogger(__name__)

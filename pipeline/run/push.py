@@ -14,8 +14,7 @@ from pipeline.plan.inputs import is_local
 from pipeline.plan.output import RECORDS, recorded_start
 from pipeline.plan.plan import Plan
 from pipeline.report import results
-from pipeline.system.errors import EXIT_FAILED
-from pipeline.system.hub import one_line
+from pipeline.system.errors import EXIT_FAILED, first_words
 
 
 def push_model(plan: Plan) -> None:
@@ -46,7 +45,7 @@ def push_model(plan: Plan) -> None:
         left_out = [name for name in RECORDS if any(fnmatch(file, name) for file in files)]
         words = ["hf", "upload", name, str(directory), ".", "--private"]
         command = shlex.join([*words, *(f"--exclude={name}" for name in left_out)])
-        complain(f"{directory} was not uploaded: {one_line(error)}; to retry, run `{command}`")
+        complain(f"{directory} was not uploaded: {first_words(error)}; to retry, run `{command}`")
         raise SystemExit(EXIT_FAILED) from None
     say(f"hub      {repository}")
 

@@ -81,6 +81,18 @@ def is_disk_full(error: BaseException) -> bool:
     return full or os.strerror(errno.ENOSPC) in str(error)  # safetensors raises its own error
 
 
+LONGEST_REASON = 200
+"""Maximum characters of a library's message within an error message."""
+
+
+def first_words(error: Exception) -> str:
+    """An error's first paragraph in one line, with its type if it is a KeyError or has no text."""
+    lines = " ".join(str(error).split("\n\n")[0].split())
+    if isinstance(error, KeyError) or not lines:
+        lines = f"{type(error).__name__} {lines}".strip()
+    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: a similar name, or all known names."""
     by_lower = {each.lower(): each for each in known}

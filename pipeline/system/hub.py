@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.system.errors import ConfigError, UserError, require
+from pipeline.system.errors import ConfigError, UserError, first_words, require
 
 ADDRESS = "https://huggingface.co"
 TIMEOUT_SECONDS = 10.0
@@ -92,15 +92,10 @@ def check_push(name: str, *, online: bool) -> None:
     try:
         user: Mapping[str, Any] = HfApi().whoami()
     except Exception as error:  # noqa: BLE001  # the client may raise anything
-        raise ConfigError(f"{option}: the token can't be checked: {one_line(error)}") from None
+        raise ConfigError(f"{option}: the token can't be checked: {first_words(error)}") from None
     token = user.get("auth", {}).get("accessToken", {"role": "write"})
     writes = token["role"] == "write"
     owners = [user["name"], *(each["name"] for each in user.get("orgs", ()))]
     is_owner = name.rpartition("/")[0] in ("", *owners) or not writes  # others may see no orgs
     require(writes or "repo.write" in str(token), f"{option} needs a token that can write")
     require(is_owner, f"{option}: {user['name']} can only write to {', '.join(owners)}")
-
-
-def one_line(error: Exception) -> str:
-    """The error's message without line breaks, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, first_words
 from pipeline.system.hub import require_reachable
 
 CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -209,7 +209,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         columns = parquet.read_table(path).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {_one_line(error)}") from error
+        raise DataError(f"{path} is not a readable parquet file: {first_words(error)}") from error
     return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
 
 
@@ -220,11 +220,11 @@ def _text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} can't be read: {_one_line(error)}; copy or download it again"
+            f"{path} can't be read: {first_words(error)}; copy or download it again"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text: {_one_line(error)}; save it as UTF-8"
+            f"{path} is not UTF-8 text: {first_words(error)}; save it as UTF-8"
         ) from error
 
 
@@ -287,7 +287,7 @@ def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-        reason = _one_line(error).partition(";")[0]
+        reason = first_words(error).partition(";")[0]
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
 
 
@@ -319,7 +319,7 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
     except Exception as error:
         raise DataError(
             f"data path {name} is neither a file or directory here nor a readable data set of the"
-            f" Hub ({_one_line(error)}); check the name and the connection, or use a local file"
+            f" Hub ({first_words(error)}); check the name and the connection, or use a local file"
         ) from error
 
     def rows(split: str) -> Iterator[Row]:
@@ -327,10 +327,6 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
             yield Row(cast("Mapping[str, Any]", row), f"{name} {split} row {number}")
 
     return {str(split): rows(str(split)) for split in splits}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def choose_splits(

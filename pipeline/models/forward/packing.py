@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pipeline.data.batches import TokenBatch
 from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, LostLayoutError, Ragged
 from pipeline.models.forward.forward import Backbone, ragged_inputs
+from pipeline.system.errors import first_words
 
 HEADS = 4
 HEAD_SIZE = 8
@@ -303,7 +304,7 @@ def _tried(family: Family, reason: str | None) -> Run:
     except LostLayoutError as error:
         reason = f"{error}, so tokens would attend to other sequences"
     except Exception as error:  # noqa: BLE001  # its code may raise anything; padding may still work
-        reason = reason or f"a small copy of it can't be tried ({_one_line(error)})"
+        reason = reason or f"a small copy of it can't be tried ({first_words(error)})"
     else:
         if difference > TOLERANCE:
             reason = (
@@ -315,10 +316,6 @@ def _tried(family: Family, reason: str | None) -> Run:
     if not is_known:
         logger.info("%s runs padded, not packed: %s", family.settings.model_type, reason)
     return Run(packed=False, reason=reason, causal=causal)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:100]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.options import remark
-from pipeline.system.errors import ConfigError, ModelError
+from pipeline.system.errors import ConfigError, ModelError, first_words
 
 
 @functools.cache
@@ -66,8 +66,7 @@ def _write(file: Path, scratch: Path) -> None:
             scratch, gguf_file=file.name, dtype=torch.float32
         )
     except Exception as error:  # transformers and gguf may raise anything
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{file} can't be loaded: {reason}") from error
+        raise ModelError(f"{file} can't be loaded: {first_words(error)}") from error
     scaled = any(name.endswith(".rope.scaling.type") for name in reader.fields)
     scaled |= any(tensor.name == ROPE_FACTORS for tensor in reader.tensors)
     rope = model.config.rope_parameters if scaled else {}

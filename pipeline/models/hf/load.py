@@ -38,7 +38,7 @@ from pipeline.models.hf.directory import (
 from pipeline.models.hf.gguf import as_directory
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ModelError, UserError, is_out_of_memory
+from pipeline.system.errors import ModelError, UserError, first_words, is_out_of_memory
 from pipeline.system.hub import cached_file, require_reachable
 from pipeline.system.installation import TRAIN
 
@@ -52,18 +52,6 @@ def errors_only() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(before)
-
-
-LONGEST_REASON = 200
-"""Maximum characters of a library's message within an error message."""
-
-
-def first_words(error: Exception) -> str:
-    """An error's first paragraph in one line, with its type if it is a KeyError or has no text."""
-    lines = " ".join(str(error).split("\n\n")[0].split())
-    if isinstance(error, KeyError) or not lines:
-        lines = f"{type(error).__name__} {lines}".strip()
-    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."
 
 
 logger = logging.getLogger(__name__)

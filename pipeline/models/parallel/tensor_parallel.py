@@ -57,7 +57,7 @@ from pipeline.parallel.tensor import (
     sum_to_tokens,
     whole_tokens,
 )
-from pipeline.system.errors import ModelError
+from pipeline.system.errors import ModelError, first_words
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +201,7 @@ def mismatch(
         if not _close(output.detach(), expected.detach()):
             reason = "the sharded output differs"
     except Exception as error:  # noqa: BLE001  # its code may raise anything
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-        reason = f"their code failed ({words})"
+        reason = f"their code failed ({first_words(error)})"
     reasons = [each for each in group.gather_objects(reason) if each]
     return reasons[0] if reasons else None
 
