@@ -7,11 +7,11 @@ Without --hostfile it uses the SLURM allocation that it runs in.
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from pipeline.cli.help import help_entry, settings_help
-from pipeline.cli.options import run_main, say, split_options
+from pipeline.cli.options import read_command, run_main
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import (
     REMOTE,
@@ -21,15 +21,17 @@ from pipeline.launch.commands import (
     step_environment,
     visible_devices,
 )
-from pipeline.launch.layout import Deployment, Layout, layout, spelled
+from pipeline.launch.layout import Deployment, Layout, layout
 from pipeline.launch.local import passed_on
 from pipeline.launch.preflight import check_machines
 from pipeline.launch.remote import RemoteCommand, run_everywhere
-from pipeline.settings.build import build_config
-from pipeline.settings.fields import list_settings
 from pipeline.system.errors import require
 
-NOT_HERE = ("deployment_type", "num_processes", "image", "volume")
+
+@dataclass(frozen=True, kw_only=True)
+class _Options(Deployment):
+    deployment_type: Literal["multi_node", "ray"] = "multi_node"
+    """The machines of --hostfile or of the SLURM allocation, or the nodes of a Ray cluster."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,47 +68,22 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
     `--help` prints and exits with code 0.
 
     Raises:
-        ConfigError: an option is unknown, or on the wrong side of `-m MODULE`.
+        ConfigError: an option is unknown, or there is no module.
     """
-    if "-h" in argv[:1] or "--help" in argv[:1]:
-        say(_help())
-        raise SystemExit(0)
     at = list(argv).index("-m") if "-m" in argv else len(argv)
-    options, step = split_options(argv[:at]), list(argv[at:])
+    deployment = read_command(
+        _Options,
+        argv[:at],
+        usage="python -m pipeline.launch.cluster [OPTION ...] -m MODULE [SETTING ...]",
+        about="Run a module on several machines, torchrun on each.",
+    )
+    step = list(argv[at:])
     require(
         len(step) > 1 and not step[1].startswith("-"),
         "-m needs a module; end the command with -m MODULE and its options, such as -m"
         " step1_sft.train --config my.yaml",
     )
-    known = {each.name for each in fields(Deployment)} - {*NOT_HERE[1:]}
-    for name, _ in options:
-        require(
-            name in known,
-            f"{spelled(name)} is not an option of the launcher; a setting of the step belongs after"
-            f" -m {step[1]}",
-        )
-    for name, _ in split_options(step[2:]):
-        require(
-            name not in known,
-            f"{spelled(name)} is a launcher option; put it before -m {step[1]}",
-        )
-    return build_config(Deployment, [], [("deployment_type", ["multi_node"]), *options]), step
-
-
-def _help() -> str:
-    own = [each for each in list_settings(Deployment) if each.name not in NOT_HERE]
-    return "\n".join(
-        [
-            "usage: python -m pipeline.launch.cluster [OPTION ...] -m MODULE [SETTING ...]",
-            "",
-            "Runs a module on several machines, torchrun on each; with --deployment-type ray on",
-            "those of a Ray cluster.",
-            "",
-            *settings_help(own, dashes=True),
-            "",
-            *help_entry("-m MODULE ...", "What to run, such as step1_sft.train, and its settings."),
-        ]
-    )
+    return deployment, step
 
 
 if __name__ == "__main__":
