@@ -10,7 +10,6 @@ import json
 import logging
 import mmap
 import os
-import re
 import threading
 import time
 import zlib
@@ -32,7 +31,6 @@ from pipeline.engine.checkpoint.format import (
     Manifest,
     StoredFile,
     file_name,
-    is_base_name,
     remove,
     step_name,
     step_of,
@@ -90,8 +88,6 @@ class CheckpointWriter:
         margin: int | None = None,
     ) -> None:
         require(keep_last >= 2, f"keep_last must be at least 2, got {keep_last}")
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
-            raise ValueError(f"job {job!r} may contain only letters, digits, _ and -")
         self.root = root
         self.failure: str | None = None
         """The reason why this process's last save failed; None if it didn't."""
@@ -170,8 +166,6 @@ class CheckpointWriter:
 
         A failure is reported like a failed save; saves that name the base then fail too.
         """
-        if not is_base_name(name):
-            raise ValueError(f"{name!r} is not a valid name of frozen weights (base-<job>)")
         self.wait()
         directory = self._new_directory(name)
 
