@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.cli.options import read_command, say
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import MODULE
+
+if TYPE_CHECKING:
+    from pipeline.export.gguf_file import GgufExport
+    from pipeline.export.onnx_file import OnnxExport
+    from pipeline.export.weights import AdapterExport, MergedExport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +52,6 @@ class ExportConfig:
         )
 
 
-class Export(Protocol):
-    """An export format; its constructor raises the errors that can be found before writing."""
-
-    source: Path
-    title: str
-
-    def write(self, directory: Path) -> None:
-        """Write into an existing directory."""
-        ...
-
-    def verify(self, directory: Path) -> list[str]:
-        """Verify the files; return sentences on what was checked, or raise `UnverifiedError`."""
-        ...
-
-
 def main(argv: Sequence[str]) -> None:
     """Write an export under a temporary name, verify it, and rename it.
 
@@ -97,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     say(f"{out}: {size / 2**20:.1f} MiB")
 
 
-def prepare(config: ExportConfig) -> Export:
+def prepare(config: ExportConfig) -> "GgufExport | OnnxExport | MergedExport | AdapterExport":
     """Prepare the export that the settings describe.
 
     Raises:
