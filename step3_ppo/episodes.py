@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -174,7 +174,8 @@ class _Table:
 
     def begin(self, index: int, prompt: Prompt, *, key: int, seed: int) -> None:
         """Begin an episode by resetting its environment."""
-        number = self._environments.begin(row_of(prompt), seed=seed)
+        row = {**prompt.extra, "dialogue": [each.turn for each in prompt.messages]}
+        number = self._environments.begin(row, seed=seed)
         self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
 
     def advance(self) -> list[tuple[int, EpisodeResponse]]:
@@ -345,11 +346,6 @@ def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
     sequence.trained.extend([trained] * len(ids))
 
 
-def row_of(prompt: Prompt) -> Mapping[str, Any]:
-    """Arguments for an environment's reset."""
-    return {**prompt.extra, "dialogue": [each.turn for each in prompt.messages]}
-
-
 def transcript(turns: Sequence[Message]) -> str:
     """Responses and observations as text; other turns follow the name of their role."""
     return "\n".join(
@@ -375,23 +371,9 @@ def play_shared(
     With several processes `on_response` is called once all episodes have ended.
     """
     same_rows = current_mesh().parts.apart
-    if same_rows.size == 1:
-        return play(
-            model,
-            chat,
-            environments,
-            prompts,
-            config,
-            keys=keys,
-            group_size=group_size,
-            on_response=on_response,
-            **settings,
-        )
-    groups = [
-        range(first, min(first + group_size, len(prompts)))
-        for first in range(0, len(prompts), group_size)
-    ]
-    own = [place for group in same_rows.share(groups) for place in group]
+    starts = range(0, len(prompts), group_size)
+    groups = same_rows.share([range(at, min(at + group_size, len(prompts))) for at in starts])
+    own = [place for group in groups for place in group]
     played = play(
         model,
         chat,
@@ -400,8 +382,11 @@ def play_shared(
         config,
         keys=[keys[place] for place in own],
         group_size=group_size,
+        on_response=on_response if same_rows.size == 1 else None,
         **settings,
     )
+    if same_rows.size == 1:
+        return played
     done: dict[int, EpisodeResponse] = {}
     for theirs in same_rows.gather_objects(dict(zip(own, played, strict=True))):
         done |= theirs

@@ -23,7 +23,7 @@ from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
+from step3_ppo.advantages import ESTIMATORS, Rewarded
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import correction_weights, overlong_penalty, token_rewards, whiten
 from step3_ppo.methods import ESTIMATOR_NEEDS
@@ -334,18 +334,25 @@ def compute_advantages(
         counted = torch.ones_like(experience.stopped)
     reward_score, ends = with_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
     counted = counted & ends
-    own, reference = experience.logprobs, experience.ref_logprobs
-    rewards = token_rewards(
-        reward_score,
-        own,
-        own if reference is None else reference,
-        mask,
-        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
-    )
+    own, in_reward = experience.logprobs, kl_coef if config.kl_in == "reward" else 0.0
+    reference = own if experience.ref_logprobs is None else experience.ref_logprobs
+    rewards = token_rewards(reward_score, own, reference, mask, kl_coef=in_reward)
     if config.distills:
         reward_score = rewards.sum(dim=1)
     counted_mask = mask & counted[:, None]
-    estimate = _estimate(experience, reward_score, rewards, counted, config)
+    estimate = ESTIMATORS[config.advantage](
+        Rewarded(
+            rewards=rewards,
+            mask=mask,
+            scores=reward_score,
+            values=experience.values,
+            group_size=config.group_size,
+            gamma=config.gamma,
+            lam=config.lam,
+            counted=counted,
+            group_baseline=config.baseline == "group",
+        )
+    )
     advantages = estimate.advantages
     if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
         mean, variance = global_moments(advantages, counted_mask)
@@ -404,27 +411,6 @@ def rollout_gap(experience: Experience) -> float:
     gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().double()
     total, count = current_mesh().data.sums([gap.sum().item(), gap.numel()])
     return total / max(1.0, count)
-
-
-def _estimate(
-    experience: Experience,
-    reward_score: Float[Tensor, " B"],
-    rewards: Float[Tensor, "B T"],
-    counted: Bool[Tensor, " B"],
-    config: PPOConfig,
-) -> Estimate:
-    rewarded = Rewarded(
-        rewards=rewards,
-        mask=experience.mask,
-        scores=reward_score,
-        values=experience.values,
-        group_size=config.group_size,
-        gamma=config.gamma,
-        lam=config.lam,
-        counted=counted,
-        group_baseline=config.baseline == "group",
-    )
-    return ESTIMATORS[config.advantage](rewarded)
 
 
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:

@@ -103,11 +103,6 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return (-log_ratio).exp() - 1 + log_ratio
 
 
-def explained_variance(*, residual_variance: float, return_variance: float) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 if the returns do not vary."""
-    return 1 - residual_variance / return_variance if return_variance > 0 else 0.0
-
-
 @dataclass(frozen=True)
 class TrustRegion:
     """Bounds on the ratio of new to old policy."""
@@ -256,10 +251,6 @@ class Weighting:
         return torch.full_like(lengths, constant)
 
 
-MAX_ERROR = 0.2
-"""The proportional error is clipped to ± this (Ziegler et al. 2019, section 2.2)."""
-
-
 @dataclass
 class KLController:
     """kl_coef, fixed or adapted to a target KL in nats per response (Ziegler et al. 2019, 2.2).
@@ -294,7 +285,7 @@ class KLController:
         """Adapt to the mean KL of a rollout with this number of responses."""
         if self.target is None:
             return
-        error = min(MAX_ERROR, max(-MAX_ERROR, kl / self.target - 1))
+        error = min(0.2, max(-0.2, kl / self.target - 1))
         self.base *= 1 + error * responses / self.horizon
 
 
@@ -307,17 +298,13 @@ KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
 """KL losses as functions of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
 
 
-Correction = Literal["truncate", "mask"]
-Level = Literal["token", "sequence"]
-
-
 def correction_weights(
     old_logprobs: Float[Tensor, "B T"],
     sampled_logprobs: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     *,
-    correction: Correction,
-    level: Level,
+    correction: Literal["truncate", "mask"],
+    level: Literal["token", "sequence"],
     cap: float,
 ) -> Float[Tensor, "B T"]:
     """The weight of each token; 1 on padding.
@@ -335,14 +322,3 @@ def correction_weights(
     else:
         ratio = ratio.masked_fill((ratio < 1 / cap) | (ratio > cap), 0.0)
     return torch.ones_like(old_logprobs).masked_scatter(mask, ratio)
-
-
-def effective_share(total: float, squares: float, count: float) -> float:
-    """Effective sample size of weighted tokens, as a share of their number (Kish 1965).
-
-    Args:
-        total: sum of the weights.
-        squares: sum of their squares.
-        count: number of tokens.
-    """
-    return total**2 / (count * squares) if squares > 0 else 0.0

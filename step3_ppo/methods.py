@@ -38,22 +38,19 @@ ESTIMATOR_NEEDS = {
 
 
 def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401
-    return MappingProxyType(settings)
+    return MappingProxyType({"ppo_epochs": 1, **settings})
 
 
 METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Ouyang et al. 2022.
-        "ppo": _row(),
+        "ppo": MappingProxyType({}),
         # Group baselines as they are used today: Yu et al. 2025, without the division by the
         # deviation (Liu et al. 2025) and without a penalty on length.
         "grpo": _row(
             advantage="dr_grpo",
-            aggregate="token",
-            clip=0.2,
             clip_high=0.28,
             group_size=8,
-            ppo_epochs=1,
             kl_in="loss",
             kl_coef=0.0,
             dynamic_sampling=3,
@@ -62,25 +59,15 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
         # Shao et al. 2024, eq. 3 and section 4.1.2, with the correct gradient of the KL.
         "grpo_2024": _row(
-            advantage="grpo",
-            aggregate="sequence",
-            group_size=8,
-            ppo_epochs=1,
-            kl_in="loss",
-            kl_coef=0.04,
+            advantage="grpo", aggregate="sequence", group_size=8, kl_in="loss", kl_coef=0.04
         ),
         # Liu et al. 2025.
-        "dr_grpo": _row(
-            advantage="dr_grpo", aggregate="constant", group_size=8, ppo_epochs=1, kl_in="none"
-        ),
+        "dr_grpo": _row(advantage="dr_grpo", aggregate="constant", group_size=8, kl_in="none"),
         # Yu et al. 2025, eq. 8 to 13.
         "dapo": _row(
             advantage="grpo",
-            aggregate="token",
-            clip=0.2,
             clip_high=0.28,
             group_size=16,
-            ppo_epochs=1,
             kl_in="none",
             dynamic_sampling=3,
             overlong_buffer=0.2,
@@ -96,58 +83,33 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             group_size=8,
             rollout_size=128,
             batch_size=32,
-            ppo_epochs=1,
             kl_in="none",
         ),
         # MiniMax 2025, eq. 4 and 5, with the bound of Khatri et al. 2025.
         "cispo": _row(
             advantage="grpo",
             loss="cispo",
-            aggregate="token",
             clip_high=4.0,
             group_size=8,
             rollout_size=128,
             batch_size=32,
-            ppo_epochs=1,
             kl_in="none",
         ),
         # Ahmadian et al. 2024.
-        "rloo": _row(
-            advantage="rloo",
-            aggregate="token",
-            group_size=4,
-            ppo_epochs=1,
-            kl_in="reward",
-            kl_coef=0.05,
-        ),
+        "rloo": _row(advantage="rloo", group_size=4, kl_coef=0.05),
         # Hu 2025.
-        "reinforce_pp": _row(
-            advantage="reinforce_pp",
-            aggregate="token",
-            group_size=1,
-            ppo_epochs=1,
-            kl_in="reward",
-            kl_coef=0.01,
-        ),
+        "reinforce_pp": _row(advantage="reinforce_pp", kl_coef=0.01),
         # Lu et al. 2025: each token's reward is minus its reverse KL, without any later reward.
-        "distill": _row(
-            advantage="reinforce_pp",
-            ppo_epochs=1,
-            kl_coef=1.0,
-            gamma=0.0,
-            whiten_advantages=False,
-        ),
+        "distill": _row(advantage="reinforce_pp", kl_coef=1.0, gamma=0.0, whiten_advantages=False),
         # Dong et al. 2023: one update per rollout.
         "raft": _row(
             advantage="best",
             loss="none",
-            aggregate="token",
             group_size=8,
             rollout_size=128,
             batch_size=128,
-            ppo_epochs=1,
             kl_in="none",
         ),
     }
 )
-"""Settings by method; docs/methods.md describes when to use which."""
+"""Settings by method that differ from the defaults; docs/methods.md describes when to use which."""

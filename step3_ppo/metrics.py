@@ -15,7 +15,7 @@ from step3_ppo.advantages import are_equal, group_std
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import Experience, Rollout, global_moments
-from step3_ppo.losses import effective_share, explained_variance, k3
+from step3_ppo.losses import k3
 from step3_ppo.rewards import standard_error
 
 
@@ -99,12 +99,8 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
     mean, _ = global_moments(values, mask)
     _, residual_variance = global_moments(rollout.returns - values, mask)
     _, return_variance = global_moments(rollout.returns, mask)
-    return {
-        "value": mean,
-        "explained_variance": explained_variance(
-            residual_variance=residual_variance, return_variance=return_variance
-        ),
-    }
+    explained = 1 - residual_variance / return_variance if return_variance > 0 else 0.0
+    return {"value": mean, "explained_variance": explained}
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
@@ -136,7 +132,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean weight per token, and the effective sample size as a fraction of the tokens.
+    """Mean weight per token, and the effective sample size (Kish 1965) as a fraction of the tokens.
 
     Empty without a correction.
     """
@@ -147,10 +143,8 @@ def correction_statistics(rollout: Rollout) -> dict[str, float]:
         [weights.sum().item(), weights.square().sum().item(), len(weights)]
     )
     count = max(1.0, count)
-    return {
-        "correction": total / count,
-        "correction_effective": effective_share(total, squares, count),
-    }
+    effective = total**2 / (count * squares) if squares > 0 else 0.0
+    return {"correction": total / count, "correction_effective": effective}
 
 
 def repeated_tokens(experience: Experience) -> int:

@@ -149,7 +149,10 @@ class ResponseRewards:
 
     def by_source(self) -> dict[str, list[float | None]]:
         """The values of each source, by metric name."""
-        return {name_metric(name): scored.values for name, scored in self.sources.items()}
+        return {
+            name if name == GOLD else f"reward_{name}": scored.values
+            for name, scored in self.sources.items()
+        }
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
         """Means by source, the fraction without a reward, and the waiting time, over all processes.
@@ -179,11 +182,6 @@ class ResponseRewards:
             "reward_failures": totals["unknown"] / totals["rows"],
             "seconds_rewards": self.seconds,
         }
-
-
-def name_metric(source: str) -> str:
-    """The name of a source's metric."""
-    return source if source == GOLD else f"reward_{source}"
 
 
 def compute_rewards(
@@ -231,15 +229,12 @@ def compute_rewards(
     # An environment counts even at weight 0: if it failed, the episode is incomplete.
     counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
     values = without_failures(own, counting)
-    score = _tensor(weighted_sum(values, _weights(config)), stopped)
+    weights = [source.weight for source in config.rewards]
+    score = _tensor(weighted_sum(values, weights), stopped)
     gold = {GOLD: given[GOLD]} if GOLD in given else {}
     return ResponseRewards(
         score.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
     )
-
-
-def _weights(config: PPOConfig) -> list[float]:
-    return [source.weight for source in config.rewards]
 
 
 def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]:

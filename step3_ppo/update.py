@@ -14,7 +14,6 @@ from pipeline.data.sharing.steps import load_examples, record_prompts
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.parallel.device import local_device, read_scalars, send
-from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import (
@@ -134,37 +133,25 @@ class Update:
     """True if the new policy was too far from the old one, so that no update was made."""
 
 
-class Updates:
+class Updates(list[Update]):
     """All updates of one rollout."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._all: list[Update] = []
-
-    def add(self, update: Update) -> None:
-        """Record an update."""
-        self.tokens += update.tokens
-        self._all.append(update)
-
     @property
-    def count(self) -> int:
-        """Number of minibatches so far."""
-        return len(self._all)
+    def tokens(self) -> int:
+        """All response tokens of the minibatches."""
+        return sum(update.tokens for update in self)
 
     def metrics(self) -> dict[str, float]:
         """Means over updates, except ratio_max, ratio_error and learning rates, and their count."""
-        names = {name for update in self._all for name in update.metrics}
-        seen = {
-            name: [update.metrics[name] for update in self._all if name in update.metrics]
-            for name in sorted(names)
-        }
-        values = {name: sum(numbers) / len(numbers) for name, numbers in seen.items()}
+        seen: dict[str, list[float]] = {}
+        for update in self:
+            for name, value in update.metrics.items():
+                seen.setdefault(name, []).append(value)
+        values = {name: sum(numbers) / len(numbers) for name, numbers in sorted(seen.items())}
         values["ratio_max"] = max(seen["ratio_max"])
         values["ratio_error"] = seen["ratio_error"][0]  # of the first update: 0 up to rounding
-        for name in ("lr", "critic_lr"):
-            if name in seen:
-                values[name] = seen[name][-1]
-        values["updates"] = float(sum(not update.stopped for update in self._all))
+        values |= {name: seen[name][-1] for name in ("lr", "critic_lr") if name in seen}
+        values["updates"] = float(sum(not update.stopped for update in self))
         return values
 
 
@@ -192,10 +179,10 @@ def update_policy(
                 rows,
                 config,
                 ptx=ptx,
-                forward=forward if updates.count == 0 else None,
+                forward=None if updates else forward,
             )
-            updates.add(update)
-            if step == 1 and updates.count == 1:
+            updates.append(update)
+            if step == 1 and len(updates) == 1:
                 check_first_update(update.metrics["ratio_error"], models)
             if update.stopped:
                 return updates
@@ -232,27 +219,17 @@ def fit_values(
 
 
 def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
-    """This process's rows of each minibatch of an epoch over a rollout."""
-    seed = config.seed * 1_000_003 + step * config.ppo_epochs + epoch
-    order = torch.randperm(config.rollout_size, generator=torch.Generator().manual_seed(seed))
-    for minibatch in order.split(config.batch_size):
-        # Sorted, so that a minibatch of all responses keeps the order of the scoring pass.
-        yield own_rows(
-            sorted(minibatch.tolist()), current_mesh().data, group_size=config.group_size
-        )
-
-
-def own_rows(slots: Sequence[int], data: Group, *, group_size: int) -> list[int]:
-    """This process's rows among these indices of a rollout.
+    """This process's rows of each minibatch of an epoch over a rollout.
 
     Groups are assigned round-robin: slot s is in group s // G // W of process s // G % W.
     """
-    rows: list[int] = []
-    for slot in slots:
-        group, sample = divmod(slot, group_size)
-        if group % data.size == data.rank:
-            rows.append(group // data.size * group_size + sample)
-    return rows
+    seed = config.seed * 1_000_003 + step * config.ppo_epochs + epoch
+    order = torch.randperm(config.rollout_size, generator=torch.Generator().manual_seed(seed))
+    data, size = current_mesh().data, config.group_size
+    for minibatch in order.split(config.batch_size):
+        # Sorted, so that a minibatch of all responses keeps the order of the scoring pass.
+        slots = (divmod(slot, size) for slot in sorted(minibatch.tolist()))
+        yield [at // data.size * size + n for at, n in slots if at % data.size == data.rank]
 
 
 def update_minibatch(
@@ -429,7 +406,10 @@ def _policy_objective(
     loss = (corrected * losses).sum()
     objective, figures = loss, {"policy_loss": loss.detach()}
     if config.kl_in == "loss" and minibatch.ref_logprobs is not None:
-        kl_loss = _kl_loss(logprobs, minibatch, corrected, config)
+        estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
+        log_ratio = logprobs - minibatch.ref_logprobs
+        kls = KL_LOSSES[estimator](log_ratio, policy_ratio(logprobs, minibatch.old_logprobs))
+        kl_loss = (corrected * kls).sum()
         objective = objective + minibatch.kl_coef * kl_loss
         figures["kl_loss"] = kl_loss.detach()
     if config.entropy_coef > 0 and entropy is not None:
@@ -438,15 +418,6 @@ def _policy_objective(
         is_clipped = method.is_clipped(ratio, advantages, region)
         figures["clip_fraction"] = (is_clipped * minibatch.counted).sum()
         return objective, figures | _ratio_figures(logprobs, minibatch)
-
-
-def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PPOConfig) -> Tensor:
-    """The KL penalty of the loss, with the loss's token weights."""
-    estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
-    ratio = policy_ratio(logprobs, minibatch.old_logprobs)
-    assert minibatch.ref_logprobs is not None
-    kl = KL_LOSSES[estimator](logprobs - minibatch.ref_logprobs, ratio)
-    return (weights * kl).sum()
 
 
 def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:

@@ -5,24 +5,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
 from pipeline.data.batches import TokenBatch
 from pipeline.models.passes import Passes, evaluating
 from pipeline.run.run import Run
 from pipeline.run.training import Training
 
 logger = logging.getLogger(__name__)
-
-
-def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
-    """Summed negative log-likelihood of K target tokens, in nats.
-
-    A sum, not a mean: the caller divides by the token count of the whole optimizer step, so that
-    every token has the same weight in micro-batches and processes of unequal length.
-    """
-    return -logprobs.sum()
 
 
 def learn(
@@ -40,7 +28,7 @@ def learn(
     """
     engine, targets = passes.engine, max(1, targets)
     losses = passes.learn(
-        batches, lambda batch: next_token_nll(engine(batch, uniform=True).logprobs), divisor=targets
+        batches, lambda batch: -engine(batch, uniform=True).logprobs.sum(), divisor=targets
     )
     result = engine.step()
     run.log(
@@ -64,7 +52,7 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
             yield batch
 
     with evaluating(engine.model):
-        losses = passes.forward(counted(), lambda batch: next_token_nll(engine(batch).logprobs))
+        losses = passes.forward(counted(), lambda batch: -engine(batch).logprobs.sum())
     total_nll, total_targets = engine.group.sums([passes.total(losses), sum(targets)])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 

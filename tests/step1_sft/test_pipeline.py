@@ -16,7 +16,6 @@ from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import cut_mesh
-from pipeline.run.next_token import next_token_nll
 from pipeline.run.run import Run
 from pipeline.run.training import load_rows
 from step1_sft.batches import cut, encode
@@ -143,7 +142,7 @@ def overflows(config: SFTConfig, skips: list[int]) -> list[bool]:
                 sft.passes.learn(
                     cut(batch, config),
                     lambda each, factor=factor: (
-                        factor * next_token_nll(sft.engine(each, uniform=True).logprobs)
+                        -factor * sft.engine(each, uniform=True).logprobs.sum()
                     ),
                     divisor=100.0,
                 )

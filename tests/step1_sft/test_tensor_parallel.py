@@ -18,7 +18,6 @@ from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import cut_mesh
-from pipeline.run.next_token import next_token_nll
 from pipeline.run.run import Run
 from pipeline.run.training import load_rows
 from step1_sft.batches import cut, encode
@@ -230,7 +229,7 @@ def overflows(config: SFTConfig) -> tuple[list[bool], list[float]]:
                     hook.remove()
                 sft.passes.learn(
                     batches,
-                    lambda each: next_token_nll(sft.engine(each, uniform=True).logprobs),
+                    lambda each: -sft.engine(each, uniform=True).logprobs.sum(),
                     divisor=100.0,
                 )
                 hook.remove()

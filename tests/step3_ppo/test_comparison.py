@@ -9,14 +9,10 @@ from step3_ppo.evaluate import HeldOut
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 
-def held_out(toy: Path) -> HeldOut:
+def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(toy: Path) -> None:
     config = toy_config(toy)
     prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS]
-    return HeldOut(toy_models(config), prompts, config)
-
-
-def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(toy: Path) -> None:
-    held = held_out(toy)
+    held = HeldOut(toy_models(config), prompts, config)
     expected = held.answer_all()
 
     base = responses_of_base(held, FrozenModelConfig(path=str(toy / "actor")))

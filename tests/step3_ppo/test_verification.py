@@ -12,26 +12,19 @@ from step3_ppo.evaluate import HeldOut
 from tests.step3_ppo.toy import toy_config, toy_models
 
 
-def held_out(toy: Path, texts: list[str]) -> HeldOut:
-    config = toy_config(toy)
-    models = toy_models(config)
-    prompts = [
-        Prompt(messages, models.chat.encode_prompt(messages))
-        for messages in ((Message("user", text),) for text in texts)
-    ]
-    return HeldOut(models, prompts, config)
-
-
 @pytest.mark.jobs
 def test_on_the_embedded_task_the_verifier_judges_the_run_and_hand_written_prompts(
     toy: Path, tmp_path: Path
 ) -> None:
-    held = held_out(toy, [question.text for question in held_out_questions()[:2]])
+    config = toy_config(toy)
+    models = toy_models(config)
+    asked = [(Message("user", question.text),) for question in held_out_questions()[:2]]
+    prompts = [Prompt(messages, models.chat.encode_prompt(messages)) for messages in asked]
+    held = HeldOut(models, prompts, config)
     answers = held.answer_all()
 
-    figures = conclude(
-        held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"
-    )
+    named = {"step1_sft": answers, "step3_ppo": answers}
+    figures = conclude(held, named, tmp_path / "samples.json")
 
     assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
     assert figures["judge_talk"] == 0.0

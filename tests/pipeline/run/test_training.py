@@ -1,11 +1,9 @@
-"""Shared by the training steps: the loss, and the frequency of evaluations."""
+"""Shared by the training steps: the frequency of evaluations."""
 
 import math
 
 import pytest
-import torch
 
-from pipeline.run.next_token import next_token_nll
 from pipeline.run.training import EVALUATIONS, SHARE, evaluation_interval
 
 
@@ -34,8 +32,3 @@ def test_chosen_evaluations_are_few_and_cheap_whatever_the_run() -> None:
 
             assert before_the_last < EVALUATIONS
             assert before_the_last * cost <= SHARE * total_steps
-
-
-def test_the_loss_is_the_summed_negative_log_likelihood() -> None:
-    assert next_token_nll(torch.tensor([-1.0, -2.5, -0.5])).item() == 4.0
-    assert next_token_nll(torch.empty(0)).item() == 0.0
