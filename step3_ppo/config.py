@@ -75,7 +75,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     output_dir: Path = Path("output/step3_ppo")
 
-    method: Literal["ppo", Grouped, "reinforce_pp", "raft", "distill"] = "ppo"
+    method: Literal["ppo", Grouped, "reinforce_pp", "raft", "distill", "gkd"] = "ppo"
     """Other defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
@@ -94,11 +94,15 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     loaded and no KL is measured, unless a path is given or several methods are compared."""
 
     teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model that the method distill learns from (--teacher), with the actor's tokenizer."""
+    """The model that distill and gkd learn from (--teacher), with the actor's tokenizer."""
 
     teacher_url: str | None = None
     """Address of a server that has the teacher instead (--teacher http://HOST:8000/v1), such as
     vLLM, SGLang or inference.serve."""
+
+    gkd_beta: float = 0.5
+    """Divergence of gkd: 0 is the forward KL, from teacher to actor, 1 the reverse KL, and between
+    them the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
@@ -264,7 +268,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
         is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
-        return self.reuse_forward and is_one
+        return self.reuse_forward and is_one and self.method != "gkd"
 
     @property
     def least_micro_batches(self) -> int:
@@ -299,8 +303,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def distills(self) -> bool:
-        """Whether the log-probabilities of a teacher are the only reward."""
-        return self.method == "distill"
+        """Whether the actor learns from a teacher alone, without rewards."""
+        return self.method in ("distill", "gkd")
 
     @property
     def uses_reward_model(self) -> bool:
@@ -404,6 +408,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             ),
             epochs=self.ppo_epochs,
             reuses_forward=self.reuses_forward(processes=processes),
+            compares_logits=self.method == "gkd",
         )
 
     def __post_init__(self) -> None:
@@ -441,6 +446,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
         require(0 <= self.gamma <= 1, f"ppo.gamma must be in [0, 1], got {self.gamma}")
         require(0 <= self.lam <= 1, f"ppo.lam must be in [0, 1], got {self.lam}")
+        require(0 <= self.gkd_beta <= 1, f"ppo.gkd_beta must be in [0, 1], got {self.gkd_beta}")
         require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
         above = ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl")
         for name in above:
@@ -614,19 +620,25 @@ def _check_kl(config: PPOConfig) -> None:
 
 
 def _check_teacher(config: PPOConfig) -> None:
-    served = config.teacher_url is not None
+    served, method = config.teacher_url is not None, config.method
     if not config.distills:
-        is_one_of_several = config.step_name != "step3_ppo" or config.method == "ppo"
+        is_one_of_several = config.step_name != "step3_ppo" or method == "ppo"
         require(
             not (config.teacher.path or served) or is_one_of_several,
-            f"--teacher is for --method distill, not {config.method}; omit it, or use distill",
+            f"--teacher is for --method distill or gkd, not {method}; omit it, or use one of them",
         )
         return
     require(
+        method != "gkd" or (not served and config.parallel.tp == config.parallel.pp == 1),
+        "--method gkd compares all logits, which servers don't return and parallel.tp and"
+        " parallel.pp split: set --teacher to a directory, and leave both at 1",
+    )
+    require(
         (config.teacher.path is None) == served,
-        "--method distill has two teachers: omit ppo.teacher.path or ppo.teacher_url"
+        f"--method {method} has two teachers: omit ppo.teacher.path or ppo.teacher_url"
         if served
-        else "--method distill has no teacher: set --teacher to a model with the actor's tokenizer",
+        else f"--method {method} has no teacher: set --teacher to a model with the actor's"
+        " tokenizer",
     )
     require(
         not served or config.temperature == 1,
@@ -635,10 +647,12 @@ def _check_teacher(config: PPOConfig) -> None:
     )
     rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
     penalizes = config.kl_in == "reward" and config.kl_coef > 0 and config.kl_target is None
+    is_plain = config.kl_in == "none" and config.entropy_coef == 0
     require(
-        not rewards and penalizes,
-        "--method distill learns from its teacher alone: omit --reward, --reward-function,"
-        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in and ppo.kl_target",
+        not rewards and (is_plain if method == "gkd" else penalizes),
+        f"--method {method} learns from its teacher alone: omit --reward, --reward-function,"
+        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in, ppo.kl_target and for gkd"
+        " ppo.entropy_coef",
     )
 
 

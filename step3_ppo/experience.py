@@ -72,7 +72,7 @@ class Experience:
     """log pi as computed in training, before any update: the old policy of the ratio."""
 
     ref_logprobs: Float[Tensor, "B T"] | None
-    """log pi_ref; None without a reference."""
+    """log pi_ref; None without a reference, or if gkd's updates run the teacher."""
 
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"] | None
@@ -214,7 +214,7 @@ def score_responses(
     taught = _request_teacher(models, prompts, responses)
     # Frozen models run first, before autograd graphs occupy memory.
     found: dict[str, list[Tensor]] = {}
-    if models.reference is not None:
+    if models.reference is not None and (config.method != "gkd" or step is None):
         found["ref_logprobs"] = models.reference.logprobs(batches, temperature=config.temperature)
     if score is None and models.reward is not None:
         score = raw_scores(models, prompts, responses, config)

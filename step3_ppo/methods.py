@@ -101,6 +101,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "reinforce_pp": _row(advantage="reinforce_pp", kl_coef=0.01),
         # Lu et al. 2025: each token's reward is minus its reverse KL, without any later reward.
         "distill": _row(advantage="reinforce_pp", kl_coef=1.0, gamma=0.0, whiten_advantages=False),
+        # Agarwal et al. 2024: the loss is the divergence from the teacher.
+        "gkd": _row(advantage="reinforce_pp", kl_in="none"),
         # Dong et al. 2023: one update per rollout.
         "raft": _row(
             advantage="best",

@@ -194,7 +194,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     )
     score = rollout.reward_score if config.distills else rewards.score
     metrics = rollout_statistics(rollout, score) | sampled.metrics
-    if config.distills:  # `kl` is the distance from the start
+    if config.method == "distill":  # `kl` is the distance from the start
         metrics["reverse_kl"] = metrics.pop("kl") / metrics["response_length"]
     metrics |= rewards.metrics(group_size=config.group_size)
     check_finite(f"of the rollout of iteration {step}", metrics)
@@ -205,8 +205,9 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
         *(models, rollout, config), step=step, forward=experience.forward, ema=ppo.ema, ptx=ppo.ptx
     )
     clock.end("training")
-
     metrics |= updates.metrics() | {"kl_coef": ppo.kl.coef}
+    if config.method == "gkd":
+        metrics["score"] = -metrics["reverse_kl"] * metrics["response_length"]
     timing = models.hybrid_engine.metrics() | clock.metrics()
     run.log(step, tokens=updates.tokens, **metrics, **timing)
     ppo.kl.update(metrics.get("kl", 0.0), responses=config.rollout_size)

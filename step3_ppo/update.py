@@ -13,9 +13,11 @@ from pipeline.data.sharing.prompts import PromptRecord
 from pipeline.data.sharing.steps import load_examples, record_prompts
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import TokenLogprobs
+from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, read_scalars, send
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
+from step3_ppo.divergence import Output, gkd_loss
 from step3_ppo.experience import (
     Experience,
     Forward,
@@ -375,6 +377,10 @@ def _learn_policy(
     found: list[dict[str, Tensor]] = []
 
     def compute_loss(minibatch: Minibatch) -> Tensor:
+        if config.method == "gkd":
+            objective, figures = _divergence(models, minibatch, config, weighting)
+            found.append(figures)
+            return objective
         if forward is None:
             outputs: TokenLogprobs = models.actor(
                 minibatch.tokens, temperature=config.temperature, entropy=config.entropy_coef > 0
@@ -387,6 +393,32 @@ def _learn_policy(
 
     models.policy_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
     return found
+
+
+def _divergence(
+    models: Models, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The summed divergence from the teacher, and its metrics.
+
+    The actor runs within the teacher's pass, while the teacher's output layer is gathered.
+    """
+    assert models.reference is not None
+    batch, teacher = minibatch.tokens, models.reference.engine
+    weights = weighting.of(minibatch.lengths) * minibatch.counted
+    targets = batch.input_ids[batch.targets]
+
+    def compare(fixed: Output) -> tuple[Tensor, ...]:
+        settings = {"beta": config.gkd_beta, "temperature": config.temperature}
+        with torch.enable_grad():
+            return models.actor(
+                batch, read=lambda *own: gkd_loss(Output(*own), fixed, targets, weights, **settings)
+            )
+
+    with evaluating(teacher.model):
+        loss, logprobs, reverse_kl = teacher(batch, read=lambda *fixed: compare(Output(*fixed)))
+    counted = minibatch.counted
+    figures = {"policy_loss": loss.detach(), "reverse_kl": (reverse_kl * counted).sum()}
+    return loss, figures | _ratio_figures(logprobs, minibatch)
 
 
 def _policy_objective(

@@ -10,6 +10,7 @@ from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import Policy, Scorer
 from step2_reward.losses import pairwise_loss
+from step3_ppo.divergence import generalized_jsd
 from step3_preference.config import METHODS, PreferenceConfig
 from step3_preference.losses import kto_loss, orpo_loss
 from step3_preference.objective import paired_loss
@@ -216,3 +217,19 @@ def test_the_loss_of_kto_is_trls() -> None:
         weight_bad=0.5,
     )
     torch.testing.assert_close(found / 6, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*You are importing from 'trl.experimental'")
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_the_divergence_from_a_teacher_is_trls(beta: float) -> None:
+    from trl.experimental.gkd import GKDTrainer
+
+    student, teacher = torch.randn(2, 7, 50, generator=torch.Generator().manual_seed(0)) * 3
+
+    found, gradient = generalized_jsd(student.log_softmax(1), teacher.log_softmax(1), beta=beta)
+
+    theirs = GKDTrainer.generalized_jsd_loss
+    losses = theirs(student.requires_grad_(), teacher, beta=beta, reduction="none").sum(dim=1)
+    losses.sum().backward()
+    torch.testing.assert_close(found, losses.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, student.grad, rtol=1e-5, atol=1e-5)

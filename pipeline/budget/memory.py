@@ -248,11 +248,11 @@ class _ModelMemory:
         shape = self.model.shape
         numbers = targets * shape.vocabulary / self.tp
         times = 2 if shape.itemsize == 4 else 4
-        if numbers <= WHOLE:
-            return 4 * times * numbers
         tile = TILE["cuda" if self.machine.has_gpu else "cpu"]
         matrix = shape.vocabulary * shape.hidden / self.tp if trains and shape.head_learns else 0
-        return 4 * (times * tile + matrix)
+        if trains and self.work.compares_logits:  # 8 tensors of half a tile
+            return 16 * min(2 * numbers, tile) + (4 + shape.itemsize) * matrix
+        return 4 * times * numbers if numbers <= WHOLE else 4 * (times * tile + matrix)
 
     def replica(self, generation: Generation) -> Iterator[Item]:
         """A copy of the weights for generation, if one is needed."""
@@ -313,6 +313,10 @@ def _train(
         yield from models[generation.role].replica(generation)
     scoring = ([*each.gathered(), *each.passes(trains=False)] for each in present)
     training = [list(each.passes(trains=True)) for each in present if each.model.trained]
+    if work.compares_logits:  # the teacher's output layer is gathered meanwhile
+        training[0] += [
+            item for each in present if not each.model.trained for item in each.gathered()
+        ]
     if work.reuses_forward:  # the graphs of all models are in memory together
         training = [[item for items in training for item in items]]
     largest = max([*scoring, *training], key=_sum, default=[])

@@ -140,6 +140,9 @@ class Workload:
     reuses_forward: bool = False
     """Whether models backpropagate through the passes that scored a rollout."""
 
+    compares_logits: bool = False
+    """Whether the loss compares all logits with those of the frozen model."""
+
     @property
     def data_rows(self) -> int:
         """Number of data rows that an iteration uses."""

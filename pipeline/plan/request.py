@@ -31,9 +31,9 @@ class Request(Deployment):
 
     method: tuple[str, ...] = ()
     """How step 3 trains: ppo, or without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo,
-    rloo, reinforce_pp, raft, or distill from a --teacher; each sets defaults of --ppo settings
-    (docs/methods.md). Or from preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo,
-    cpo, orpo, kto, with --preference settings (docs/preference.md). Several run in separate
+    rloo, reinforce_pp, raft, or distill or gkd from a --teacher; each sets defaults of --ppo
+    settings (docs/methods.md). Or from preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge,
+    simpo, cpo, orpo, kto, with --preference settings (docs/preference.md). Several run in separate
     directories step3_NAME and are compared; --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
@@ -54,8 +54,8 @@ class Request(Deployment):
     verifier, the embedded task's; or settings in braces. Also model, the reward model."""
 
     teacher: str | None = None
-    """Model from which step 3 learns by --method distill, with the tokenizer of the actor, or the
-    address of an OpenAI-compatible server with it: http://HOST:8000/v1."""
+    """Model from which step 3 learns by --method distill or gkd, with the tokenizer of the actor,
+    or for distill the address of an OpenAI-compatible server with it: http://HOST:8000/v1."""
 
     environment: str | None = None
     """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""
@@ -323,8 +323,8 @@ def check_sections_run(
     rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
     request = command_line.request
     require(
-        request.teacher is None or "distill" in (request.method or ("distill",)),
-        "--teacher is for the method distill: add it to --method, or omit --teacher",
+        request.teacher is None or not {"distill", "gkd"}.isdisjoint(request.method or ["gkd"]),
+        "--teacher is for the methods distill and gkd: add one to --method, or omit --teacher",
     )
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config import OptimConfig
+from pipeline.config import FrozenModelConfig, OptimConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
@@ -42,6 +42,9 @@ def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
         "eval_every": 0,
         "keep_best": False,
     }
+    if method == "gkd":
+        del settings["score_clip"]
+        settings["teacher"] = FrozenModelConfig(path=str(toy / "teacher"))
     config = toy_config(toy, output_dir=out, method=method, **{**settings, **row, **changes})
     optim = OptimConfig(lr=1e-3, eps=1e-5, schedule="constant", warmup_ratio=0.0)
     trained = {role: replace(getattr(config, role), optim=optim) for role in ("actor", "critic")}

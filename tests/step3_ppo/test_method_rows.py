@@ -19,7 +19,8 @@ from tests.sources import ROOT
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method: str) -> None:
-    row, given = METHODS[method], ["--teacher.path", "it"] if method == "distill" else []
+    row = METHODS[method]
+    given = ["--teacher.path", "it"] if method in ("distill", "gkd") else []
 
     config = parse_step(PPOConfig, ["--method", method, *given])
     moved = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method, *given])

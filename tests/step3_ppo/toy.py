@@ -37,7 +37,8 @@ def save_models(directory: Path, *, blocks: int = 2, **changes: Any) -> None:
     tokenizer = build_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks, **changes}
     reward = tiny_classifier("llama", seed=2, bos_token_id=1, **sizes)
-    models = {"actor": tiny_causal_lm("llama", seed=1, **sizes), "reward": reward}
+    actor, teacher = (tiny_causal_lm("llama", seed=seed, **sizes) for seed in (1, 7))
+    models = {"actor": actor, "reward": reward, "teacher": teacher}
     for name, model in models.items():
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)

@@ -73,16 +73,22 @@ class Policy(nn.Module):
         entropy: bool = False,
         entropy_learns: bool = True,
         uniform: bool = False,
-    ) -> TokenLogprobs:
+        read: Callable[..., tuple[Tensor, ...]] | None = None,
+    ) -> TokenLogprobs | tuple[Tensor, ...]:
         """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
         `entropy_learns` says that the loss includes the requested entropy; `uniform`, that the loss
-        weights all log-probabilities equally, which allows a faster computation.
+        weights all log-probabilities equally, which allows a faster computation. With `read`, the
+        result is `read(hidden states, matrix, bias)` of the output layer, or `read(logits)`.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
         head = self._output_matrix(batch)
         words = words_of(head)
+        if read is not None:
+            if head is None or words is not None:
+                return read(self._logits(batch))
+            return self.uses_head(read, self._hidden(batch), head.weight, head.bias)
         is_large_batch = head is not None and len(targets) * head.out_features > (
             self.tile or WHOLE
         )
