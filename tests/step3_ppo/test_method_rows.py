@@ -19,8 +19,7 @@ from tests.sources import ROOT
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method: str) -> None:
-    row = METHODS[method]
-    given = ["--teacher.path", "it"] if method in ("distill", "gkd") else []
+    row, given = METHODS[method], ["--teacher.path", "it"] * (method in ("distill", "gkd"))
 
     config = parse_step(PPOConfig, ["--method", method, *given])
     moved = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method, *given])

@@ -14,7 +14,6 @@ from pipeline.data.examples import Message
 from rewards.config import RewardConfig
 from rewards.workers import RewardError
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import Models
 from step3_ppo.reward_sources import RewardSources, Submitting
 from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards
 from step3_ppo.train import train
@@ -74,17 +73,9 @@ def function(file: Path, name: str, **settings: Any) -> RewardConfig:
 
 def grouped(toy: Path, *rewards: RewardConfig, **changes: Any) -> PPOConfig:
     """GRPO on two prompts with four responses each, without critic and reward model."""
-    config = toy_config(
-        toy,
-        **{"advantage": "grpo", "group_size": 4, "rewards": rewards, "max_prompt_length": 40}
-        | changes,
-    )
+    settings = {"advantage": "grpo", "group_size": 4, "max_prompt_length": 40, **changes}
+    config = toy_config(toy, rewards=rewards, **settings)
     return replace(config, data=replace(config.data, max_eval_rows=4))
-
-
-def make_models(config: PPOConfig, sources: RewardSources) -> Models:
-    loaded = toy_models(config)
-    return replace(loaded, sources=sources)
 
 
 def prompts(*wanted: float | None) -> list[Prompt]:
@@ -96,7 +87,7 @@ def rewarded(config: PPOConfig, *wanted: float | None, **options: Any) -> Respon
     """Of one response of two tokens to each prompt; the third is not ended."""
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
-        models = make_models(config, sources)
+        models = replace(toy_models(config), sources=sources)
         submit = Submitting(sources, prompts(*wanted), models.chat)
         for index in reversed(range(len(wanted))):
             submit(index, responses[index])

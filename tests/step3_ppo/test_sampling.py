@@ -72,16 +72,8 @@ def sampled(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
 
     With it the groups of equal rewards, and how many prompts were taken.
     """
-    config = toy_config(
-        toy,
-        advantage="grpo",
-        group_size=2,
-        normalize_score=False,
-        score_clip=1e-3,
-        missing_eos_score=None,
-        dynamic_sampling=rounds,
-        seed=3,
-    )
+    signs = {"normalize_score": False, "score_clip": 1e-3, "missing_eos_score": None, "seed": 3}
+    config = toy_config(toy, advantage="grpo", group_size=2, dynamic_sampling=rounds, **signs)
     models, prompts = toy_models(config), make_prompts()
     for row, prompt in enumerate(prompts.train):
         prompt.input_ids[:] = [*PROMPTS[row % len(PROMPTS)], 30 + row]

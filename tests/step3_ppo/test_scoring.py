@@ -44,12 +44,8 @@ def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) 
 
 def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path) -> None:
     config = toy_config(toy)
-    responses = [
-        Response([30 + row, END], [-1.0, -1.0], stopped=True)
-        if row % 2
-        else Response([30 + row, 31], [-1.0, -1.0], stopped=False)
-        for row in range(8)
-    ]
+    ids = [[30 + row, END if row % 2 else 31] for row in range(8)]
+    responses = [Response(each, [-1.0, -1.0], stopped=each[1] == END) for each in ids]
     scores = raw_scores(models, PROMPTS, responses, config)[1::2].double()
 
     mean, std = measured_moments(models, PROMPTS, responses, config)

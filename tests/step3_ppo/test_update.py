@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.config import OptimConfig, TrainedModelConfig
 from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.metrics import critic_statistics, rollout_statistics
 from step3_ppo.rewards import ResponseRewards, compute_reward
@@ -207,21 +206,11 @@ def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path)
 
 def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
     """Even tokens, half of the vocabulary, are rewarded."""
-    optim = OptimConfig(lr=0.01, eps=1e-5, schedule="constant", warmup_ratio=0.0)
-    config = toy_config(
-        toy,
-        actor=TrainedModelConfig(path=str(toy / "actor"), optim=optim),
-        critic=TrainedModelConfig(path=str(toy / "reward"), optim=optim),
-        rollout_size=32,
-        batch_size=16,
-        micro_batch_size=32,
-        ppo_epochs=2,
-    )
-    models = toy_models(config)
-    even: list[float] = []
+    sizes = {"rollout_size": 32, "batch_size": 16, "micro_batch_size": 32}
+    config = toy_config(toy, ppo_epochs=2, **sizes)
+    models, prompts, even = toy_models(config), PROMPTS * 4, list[float]()
 
     for step in range(1, 21):
-        prompts = PROMPTS * 4
         keys = range(32 * step, 32 * (step + 1))
         responses = generate_responses(models, prompts, config, keys=keys)
         experience = score_responses(models, prompts, responses, config)
