@@ -45,7 +45,8 @@ def default_length(
 
 def may_think(template: str, arguments: Mapping[str, object]) -> bool:
     """Whether a chat template's generation prompt opens thinking, or an argument controls it."""
-    if any(arguments.get(name) is False for name in ("enable_thinking", "thinking")):
+    names = ("enable_thinking", "thinking")
+    if any(arguments.get(name, f"set {name} = false" not in template) is False for name in names):
         return False
     opens = THINK in template.rpartition("add_generation_prompt")[2]
     return opens or any(name in template for name in ("enable_thinking", "reasoning_effort"))

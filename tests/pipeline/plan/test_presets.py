@@ -74,6 +74,7 @@ OFF = ("--ppo.data.template_args", "enable_thinking=false")
         (MATH, "<think>{% if add_generation_prompt %}", 1024),
         (MATH, "{% if add_generation_prompt %}<think>", 4096),
         (MATH, "{{ enable_thinking }}", 4096),
+        (MATH, "{% set thinking = false %}{% if add_generation_prompt %}<think>", 1024),
         ((*MATH, *OFF), "{{ enable_thinking }}", 1024),
         ((*MATH, "--ppo.max_prompt_length", "8000"), "", 192),
         (("--reward", "model", "--reward-model", OWN), "", 256),
