@@ -10,7 +10,7 @@ A program that fails, hangs or runs out of memory is wrong: its reward is 0. Onl
 can't be built, and tests that can't be read, are failures.
 """
 
-import json
+import ast
 import marshal
 import os
 import re
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import parsed
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
@@ -196,13 +197,15 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
     The program is the last fenced block of the response, else the whole response. The tests of a
     row are Python code (or a list of lines) with assertions that must all hold, or cases:
-    `[{"input": "1 2", "output": "3"}, ...]`, or `{"inputs": [...], "outputs": [...]}`, also as JSON
-    text; lines are compared without trailing whitespace. A row without tests has no reward.
+    `[{"input": "1 2", "output": "3"}, ...]`, or `{"inputs": [...], "outputs": [...]}`, also as text
+    in CSV files; lines are compared without trailing whitespace. A row without tests has no reward.
     """
     column = config.reads_column or ""
 
     def score(episode: Episode) -> float | None:
         tests = episode.extra.get(column)
+        if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")):
+            tests = parsed(tests)
         if tests is None or tests in ("", [], {}):
             return None
         program = program_in(episode.response)
@@ -210,6 +213,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
         if cases is not None:
             return _share_right(program, cases, config)
         code = "\n".join(tests) if isinstance(tests, list) else str(tests)
+        require_assertions(code)
         return float(_passes(program, code, _limits(config, config.seconds)))
 
     return one_by_one(score)
@@ -252,12 +256,9 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
         ValueError: the tests are neither cases nor code.
     """
     if isinstance(tests, str):
-        if not tests.lstrip().startswith(("[", "{")):
-            return None
-        try:
-            tests = json.loads(tests)
-        except ValueError:
-            return None  # code may also begin with a bracket
+        return None
+    if isinstance(tests, Mapping) and tests.get("fn_name"):
+        raise ValueError("tests that call a function (fn_name) can't be read; write assertions")
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if len(inputs) == len(outputs):
@@ -269,6 +270,22 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
     ):
         return [(_text(each["input"]), _text(each["output"])) for each in tests]
     raise ValueError("the tests are neither code nor inputs and outputs")
+
+
+_RUN = (ast.Assert, ast.Call, ast.For, ast.If, ast.Try, ast.While, ast.With)
+"""Statements that run tests, unlike definitions."""
+
+
+def require_assertions(code: str) -> None:
+    """Raise ValueError for tests that no program or every program would pass."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the tests are not valid Python: {error}") from None
+    lines = [line.value if isinstance(line, ast.Expr) else line for line in body]
+    run = [ast.unparse(line) for line in lines if isinstance(line, _RUN)]
+    if all("__main__" in text.partition("\n")[0] for text in run):
+        raise ValueError("the tests only define functions; call them, or write assertions")
 
 
 def _text(value: Any) -> str:  # noqa: ANN401

@@ -29,6 +29,8 @@ def outcome(program: str, tests: object, **settings: object) -> Outcome:
         (ADD + "import sys; sys.exit(0)", ASSERTS, 0),
         (ADD + "import os; os._exit(0)", ASSERTS, 0),
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 2"], 1),
+        (ADD, "['assert add(1, 2) == 3', 'assert add(1, 1) == 3']", 0),  # as pandas writes a list
+        (ADD, "[x for x in range(3)]\nassert add(1, 1) == 2", 1),
         (SUM, [{"input": "1 2", "output": "3"}, {"input": "2 2\n", "output": "4\n"}], 1),
         (SUM, '{"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]}', 0.5),
         ("print('1 ')\nprint(2)", [{"input": "", "output": "1\n2\n\n"}], 1),
@@ -51,5 +53,12 @@ def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_fail
     hangs = outcome("x = input()\nwhile x == '2': pass\nprint(x)", slow, seconds=1.0)
 
     assert hangs == Outcome(0.5)
-    with pytest.raises(ValueError, match="neither code nor inputs and outputs"):
-        outcome(SUM, {"question": "?"})
+    for tests, reason in (
+        ({"question": "?"}, "neither code nor inputs and outputs"),
+        ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "write assertions"),
+        ("def check(candidate):\n    assert candidate(1) == 2", "only define functions; call"),
+        ("if __name__ == '__main__':\n    assert add(1) == 2", "only define functions; call"),
+        ("assert add(1 == 2", "not valid Python"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            outcome(SUM, tests)

@@ -33,10 +33,6 @@ SAME_PREFERENCE = {
         "chosen": "\n\nHuman: Q\n\nAssistant: good",
         "rejected": "\n\nHuman: Q\n\nAssistant: bad",
     },
-    "hh-rlhf with line breaks of Windows": {
-        "chosen": "\r\n\r\nHuman: Q\r\n\r\nAssistant: good",
-        "rejected": "\r\n\r\nHuman: Q\r\n\r\nAssistant: bad",
-    },
     "TRL, one response after its prompt": {
         "prompt": turns(("user", "Q")),
         "chosen": turns(("user", "Q"), ("assistant", "good")),
@@ -188,9 +184,8 @@ def test_a_dialogue_as_text_may_have_several_turns(text: str) -> None:
 
     assert example is not None
     assert [turn.content for turn in example.prompt] == ["Q", "a", "R"]
-    said_twice = read(prompt="Human: Is Human: a name? Assistant:", response="good")
-    assert said_twice is not None
-    assert said_twice.prompt == (Message("user", "Is Human: a name?"),)
+    name = "Is Human: a name?"
+    assert read(prompt=f"Human: {name} Assistant:") == read(prompt=name)
 
 
 def test_a_response_that_is_labelled_bad_is_no_demonstration_but_a_rejected_response() -> None:

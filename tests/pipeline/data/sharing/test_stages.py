@@ -137,10 +137,9 @@ def test_weights_are_the_shares_of_the_paths_and_repeat_no_row(tmp_path: Path) -
 
 
 def test_evaluation_rows_may_have_the_usual_names_instead_of_fields(tmp_path: Path) -> None:
-    rows = [{"q": f"q{n}", "good": "a"} for n in range(60)]
-    fields = {"prompt": "q", "chosen": "good"}
+    path = write(tmp_path / "a.jsonl", [{"q": f"q{n}", "good": "a"} for n in range(60)])
     held_out = write(tmp_path / "eval.jsonl", pairs(3, "e"))
 
-    data = load(write(tmp_path / "a.jsonl", rows), eval_path=(held_out,), fields=fields)
+    data = load(path, eval_path=(held_out,), fields={"prompt": "q", "chosen": "good"})
 
     assert sorted(prompts(data.eval)) == ["e0", "e1", "e2"]
