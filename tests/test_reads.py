@@ -24,7 +24,7 @@ OF_THE_HOST = {
     ("train", "task", "within"),
     [
         pytest.param(train_sft, sft_task, "learn_from", id="sft"),
-        pytest.param(train_reward, reward_task, "learn", id="reward"),
+        pytest.param(train_reward, reward_task, "learn", id="reward", marks=pytest.mark.grid),
     ],
 )
 def test_more_micro_batches_have_the_host_wait_no_more_often(

@@ -18,7 +18,7 @@ from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
 from tests.faults.jobs import Command, Forked, assert_prefix, run_forked, small, step_words
 from tests.test_resume import metrics
 
-STEPS = 30
+STEPS = 20
 
 
 def make_job(start: Path, out: Path) -> StepConfig:

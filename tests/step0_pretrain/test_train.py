@@ -140,7 +140,7 @@ def run_and_see(config: PretrainConfig) -> list[list[tuple[int, ...]]]:
 def test_any_number_of_processes_has_the_same_order_and_the_same_losses(
     start: Path, tmp_path: Path
 ) -> None:
-    configs = {n: small(start, tmp_path / f"{n}") for n in (1, 2, 4)}
+    configs = {n: small(start, tmp_path / f"{n}") for n in (1, 4)}
 
     orders = {
         n: run_ranks(run_and_see, config, world_size=n) if n > 1 else [run_and_see(config)]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -22,25 +22,25 @@ def in_packages(files: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.jobs
-def test_the_second_iteration_runs_at_most_60_files(toy: Path, tmp_path: Path) -> None:
+def test_the_second_iteration_runs_at_most_60_files(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     length = {"max_steps": 2, "epochs": 2.0, "max_prompt_length": 48}
     config = toy_config(toy, output_dir=tmp_path, data=replace(FEW, max_eval_rows=2), **length)
-    run, running = set[str](), False
+    run = set[str]()
 
-    def trace(frame: FrameType, event: str, _: object) -> None:
-        nonlocal running
-        if frame.f_code is iterate.__code__ and event in ("call", "return"):
-            running = event == "call" and frame.f_locals["step"] == 2
-        if running:
-            run.add(frame.f_code.co_filename)
+    def traced(*args: Any, step: int) -> dict[str, float]:
+        profile = (lambda frame, *_: run.add(frame.f_code.co_filename)) if step == 2 else None
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        try:
+            return iterate(*args, step=step)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
 
-    threading.setprofile(trace)
-    sys.setprofile(trace)
-    try:
-        train(config)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    monkeypatch.setattr("step3_ppo.train.iterate", traced)
+    train(config)
 
     files = in_packages(run)
     assert {"step3_ppo/update.py", "inference/engine/slots.py"} < files

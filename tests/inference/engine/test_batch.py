@@ -141,7 +141,7 @@ def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> N
 
 @pytest.mark.jobs
 def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
-    requests = [asked(number) for number in range(24)]
+    requests = [asked(number) for number in range(12)]
     expected = [alone(llama, request).ids for request in requests]
     batch = opened(llama)
     tickets: dict[int, Ticket] = {}
@@ -151,15 +151,15 @@ def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
             tickets[number] = batch.submit(requests[number])
             batch.cancel(batch.submit(requests[number]))
 
-    threads = [threading.Thread(target=submit, args=(range(of, 24, 3),)) for of in range(3)]
+    threads = [threading.Thread(target=submit, args=(range(of, 12, 3),)) for of in range(3)]
     for thread in threads:
         thread.start()
     events: list[Event] = []
     while batch.busy or any(thread.is_alive() for thread in threads):
         events += batch.step()
 
-    assert [tickets[number].response.ids for number in range(24)] == expected
-    assert len(reasons(events)) == 48
+    assert [tickets[number].response.ids for number in range(12)] == expected
+    assert len(reasons(events)) == 24
     assert {len(each) for each in reasons(events).values()} == {1}
 
 

@@ -141,7 +141,7 @@ def test_a_request_waits_for_pages_that_others_may_need_and_no_longer() -> None:
     assert scheduler.is_due({first: None}, is_closed=False)
 
 
-@pytest.mark.parametrize("reuses", [False, True])
+@pytest.mark.parametrize("reuses", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_without_pages_the_newest_sequences_wait_and_are_read_again(
     model: PreTrainedModel, reuses: bool
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_next_turn_reads_its_new_messages_only(model: PreTrainedModel) -> None
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("num_pages", [None, 1 + 8])
+@pytest.mark.parametrize("num_pages", [pytest.param(None, marks=pytest.mark.grid), 1 + 8])
 def test_dialogues_that_come_and_go_have_the_responses_that_each_has_alone(
     model: PreTrainedModel, num_pages: int | None
 ) -> None:

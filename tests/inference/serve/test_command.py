@@ -1,16 +1,19 @@
 """The command: bad starts in a sentence, and a real process from its first request to SIGTERM."""
 
 import contextlib
+import ctypes
+import fcntl
 import io
 import json
 import os
 import re
-import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,8 @@ from inference.serve.command import main
 from inference.serve.config import ServeConfig
 from inference.serve.models import ModelPath, models_of_run, paths_to_serve, reward_of_run
 from pipeline.cli.options import run_main
-from tests.inference.serve.serving import CHAT, chat, request_bytes
+from tests.distributed import PROCESSES
+from tests.inference.serve.serving import CHAT, chat, post, request_bytes, serving
 from tests.sources import ROOT
 
 
@@ -162,40 +166,30 @@ def receive_after(first: bytes, connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.jobs
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare, of util-linux")
-def test_nothing_goes_out(tmp_path: Path) -> None:
-    """In a network namespace with a loopback alone the server answers as elsewhere."""
-    program = tmp_path / "ask.py"
-    program.write_text(OFFLINE)
-    ended = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--net", sys.executable, str(program)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "unshare" in ended.stderr and "Operation not permitted" in ended.stderr:
-        pytest.skip("this system allows no network namespace")
-
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.endswith("answered\n")
+def offline(answers: SimpleQueue[int | str]) -> None:
+    """Serve in a network namespace that has a loopback alone."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+        answers.put(os.strerror(ctypes.get_errno()))
+        return
+    with socket.socket() as any_socket:  # ip link set lo up
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))
+    with pytest.raises(OSError, match="unreachable"):
+        socket.create_connection(("203.0.113.1", 80), timeout=1)
+    with serving() as server:
+        answers.put(post(server, CHAT, chat(max_tokens=2)).status)
 
 
-OFFLINE = """
-import fcntl, socket, struct
-from tests.inference.serve.serving import CHAT, chat, post, serving
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
-with socket.socket() as any_socket:  # ip link set lo up
-    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))
-try:
-    socket.create_connection(("203.0.113.1", 80), timeout=1)
-except OSError:
-    pass
-else:
-    raise SystemExit("there is a network")
-with serving() as server:
-    assert post(server, CHAT, chat(max_tokens=2)).status == 200
-print("answered")
-"""
+
+def test_nothing_goes_out() -> None:
+    """Without a network the server answers as elsewhere."""
+    answers: SimpleQueue[int | str] = PROCESSES.SimpleQueue()
+    process = PROCESSES.Process(target=offline, args=(answers,))
+    process.start()
+    process.join(60)
+
+    assert process.exitcode == 0
+    if isinstance(answer := answers.get(), str):
+        pytest.skip(f"this system allows no network namespace: {answer}")
+    assert answer == 200

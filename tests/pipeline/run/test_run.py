@@ -1,7 +1,6 @@
 """One training run: its directory, its files, its log."""
 
 import json
-import signal
 import subprocess
 import sys
 import textwrap
@@ -103,21 +102,17 @@ ENDLESS = """
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_leaves_whole_lines(tmp_path: Path, stop: signal.Signals) -> None:
+def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(ENDLESS), str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         metrics = tmp_path / "metrics.jsonl"
         deadline = time.monotonic() + 60
         while not (metrics.exists() and metrics.stat().st_size > 10_000):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(stop)
-        _, errors = process.communicate()
+        process.kill()
 
     steps = [line["step"] for line in lines(tmp_path)]
     assert steps == list(range(1, len(steps) + 1))
     assert metrics.read_bytes().endswith(b"\n")
     assert not (tmp_path / "result.json").exists()
-    if stop is signal.SIGINT:
-        assert "step1_sft stopped after step" in errors
