@@ -42,6 +42,7 @@ FILES: dict[str, str | bytes] = {
     "numbers.jsonl": '{"prompt": 3, "chosen": 4}\n',
     "one_prompt.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 30,
     "cut.parquet": "PAR1",
+    "lfs.parquet": "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n",
     "bad.csv": 'prompt,chosen\n"a,b\n',
     "twice.csv": "prompt,prompt\na,b\n",
     "tie.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c", "tie": "maybe"}\n',
@@ -80,6 +81,7 @@ nonsense | 'nonsense' | options start with --
 --data-path numbers.jsonl | prompt must be text | fix the row
 --data-path one_prompt.jsonl | share one prompt | add more rows
 --data-path cut.parquet | cut.parquet | not a readable parquet file
+--data-path lfs.parquet | lfs.parquet is a Git-LFS pointer | git lfs pull
 --data-path bad.csv | bad.csv line 2 | fix it
 --data-path twice.csv | twice.csv line 1 | needs a unique name
 --data-path tie.jsonl | tie.jsonl line 1 | true or false, got 'maybe'

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.system.errors import ModelError
+from pipeline.system.errors import ModelError, UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -86,19 +86,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     }
 
 
-def require_no_pointer(file: Path) -> None:
-    """Reject a Git LFS pointer in place of a large file.
-
-    Raises:
-        ModelError: the file is a Git LFS pointer.
-    """
+def require_no_pointer(file: Path, error: type[UserError] = ModelError) -> None:
+    """Raise `error` if a file is a Git LFS pointer in place of a large file."""
     try:
         with file.open("rb") as opened:
             is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
     except OSError:
         return  # reading the content gives a better error
     if is_pointer:
-        raise ModelError(
+        raise error(
             f"{file} is a Git-LFS pointer, not the file itself; run `git lfs pull` in {file.parent}"
         )
 

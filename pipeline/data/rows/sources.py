@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from pipeline.files.safetensors_header import require_no_pointer
 from pipeline.system.errors import DataError, first_words
 from pipeline.system.hub import require_reachable
 
@@ -186,6 +187,7 @@ def _read_file(path: Path) -> list[Row]:
     """Read the rows of one file; raise DataError if it is missing, broken or empty."""
     if not path.is_file():
         raise DataError(f"data path {path}: no such file")
+    require_no_pointer(path, DataError)
     if path.name.endswith(".parquet"):
         rows = _read_parquet(path)
     elif path.name.endswith(CSV_SUFFIXES):
@@ -216,7 +218,8 @@ def _read_parquet(path: Path) -> list[Row]:
 def _text(path: Path) -> str:
     """Read the text of a file, compressed or not."""
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = path.read_bytes()  # browsers may decompress a .gz file
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
         return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(

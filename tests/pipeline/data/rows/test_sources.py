@@ -46,6 +46,9 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
 
     assert columns(source) == ROWS
     assert source.eval == []
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.decompress(path.read_bytes()))  # as by a browser
+        assert columns(read_source(str(path))) == ROWS
     word = "row" if name.endswith("parquet") else "line"
     assert [row.origin for row in source.train] == [f"{path} {word} 1", f"{path} {word} 2"]
 
