@@ -338,8 +338,8 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
     if not found or found[-1].role != "assistant":
         return found
     *before, begun = found
-    if begun.calls:
-        raise LeftOut("whose prompt ends with a tool call without a result")
+    if begun.calls or (begun.reasoning and is_empty(begun)):
+        raise LeftOut("whose prompt ends with reasoning or a tool call alone")
     if is_empty(begun):
         return tuple(before)
     row.remarks.add("the prompt ends with an assistant turn, which the response continues")
