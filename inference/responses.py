@@ -20,9 +20,9 @@ from pipeline.data.chat.chat_format import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.data.rows.columns import LeftOut, turns, with_tools
-from pipeline.data.rows.sources import Row
+from pipeline.data.rows.sources import Row, require_characters
 from pipeline.models.forward.forward import context_length
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, first_words
 from pipeline.system.logs import Progress
 
 
@@ -53,7 +53,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         DataError: the file doesn't exist, has no prompt, or has a line that is not a prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise DataError(f"--prompts {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -76,8 +76,9 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
     """
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{origin} is not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # also huge numbers
+        raise DataError(f"{origin} is not valid JSON: {first_words(error)}") from None
+    require_characters(row, origin)
     if not isinstance(row, Mapping) or ("prompt" in row) == ("messages" in row):
         raise DataError(f'{origin} must be an object with either "prompt" or "messages"')
     columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}

@@ -187,6 +187,8 @@ def test_a_response_ends_where_that_of_plain_generate_does(
     ("line", "sentence"),
     [
         ("{", "line 2 is not valid JSON"),
+        ("9" * 5000, "line 2 is not valid JSON"),
+        ('{"prompt": "\\ud83d"}', "line 2 has '\\ud83d', an unpaired surrogate"),
         ("[]", 'line 2 must be an object with either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', "line 2 must be an object with either"),
         ('{"prompt": 3}', 'line 2: "prompt" must be text'),
@@ -202,7 +204,7 @@ def test_a_response_ends_where_that_of_plain_generate_does(
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    path.write_text('\ufeff{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
 
     with pytest.raises(DataError) as caught:
         read_prompts(path)
