@@ -46,6 +46,7 @@ FILES: dict[str, str | bytes] = {
     "bad.csv": 'prompt,chosen\n"a,b\n',
     "twice.csv": "prompt,prompt\na,b\n",
     "tie.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c", "tie": "maybe"}\n',
+    "latin.jinja": b"{# caf\xe9 #}",
     "null.jinja": "{{- messages[0].role -}}",
     "bracket.yaml": "ppo: [1\n",
     "twice.yaml": "ppo:\n  kl_coef: 1\n  kl_coef: 2\n",
@@ -94,6 +95,7 @@ nonsense | 'nonsense' | options start with --
 --fields prompt=nothing --data-path good.jsonl | column nothing | chosen, prompt, rejected
 --fields nothing=prompt --data-path good.jsonl | nothing is unknown | chosen
 --format nothing --data-path good.jsonl | --format nothing | chatml
+--format latin.jinja --step 1 | --format latin.jinja | save it as UTF-8
 --format null.jinja --step 1 | null.jinja | choose another --format
 --format tokenizer --step 1 | the tokenizer has no chat template | a Jinja file
 --step 1 --sft.data.template_args '{"messages": 1}' | template_args messages | can't be set

@@ -180,13 +180,15 @@ def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
                 f"the tokenizer has the chat templates {names}, but none is called default; save"
                 " one as the tokenizer's chat_template.jinja, or pass a Jinja file with --format"
             ) from error
-    path = Path(name).expanduser()
-    if not path.is_file():
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--format {name} is not UTF-8 text; save it as UTF-8") from None
+    except OSError:
         raise ConfigError(
             f"--format {name} is neither a Jinja file nor one of auto, tokenizer,"
             f" {', '.join(FORMATS)}"
-        )
-    return path.read_text(encoding="utf-8")
+        ) from None
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:

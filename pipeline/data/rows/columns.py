@@ -355,10 +355,7 @@ def with_system(row: Row, dialogue: Turns) -> Turns:
 
 
 def response(row: Row, name: str, question: Turns) -> Turns:
-    """Return a response column: turns, or the stripped text of one turn that follows `question`.
-
-    Turns that repeat `question` at their start are returned without it.
-    """
+    """Return a response column: turns, without `question` before them, or one turn's text."""
     if _items(row, name) is not None:
         found = turns(row, name)
         return found[len(question) :] if found[: len(question)] == question else found
