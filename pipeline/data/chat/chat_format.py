@@ -453,13 +453,14 @@ class ChatFormat:
         """The dialogue without end tokens in the texts of rows, as the format adds its own."""
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
         end = re.compile(rf"(\s*({ends}))+\s*\Z")
-        if len(messages) == 1 or not any(end.search(turn.content) for turn in messages):
-            return messages
-        self._report(origin, OWN_END)
-        return [
+        bare = [
             replace(turn, content=end.sub("", turn.content)) if turn.role == "assistant" else turn
             for turn in messages
         ]
+        if len(messages) == 1 or bare == [*messages]:
+            return messages
+        self._report(origin, OWN_END)
+        return bare
 
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
         """Token ids of the turns that follow an answer, with the next generation prompt.

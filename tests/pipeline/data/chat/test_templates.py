@@ -325,6 +325,8 @@ def test_an_end_token_in_the_text_of_a_row_is_trained_once(
     prompt = (USER, Message("assistant", "Red.<|im_end|>\n"), Message("user", "Why <|im_end|>"))
     answer = Message("assistant", "Blue.<|endoftext|> <|im_end|>")
 
+    assert learned(chat_format, prompt[2:], RESPONSE[0]) == ["Fine.<|im_end|>"]
+    assert caplog.text == ""
     assert learned(chat_format, prompt, answer) == ["Red.<|im_end|>", "Blue.<|im_end|>"]
     assert caplog.text.count("rows.jsonl line 1: chat format tokenizer adds the end") == 1
 
