@@ -289,6 +289,7 @@ def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
+        line = error.lineno if text[place] == "[" else line
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         reason = first_words(error).partition(";")[0]
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")

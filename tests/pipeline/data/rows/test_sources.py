@@ -217,6 +217,8 @@ def test_text_after_a_list_of_rows_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(ROWS) + "\n" + json.dumps(ROWS[0]))
 
     assert "line 2 follows the list of rows" in refused(path)
+    path.write_text(json.dumps([*ROWS, {}], indent=0).replace("{}", ""))
+    assert "line 11 is not valid JSON" in refused(path)
 
 
 def test_the_index_that_pandas_writes_is_a_column_of_its_own(tmp_path: Path) -> None:
