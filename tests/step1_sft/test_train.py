@@ -123,15 +123,15 @@ def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: P
         model=TrainedModelConfig(path=str(tmp_path / "base"), optim=OptimConfig(lr=0.01)),
         data=DataConfig(max_length=64, max_eval_rows=16),
         max_steps=40,
-        batch_size=64,
-        micro_batch_size=64,
+        batch_size=32,
+        micro_batch_size=32,
     )
 
     train(config)
 
     trained = FrozenModelConfig(path=str(config.output_dir))
     chat = load_chat(trained, DataConfig())
-    prompts = load_examples(DataConfig(), step=3, seed=0).eval
+    prompts = load_examples(DataConfig(), step=3, seed=0).eval[:64]
     responses = generate(
         load_causal_lm(trained, device=CPU),
         [chat.encode_prompt(example.prompt) for example in prompts],
@@ -141,5 +141,4 @@ def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: P
         seed=0,
     )
     assert chat.tokenizer.pad_token_id == chat.tokenizer.eos_token_id
-    assert len(responses) > 100
     assert sum(response.stopped for response in responses) / len(responses) > 0.95

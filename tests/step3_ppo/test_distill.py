@@ -116,22 +116,24 @@ def test_gkd_learns_from_all_logits_of_a_large_vocabulary(tmp_path: Path, stage:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("method", ["distill", "gkd"])
+@pytest.mark.parametrize(
+    ("method", "size", "rounds", "lr"), [("distill", 128, 20, 0.005), ("gkd", 64, 10, 0.01)]
+)
 def test_a_student_approaches_a_less_certain_teacher(
-    toy: Path, tmp_path: Path, method: str
+    toy: Path, tmp_path: Path, method: str, size: int, rounds: int, lr: float
 ) -> None:
-    config = taught(toy, method, rollout_size=128, batch_size=128, micro_batch_size=64)
-    optim = replace(config.actor.optim, lr=5e-3)
+    config = taught(toy, method, rollout_size=size, batch_size=size, micro_batch_size=64)
+    optim = replace(config.actor.optim, lr=lr)
     config = replace(config, actor=replace(config.actor, optim=optim))
     models, course = toy_models(config), list[float]()
     models.policy.model.norm.weight.data.mul_(0.3)
     models.policy.save_pretrained(tmp_path)
     models.chat.tokenizer.save_pretrained(tmp_path)
     models = toy_models(replace(config, teacher=FrozenModelConfig(path=str(tmp_path))))
-    for seed in range(20):
+    for seed in range(rounds):
         rollout = sampled(models, config, seed=seed)
         course.append(kl_statistics(rollout.experience)["kl"])
-        updated(models, rollout, config, rows=range(128))
+        updated(models, rollout, config, rows=range(size))
 
     assert 0 < sum(course[-3:]) < 0.7 * sum(course[:3]), course
 

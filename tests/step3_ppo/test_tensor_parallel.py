@@ -24,7 +24,7 @@ NF4 = {"quantize": "nf4"}
 CASES: dict[str, dict[str, Any]] = {
     "generating together": {"inference_tp_size": 2},
     "generating whole, stage 3, adapters": {
-        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2)},
+        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2, lr=0.0005)},
         "critic": {"zero_stage": 3},
     },
     "4 bits, generating together": {
@@ -56,7 +56,8 @@ def small(directory: Path, changes: dict[str, Any]) -> PPOConfig:
     }
     data = DataConfig(max_length=56, max_eval_rows=4)
     row = METHODS[changes.get("method", "ppo")]
-    own = {"data": data, "max_steps": 2, "max_prompt_length": 48}
+    # With this seed no two tokens are so close that rounding decides which one is sampled.
+    own = {"data": data, "max_steps": 2, "max_prompt_length": 48, "seed": 6}
     return toy_config(directory, **{**row, **changes, **models, **own})
 
 

@@ -206,12 +206,15 @@ def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path)
 
 def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
     """Even tokens, half of the vocabulary, are rewarded."""
-    sizes = {"rollout_size": 32, "batch_size": 16, "micro_batch_size": 32}
+    sizes = {"rollout_size": 24, "batch_size": 8, "micro_batch_size": 8}
     config = toy_config(toy, ppo_epochs=2, **sizes)
-    models, prompts, even = toy_models(config), PROMPTS * 4, list[float]()
+    config = replace(
+        config, actor=replace(config.actor, optim=replace(config.actor.optim, lr=0.02))
+    )
+    models, prompts, even = toy_models(config), PROMPTS * 3, list[float]()
 
-    for step in range(1, 21):
-        keys = range(32 * step, 32 * (step + 1))
+    for step in range(1, 15):
+        keys = range(24 * step, 24 * (step + 1))
         responses = generate_responses(models, prompts, config, keys=keys)
         experience = score_responses(models, prompts, responses, config)
         shares = [sum(token % 2 == 0 for token in r.ids) / len(r.ids) for r in responses]
@@ -220,4 +223,4 @@ def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
         even.append(sum(shares) / len(shares))
 
     assert even[0] < 0.6
-    assert even[-1] > 0.9  # .97 here; which rows rise first differs from processor to processor
+    assert even[-1] > 0.9  # .95 here; which rows rise first differs from processor to processor
