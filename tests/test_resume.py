@@ -17,7 +17,7 @@ from pipeline.config import (
     StepConfig,
     TrainedModelConfig,
 )
-from pipeline.engine.checkpoint.__main__ import consolidate
+from pipeline.engine.checkpoint.__main__ import main as checkpoints
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.train import train as train_pretrain
@@ -213,7 +213,7 @@ OF_THE_RUN = ("result.json", "samples.json")
 
 def check_consolidated(name: str, out: Path, directory: Path, made: Path) -> None:
     """The last checkpoint gives the files of the export, without the run."""
-    consolidate([str(out / "checkpoints"), str(made), "--model", name])
+    checkpoints(["consolidate", str(out / "checkpoints"), str(made), "--model", name])
 
     files = exported(made)
     assert files.keys() >= {"model.safetensors", "config.json", "tokenizer.json"}

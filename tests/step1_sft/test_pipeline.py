@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.model import ZeroConfig
-from pipeline.engine.checkpoint.__main__ import consolidate
+from pipeline.engine.checkpoint.__main__ import main as checkpoints
 from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run.run import Run
@@ -123,7 +123,8 @@ def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> 
         assert last.keys() == saved(tmp_path / "alone", 3).keys()
         assert all(torch.equal(last[k], each) for k, each in saved(tmp_path / "alone", 3).items())
 
-    consolidate([str(tmp_path / "staged" / "checkpoints" / "step_00000003"), str(tmp_path / "c")])
+    newest = tmp_path / "staged" / "checkpoints" / "step_00000003"
+    checkpoints(["consolidate", str(newest), str(tmp_path / "c")])
     made = load_file(tmp_path / "c" / "model.safetensors")
     model = load_file(tmp_path / "alone" / "model.safetensors")
     assert made.keys() == model.keys()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.model import ZeroConfig
-from pipeline.engine.checkpoint.__main__ import consolidate
+from pipeline.engine.checkpoint.__main__ import main as checkpoints
 from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run.run import Run
@@ -188,7 +188,8 @@ def test_a_state_of_any_division_is_taken_up_by_any_other(name: str, tmp_path: P
 
     if "lora" in STATES[name]:  # of which a checkpoint has adapters alone
         return
-    consolidate([str(tmp_path / "two" / "checkpoints" / "step_00000003"), str(tmp_path / "c")])
+    newest = tmp_path / "two" / "checkpoints" / "step_00000003"
+    checkpoints(["consolidate", str(newest), str(tmp_path / "c")])
     made, model = (load_file(tmp_path / name / "model.safetensors") for name in ("c", "two"))
     assert equal(made, model)
 
