@@ -43,7 +43,7 @@ _OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
 _BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 _LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
-_THOUGHT = re.compile(r"\s*(<think>)?\s*[^\s<].*</think>", re.DOTALL)
+_THOUGHT = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
 _UNFINISHED = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
 """Thinking blocks, in order: opened at the end of a prompt; opened or empty there; empty at the
 beginning of a turn; opened or complete there; complete and not empty; not closed there."""

@@ -312,8 +312,9 @@ def test_reasoning_apart_from_the_content_is_rendered(
 def test_thinking_behind_a_closed_block_is_refused_for_a_row() -> None:
     chat_format = with_chatml_tokens("{%- set closed = true -%}" + STRIPS_EARLIER)
 
-    with pytest.raises(DataError, match=r"^rows.jsonl line 1: chat format tokenizer closes "):
-        learned(chat_format, (USER,), Message("assistant", THOUGHT))
+    for thought in (THOUGHT, THOUGHT.replace("Weigh it.", "<b>Weigh</b> it.")):
+        with pytest.raises(DataError, match=r"^rows.jsonl line 1: chat format tokenizer closes "):
+            learned(chat_format, (USER,), Message("assistant", thought))
     for content in ("Blue.", "<think>\n\n</think>\n\nBlue."):
         assert learned(chat_format, (USER,), Message("assistant", content)) == ["Blue.<|im_end|>"]
 
