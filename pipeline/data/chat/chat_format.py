@@ -60,7 +60,7 @@ LOST_HISTORY = (
     " last answer is trained on"
 )
 
-OWN_END = "adds the end of a turn, so that in the row's text is omitted"
+OWN_END = "adds the end token of a turn itself, so the one in the row's text is omitted"
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
@@ -452,7 +452,7 @@ class ChatFormat:
     def _unended(self, messages: Messages, origin: str) -> Messages:
         """The dialogue without end tokens in the texts of rows, as the format adds its own."""
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
-        end = re.compile(rf"(\s*({ends}))+\s*\Z")
+        end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s): in linear time
         bare = [
             replace(turn, content=end.sub("", turn.content)) if turn.role == "assistant" else turn
             for turn in messages
