@@ -25,7 +25,7 @@ def job_set(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
     name = slug[:40].strip("-")  # names of pods, which are longer, are limited to 63 characters
     first_pod = f"{name}-nodes-0-0.{name}"
     words = [word.replace("$", "$$") for word in options]  # Kubernetes would expand $(NAME)
-    own = ("--deployment-type", "multi_node", "--master-addr", first_pod, "--resume")
+    own = f"--deployment-type multi_node --image null --volume null --master-addr {first_pod}"
     mounts = {"volume": MOUNT, "shm": "/dev/shm"}
     pod = {
         "restartPolicy": "Never",
@@ -33,7 +33,7 @@ def job_set(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
             {
                 "name": "train",
                 "image": deployment.image,
-                "command": ["rlhf", *words, *own],
+                "command": ["rlhf", *words, *own.split(), "--resume"],
                 "workingDir": MOUNT,
                 "envFrom": [{"secretRef": {"name": name, "optional": True}}],
                 "resources": {"limits": {"nvidia.com/gpu": deployment.num_gpus}},

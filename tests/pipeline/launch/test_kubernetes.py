@@ -27,8 +27,11 @@ def test_a_job_set_restarts_indexed_pods_and_each_runs_its_part_of_every_step(
     monkeypatch.setattr(orchestrator, "run_child", run_child)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     monkeypatch.chdir(tmp_path)
+    settings = tmp_path / "cluster.yaml"
+    settings.write_text("{deployment_type: kubernetes, image: 'site/rlhf:1', volume: data}")
+    given = ["--config", "cluster.yaml", *OPTIONS, "--output-dir", "My run_1"]
 
-    orchestrator.main([*KUBERNETES, *OPTIONS, "--output-dir", "My run_1", "--dry-run"], TOY_STAGES)
+    orchestrator.main([*given, "--dry-run"], TOY_STAGES)
 
     job_set = yaml.safe_load(capsys.readouterr().out)
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -48,7 +51,7 @@ def test_a_job_set_restarts_indexed_pods_and_each_runs_its_part_of_every_step(
     for number, command in enumerate(commands):
         address = f"rlhf-my-run-1-nodes-0-0.rlhf-my-run-1 --master-port {29500 + number}"
         assert f"--nnodes 2 --node-rank 1 --master-addr {address} --nproc-per-node 8" in command
-    assert (len(commands), list(tmp_path.iterdir())) == (2, [])
+    assert (len(commands), list(tmp_path.iterdir())) == (2, [settings])
 
 
 def test_the_manifest_is_written_unless_no_pod_could_follow_it(
