@@ -49,11 +49,11 @@ class Output:
         self.tensors = hidden, matrix, bias
         self.vocabulary = hidden.shape[1] if matrix is None else len(matrix)
 
-    def log_softmax(self, part: slice, size: int, temperature: float) -> Float[Tensor, "C V"]:
-        """Log-probabilities of some targets over the first `size` tokens of the vocabulary."""
+    def log_softmax(self, part: slice, end: int | None, temperature: float) -> Float[Tensor, "C V"]:
+        """Log-probabilities of some targets over the first `end` tokens, or over all."""
         hidden, matrix, bias = self.tensors
         logits = hidden[part] if matrix is None else F.linear(hidden[part], matrix, bias)
-        return (logits[:, :size].float() / temperature).log_softmax(dim=1)
+        return (logits[:, :end].float() / temperature).log_softmax(dim=1)
 
 
 def gkd_loss(
@@ -66,7 +66,7 @@ def gkd_loss(
     temperature: float,
     tile: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " K"], Float[Tensor, " K"]]:
-    """Weighted sum of the targets' `generalized_jsd`; without a graph, log pi and the reverse KL.
+    """Weighted sum of the targets' `generalized_jsd`; also log pi and the reverse KL, for metrics.
 
     Gradients are computed with the loss, a tile of tokens at a time. Token ids that only one of the
     models has are ignored: they are padding.
@@ -102,10 +102,11 @@ class _Loss(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
             own, fixed = (each.log_softmax(part, size, temperature) for each in (student, teacher))
-            logprobs[part] = own.gather(1, targets[part, None]).squeeze(1)
+            pi = own if size == student.vocabulary else student.log_softmax(part, None, temperature)
+            logprobs[part] = pi.gather(1, targets[part, None]).squeeze(1)
             reverse_kl[part] = (own.exp() * (own - fixed)).sum(dim=1)
             loss[part], gradient = generalized_jsd(own, fixed, beta=beta)
-            del own, fixed  # free memory
+            del own, fixed, pi  # free memory
             gradient = gradient.mul_(weights[part, None] / temperature).to(hidden.dtype)
             if matrix is None:
                 of_hidden[part, :size] = gradient
