@@ -82,8 +82,8 @@ class Deployment:
     """Hosts and slots to exclude, written as for --include."""
 
     num_nodes: int | None = None
-    """Number of machines of multi_node, from the first, of nodes of ray, by default all; or of pods
-    of kubernetes."""
+    """Number of machines of multi_node (the first ones) or nodes of ray, by default all; or of pods
+    of kubernetes, which needs it."""
 
     num_gpus: int | None = None
     """Number of processes on each machine, from each host's first slot, or in each pod, with a GPU

@@ -213,8 +213,8 @@ class Request(Deployment):
         in_pods = self.deployment_type == "kubernetes"
         require(
             not in_pods or not (self.overwrite or self.autotune or self.output_dir.is_absolute()),
-            "--deployment-type kubernetes needs an --output-dir relative to its volume, and neither"
-            " --overwrite nor --autotune",
+            "--deployment-type kubernetes needs an --output-dir relative to its volume, and"
+            " can't be combined with --overwrite or --autotune",
         )
         require(
             not (self.resume and self.overwrite),

@@ -236,9 +236,9 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
         return EXIT_FAILED
     if ending.ran_out_of_memory:
         complain(
-            f"{stage.title} ran out of memory; try --plan auto, a smaller"
-            f" --{stage.prefix}.micro_batch_size, or a shorter --{stage.prefix}.data.max_length."
-            " --resume then continues from its last checkpoint."
+            f"{stage.title} ran out of memory; try --plan auto, a shorter"
+            f" --{stage.prefix}.data.max_length, or a smaller --{stage.prefix}.micro_batch_size if"
+            " it is above 1. --resume then continues from its last checkpoint."
         )
         return EXIT_FAILED
     how = f"was killed by signal {-ending.code}" if ending.code < 0 else "failed"
