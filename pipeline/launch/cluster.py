@@ -7,7 +7,7 @@ Without --hostfile it uses the SLURM allocation that it runs in.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,10 @@ from pipeline.system.errors import require
 class _Options(Deployment):
     deployment_type: Literal["multi_node", "ray"] = "multi_node"
     """The machines of --hostfile or of the SLURM allocation, or the nodes of a Ray cluster."""
+
+    image: str | None = field(init=False, default=None)
+    volume: str | None = field(init=False, default=None)
+    num_processes: int | None = field(init=False, default=None)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -17,10 +17,7 @@ MOUNT = "/volume"
 
 
 def job_set(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
-    """The manifest in YAML, named after the output directory.
-
-    `options` are those of `train.py` in all pods.
-    """
+    """The manifest in YAML, named after the output directory; `options` are those of `train.py`."""
     slug = re.sub("[^a-z0-9]+", "-", f"rlhf {out.name}".lower())
     name = slug[:40].strip("-")  # names of pods, which are longer, are limited to 63 characters
     first_pod = f"{name}-nodes-0-0.{name}"

@@ -64,8 +64,7 @@ class Deployment:
     """Container image of kubernetes, in which this package is installed."""
 
     volume: str | None = None
-    """PersistentVolumeClaim of kubernetes. It is the working directory of all pods, so relative
-    paths such as --output-dir are on it."""
+    """PersistentVolumeClaim of kubernetes, mounted as the working directory of all pods."""
 
     num_processes: int | None = None
     """Processes of single_node. By default one per GPU, or 2 without a GPU."""

@@ -17,16 +17,14 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NOD
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        ("--hostfile h --config c.yaml -m step1_sft.train", "there is no option --config"),
+        ("--hostfile h --image i -m step1_sft.train", "there is no option --image"),
         ("--hostfile h -m --seed 7", "-m needs a module"),
         ("--include a --num_gpus 2 -m step1_sft.train", "omit --num-gpus"),
     ],
 )
 def test_an_option_on_the_wrong_side_of_the_module_is_refused(argv: str, named: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=named):
         parse(argv.split())
-
-    assert named in str(error.value)
 
 
 def test_in_an_allocation_each_machine_gets_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
