@@ -434,7 +434,7 @@ class ChatFormat:
             raise DataError("a response must end in an assistant turn")
         messages = [*prompt, *response]
         if prompt and prompt[-1].role == "assistant":
-            begun, rest = prompt[-1], response[0]
+            begun, rest = self._unended(prompt, origin)[-1], response[0]
             text = begun.content + rest.content
             whole = replace(begun, content=text, prefill=begun.content, trained=rest.trained)
             messages = [*prompt[:-1], whole, *response[1:]]

@@ -319,9 +319,7 @@ def test_thinking_behind_a_closed_block_is_refused_for_a_row() -> None:
         assert learned(chat_format, (USER,), Message("assistant", content)) == ["Blue.<|im_end|>"]
 
 
-def test_an_end_token_in_the_text_of_a_row_is_trained_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_end_token_in_a_rows_text_is_trained_once(caplog: pytest.LogCaptureFixture) -> None:
     chat_format = with_chatml_tokens(DATED)
     prompt = (USER, Message("assistant", "Red.<|im_end|>\n"), Message("user", "Why <|im_end|>"))
     answer = Message("assistant", "Blue.<|endoftext|> <|im_end|>")
@@ -330,6 +328,8 @@ def test_an_end_token_in_the_text_of_a_row_is_trained_once(
     assert caplog.text == ""
     assert learned(chat_format, prompt, answer) == ["Red.<|im_end|>", "Blue.<|im_end|>"]
     assert caplog.text.count("rows.jsonl line 1: chat format tokenizer adds the end") == 1
+    begun, plain = ((USER, Message("assistant", text)) for text in ("Re<|im_end|>", "Re"))
+    assert chat_format.encode(begun, [answer]) == chat_format.encode(plain, [answer])
 
 
 def test_an_answer_may_end_with_another_token_once_more_turns_follow() -> None:
