@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import parsed
+from pipeline.config import parse_literal
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, one_by_one
@@ -205,7 +205,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
     def score(episode: Episode) -> float | None:
         tests = episode.extra.get(column)
         if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")):
-            tests = parsed(tests)
+            tests = parse_literal(tests)
         if tests is None or tests in ("", [], {}):
             return None
         program = program_in(episode.response)

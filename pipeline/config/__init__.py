@@ -12,7 +12,7 @@ from pipeline.config.data import (
     TextDataConfig,
     check_split,
     find_column,
-    parsed,
+    parse_literal,
 )
 from pipeline.config.model import (
     AdapterVariant,

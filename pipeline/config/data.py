@@ -53,11 +53,11 @@ def _entry(place: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 def _nested(value: object) -> Mapping[str, Any]:
     """A nested column, parsed if it is text as in CSV files; else empty."""
     is_text = isinstance(value, str) and value.lstrip().startswith("{")
-    value = parsed(value) if is_text else value
+    value = parse_literal(value) if is_text else value
     return value if isinstance(value, Mapping) else {}
 
 
-def parsed(value: Any) -> Any:  # noqa: ANN401
+def parse_literal(value: Any) -> Any:  # noqa: ANN401
     """Parse text that is JSON or a Python literal; return anything else unchanged."""
     for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
         try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pipeline.config import parsed
+from pipeline.config import parse_literal
 from pipeline.data.examples import REASONING, Message, Role
 from pipeline.data.rows.sources import Row, require_characters
 from pipeline.system.errors import DataError
@@ -170,7 +170,7 @@ def _items(row: Row, name: str) -> list[Any] | None:
     begin = _TURNS_AS_TEXT.match(value)
     if begin is None:
         return None
-    items = parsed(value)
+    items = parse_literal(value)
     if not isinstance(items, str):
         items = list(items) if isinstance(items, list | tuple) else [items]
         keys = [set(item) if isinstance(item, dict) else set[str]() for item in items]
@@ -258,11 +258,11 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
         found, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
     elif found and turn.get("content", turn.get("value")) is None:
         turn = {**turn, "content": ""}
-    given = _without_null(parsed(found[0])) if found else []
+    given = _without_null(parse_literal(found[0])) if found else []
     calls: list[dict[str, Any]] = []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = parsed(function.get("arguments") or {})
+        arguments = parse_literal(function.get("arguments") or {})
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise DataError(
                 f'{row.origin}: a tool call must have a name and arguments, {{"name": ...,'
@@ -276,7 +276,7 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
 
 def with_tools(row: Row, dialogue: Turns) -> Turns:
     """The dialogue with the row's `tools`, as JSON schemas, in its first turn."""
-    tools = _without_null(parsed(row.columns.get("tools") or []))
+    tools = _without_null(parse_literal(row.columns.get("tools") or []))
     if not tools or not dialogue:
         return dialogue
     tools = tools if isinstance(tools, list) else [tools]
