@@ -272,8 +272,8 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
     raise ValueError("the tests are neither code nor inputs and outputs")
 
 
-_RUN = (ast.Assert, ast.Call, ast.For, ast.If, ast.Try, ast.While, ast.With)
-"""Statements that run tests, unlike definitions."""
+_DEFINITIONS = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)
+_NO_TESTS = (*_DEFINITIONS, ast.AnnAssign, ast.Assign, ast.Constant, ast.Pass)
 
 
 def require_assertions(code: str) -> None:
@@ -283,7 +283,7 @@ def require_assertions(code: str) -> None:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the tests are not valid Python: {error}") from None
     lines = [line.value if isinstance(line, ast.Expr) else line for line in body]
-    run = [ast.unparse(line) for line in lines if isinstance(line, _RUN)]
+    run = [ast.unparse(line) for line in lines if not isinstance(line, _NO_TESTS)]
     if all("__main__" in text.partition("\n")[0] for text in run):
         raise ValueError("the tests only define functions; call them, or write assertions")
 

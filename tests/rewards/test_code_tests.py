@@ -31,6 +31,7 @@ def outcome(program: str, tests: object, **settings: object) -> Outcome:
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 2"], 1),
         (ADD, "['assert add(1, 2) == 3', 'assert add(1, 1) == 3']", 0),  # as pandas writes a list
         (ADD, "[x for x in range(3)]\nassert add(1, 1) == 2", 1),
+        (ADD, "add(1, 2) == 4 or exit(1)", 0),
         (SUM, [{"input": "1 2", "output": "3"}, {"input": "2 2\n", "output": "4\n"}], 1),
         (SUM, '{"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]}', 0.5),
         ("print('1 ')\nprint(2)", [{"input": "", "output": "1\n2\n\n"}], 1),
