@@ -185,7 +185,7 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 def test_nothing_goes_out() -> None:
     """Without a network the server answers as elsewhere."""
     answers: SimpleQueue[int | str] = PROCESSES.SimpleQueue()
-    process = PROCESSES.Process(target=offline, args=(answers,))
+    process = PROCESSES.Process(target=offline, args=(answers,), daemon=True)
     process.start()
     process.join(60)
 
