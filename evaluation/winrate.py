@@ -24,7 +24,7 @@ from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_spec
 from rewards.contract import Episode
-from rewards.sampling import SamplingConfig, read_prompts, respond, score
+from rewards.sampling import SamplingConfig, read_prompts, sample_responses, score_episodes
 from rewards.sources import read_sources, row_columns
 
 
@@ -115,7 +115,8 @@ def main(argv: Sequence[str]) -> None:
     if config.source.kind == "model":
         check_ready(str(config.source.path), examples, scores=True)
     responses = [
-        [episode for (episode,) in respond(path, examples, config)] for path in config.paths
+        [episode for (episode,) in sample_responses(path, examples, config)]
+        for path in config.paths
     ]
     found = matches(responses, config)
     for match in found:
@@ -148,7 +149,7 @@ def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> li
 
 def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
     """The judge's rewards of a model's responses; NaN if unknown."""
-    _, results = score([config.source], [list(responses)], config)
+    _, results = score_episodes([config.source], [list(responses)], config)
     (scored,) = results.values()
     return np.array(scored.values, dtype=float)
 

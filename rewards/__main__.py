@@ -1,7 +1,7 @@
 """Try reward sources on a file of rows, without a model: `python -m rewards`.
 
 Each row's own response is scored: its demonstration or chosen response, else its answer. A source
-that compares with the answer should score all of them as right.
+that compares with the answer should give each of them reward 1.
 """
 
 import math
@@ -16,7 +16,7 @@ from pipeline.data.rows.sources import Row, read_source
 from pipeline.system.errors import EXIT_FAILED, DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import read_specs
-from rewards.contract import Episode, Scored
+from rewards.contract import Episode, SourceResults
 from rewards.mixture import Rewards
 from rewards.sampling import ScoringConfig
 from rewards.sources import read_sources, row_columns
@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> None:
     )
     configs = read_specs(config.reward)
     kept = row_columns(read_sources(configs))  # checks the sources before reading rows
-    column = next((each.reads_column for each in configs if each.reads_column is not None), None)
+    column = next(
+        (item.resolved_column for item in configs if item.resolved_column is not None), None
+    )
     rows = read_source(config.data_path).train[: config.limit]
     check_columns([row.columns for row in rows], config.fields, kept)
     responses = [(row, _read_response(row, config, column, kept)) for row in rows]
@@ -74,10 +76,10 @@ def main(argv: Sequence[str]) -> None:
             rewards.submit(episodes[start : start + CHUNK])
         results = rewards.results()
         speed = len(episodes) / (time.monotonic() - began)
-    left_out = len(rows) - len(episodes)
-    without = f", {left_out} skipped without a response" if left_out else ""
-    head = f"{config.data_path}: {len(episodes)} responses{without}, {speed:,.0f} per second"
-    say("\n".join([head, "", *_table(results), *_first_rows(origins, results)]))
+    num_skipped = len(rows) - len(episodes)
+    skipped = f", {num_skipped} skipped without a response" if num_skipped else ""
+    summary = f"{config.data_path}: {len(episodes)} responses{skipped}, {speed:,.0f} per second"
+    say("\n".join([summary, "", *_table(results), *_first_rows(origins, results)]))
     if any(scored.num_failed for scored in results.values()):
         raise SystemExit(EXIT_FAILED)
 
@@ -100,33 +102,33 @@ def _read_response(
     return Episode(example.prompt, str(response), extra=extra, num_tokens=num_tokens)
 
 
-def _table(results: dict[str, Scored]) -> Iterator[str]:
+def _table(results: dict[str, SourceResults]) -> Iterator[str]:
     """One line per source: fractions of responses by reward, and the mean reward."""
     width = max(len("source"), *map(len, results))
-    heads = ("= 1", "= 0", "None", "failed", "mean")
-    yield "  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)])
+    headings = ("= 1", "= 0", "None", "failed", "mean")
+    yield "  ".join([f"{'source':{width}}", *(f"{heading:>7}" for heading in headings)])
     for name, scored in results.items():
         values = [value for value in scored.values if value is not None]
         count = len(scored.values)
-        right, zero = sum(value >= 1 for value in values), sum(value == 0 for value in values)
-        none = count - len(values) - scored.num_failed
-        shares = [f"{n / count:7.1%}" for n in (right, zero, none, scored.num_failed)]
+        ones, zeros = sum(value >= 1 for value in values), sum(value == 0 for value in values)
+        missing = count - len(values) - scored.num_failed
+        fractions = [f"{n / count:7.1%}" for n in (ones, zeros, missing, scored.num_failed)]
         mean = math.fsum(values) / len(values) if values else math.nan
-        yield "  ".join([f"{name:{width}}", *shares, f"{mean:7.3f}"])
+        yield "  ".join([f"{name:{width}}", *fractions, f"{mean:7.3f}"])
 
 
-def _first_rows(origins: Sequence[str], results: dict[str, Scored]) -> Iterator[str]:
+def _first_rows(origins: Sequence[str], results: dict[str, SourceResults]) -> Iterator[str]:
     """The first rows on which each source fails, does not apply, or gives less than 1."""
     for name, scored in results.items():
-        first: dict[str, str] = {}
-        for origin, value, failure in zip(origins, scored.values, scored.failed, strict=True):
+        first_rows: dict[str, str] = {}
+        for origin, value, failure in zip(origins, scored.values, scored.failures, strict=True):
             if failure is not None:
-                first.setdefault("failed", f"{origin}: {failure}")
+                first_rows.setdefault("failed", f"{origin}: {failure}")
             elif value is None:
-                first.setdefault("None", origin)
+                first_rows.setdefault("None", origin)
             elif value < 1:
-                first.setdefault("not 1", f"{origin}: {value:g}")
-        yield from (f"{name}: first {what}: {where}" for what, where in first.items())
+                first_rows.setdefault("not 1", f"{origin}: {value:g}")
+        yield from (f"{name}: first {kind}: {row}" for kind, row in first_rows.items())
 
 
 if __name__ == "__main__":

@@ -28,44 +28,45 @@ Kind = Literal[
 
 Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
 
-SCALE = (0.0, 10.0)
+DEFAULT_SCALE = (0.0, 10.0)
 """Default lowest and highest score of a judge."""
 
 
 @dataclass(frozen=True)
-class _Reads:
-    """The settings and the column that a kind of source reads."""
+class _KindSpec:
+    """Settings and column that a kind of source reads."""
 
     settings: tuple[str, ...] = ()
     """Settings of the kind; others are rejected. In KIND:VALUE, the value is for the first one."""
 
-    needed: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     """Settings without a default."""
 
     column: str | None = None
     """Column that it reads by default."""
 
 
-_REQUESTS = ("attempts", "key_variable", "insecure")
+_REQUEST_SETTINGS = ("attempts", "key_variable", "insecure")
 
-KINDS: dict[str, _Reads] = {
-    "model": _Reads(("path",)),
-    "environment": _Reads(),
-    "verifier": _Reads(column="answer"),
-    "function": _Reads(("path", "form", "column"), needed=("path",)),
-    "math": _Reads(("column",), column="answer"),
-    "exact": _Reads(("pattern", "column"), column="answer"),
-    "regex": _Reads(("pattern",), needed=("pattern",)),
-    "length": _Reads(("max_tokens", "buffer_tokens"), needed=("max_tokens",)),
-    "code": _Reads(("column", "seconds", "memory_mb", "sandbox"), column="tests"),
-    "remote": _Reads(("path", "column", *_REQUESTS), needed=("path",), column="label"),
-    "judge": _Reads(
-        ("path", "model", "template", "scale", "concurrency", *_REQUESTS), needed=("path", "model")
+KINDS: dict[str, _KindSpec] = {
+    "model": _KindSpec(("path",)),
+    "environment": _KindSpec(),
+    "verifier": _KindSpec(column="answer"),
+    "function": _KindSpec(("path", "form", "column"), required=("path",)),
+    "math": _KindSpec(("column",), column="answer"),
+    "exact": _KindSpec(("pattern", "column"), column="answer"),
+    "regex": _KindSpec(("pattern",), required=("pattern",)),
+    "length": _KindSpec(("max_tokens", "buffer_tokens"), required=("max_tokens",)),
+    "code": _KindSpec(("column", "seconds", "memory_mb", "sandbox"), column="tests"),
+    "remote": _KindSpec(("path", "column", *_REQUEST_SETTINGS), required=("path",), column="label"),
+    "judge": _KindSpec(
+        ("path", "model", "template", "scale", "concurrency", *_REQUEST_SETTINGS),
+        required=("path", "model"),
     ),
 }
 """What each `kind` reads; the scoring functions are in `rewards.sources`."""
 
-_LEAST = {
+_MINIMUMS = {
     **dict.fromkeys(("memory_mb", "concurrency", "attempts"), 1),
     **dict.fromkeys(("max_tokens", "buffer_tokens"), 0),
 }
@@ -125,7 +126,7 @@ class RewardConfig:
     template: str | None = None
     """judge: a text file with {prompt}, {response} and columns in braces; null uses ours."""
 
-    scale: tuple[float, float] = SCALE
+    scale: tuple[float, float] = DEFAULT_SCALE
     """judge: its lowest and highest score, which are mapped to 0 and 1."""
 
     concurrency: int = 8
@@ -153,16 +154,16 @@ class RewardConfig:
                 f"{where}.{field.name} is a setting of kind {', '.join(sorted(kinds))};"
                 f" {self.kind} does not read it",
             )
-        for name in KINDS[self.kind].needed:
+        for name in KINDS[self.kind].required:
             require(
                 getattr(self, name) not in (None, ""),
                 f"{where}.{name} is missing: kind {self.kind} needs it",
             )
-        for name, least in _LEAST.items():
+        for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
             require(
-                value is None or (math.isfinite(value) and value >= least),
-                f"{where}.{name} must be at least {least}, got {value}",
+                value is None or (math.isfinite(value) and value >= minimum),
+                f"{where}.{name} must be at least {minimum}, got {value}",
             )
         require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
         require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
@@ -170,12 +171,14 @@ class RewardConfig:
         require(low < high, f"{where}.scale must be a low and a higher score, got {low} {high}")
 
     @property
-    def reads_column(self) -> str | None:
-        """The column that the source compares with; None if it reads none by default."""
+    def resolved_column(self) -> str | None:
+        """The column that the source reads: the setting, else its kind's default; None without."""
         return self.column or KINDS[self.kind].column
 
 
-def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
+def read_spec(
+    spec: str, used_names: Collection[str] = (), *, option: str = "--reward"
+) -> RewardConfig:
     """Parse a source from an option's value.
 
     `file.py:name` is a function; `math`, `exact`, ... a kind; `regex:PATTERN`, `length:256` a kind
@@ -183,8 +186,8 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
 
     Args:
         spec: the value.
-        taken: names of other sources; a source without a name is named after its function or kind,
-            with a number if that is taken.
+        used_names: names of other sources; a source without a name is named after its function or
+            kind, with a number if that name is in use.
         option: the command's option, for messages.
 
     Raises:
@@ -193,14 +196,14 @@ def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward
     settings = _read_settings(spec, option)
     kind = str(settings.get("kind", ""))
     if kind not in KINDS:
-        what = f"there is no kind {kind}" if kind else "kind is missing"
+        problem = f"there is no kind {kind}" if kind else "kind is missing"
         raise ConfigError(
-            f"{option} {spec}: pass file.py:function, a kind, or settings in braces; {what},"
+            f"{option} {spec}: pass file.py:function, a kind, or settings in braces; {problem},"
             f" {suggestion(kind, KINDS)}"
         )
     base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind
     numbered = (f"{base}_{number}" for number in itertools.count(2))
-    free = next(name for name in itertools.chain([base], numbered) if name not in taken)
+    free = next(name for name in itertools.chain([base], numbered) if name not in used_names)
     name = str(settings.get("name") or free)
     layer = Layer({**settings, "name": name}, option)
     return build_config(RewardConfig, [layer], section=f"rewards.{name}.")
@@ -220,7 +223,7 @@ def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
     kind, colon, value = spec.partition(":")
     if kind.endswith(".py"):
         return {"kind": "function", "path": spec}
-    names = KINDS.get(kind, _Reads()).settings
+    names = KINDS.get(kind, _KindSpec()).settings
     require(not colon or kind not in KINDS or bool(names), f"{option} {spec}: write {kind}")
     return {"kind": kind, **({names[0]: value} if colon and names else {})}
 

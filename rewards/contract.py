@@ -50,44 +50,44 @@ class Outcome:
     """A message if the source failed."""
 
     @classmethod
-    def failed(cls, sentence: str) -> "Outcome":
-        """A failure, described in one line of moderate length."""
-        return cls(None, " ".join(sentence.split())[:500])
+    def failed(cls, message: str) -> "Outcome":
+        """A failure, with its message on one line of at most 500 characters."""
+        return cls(None, " ".join(message.split())[:500])
 
 
 @dataclass(frozen=True)
-class Scored:
+class SourceResults:
     """Results of one source for all episodes, in their order."""
 
     values: list[float | None]
     """Rewards; None if the source does not apply, or failed."""
 
-    failed: list[str | None]
+    failures: list[str | None]
     """For each episode, a message if the source failed, else None."""
 
     @property
     def num_failed(self) -> int:
         """Number of episodes on which it failed."""
-        return sum(sentence is not None for sentence in self.failed)
+        return sum(message is not None for message in self.failures)
 
     @property
     def first_failure(self) -> str | None:
         """The message of the first failure."""
-        return next((sentence for sentence in self.failed if sentence is not None), None)
+        return next((message for message in self.failures if message is not None), None)
 
 
 def parse_outcomes(returned: object, count: int) -> list[Outcome]:
     """Convert a function's return value to one outcome for each of `count` episodes.
 
-    A wrong number of results fails all of them, since none can be matched to a response; a result
-    that is neither a finite number nor None fails only its own episode.
+    If the number of results is wrong, every outcome is a failure, since results can't be matched to
+    episodes. A result that is neither a finite number nor None fails only its own episode.
     """
     unordered = isinstance(returned, str | bytes | Mapping | set | frozenset)
     if unordered or not hasattr(returned, "__iter__"):
-        return everywhere(f"it returned {described(returned)}, not a list of numbers", count)
+        return fail_all(f"it returned {describe_value(returned)}, not a list of numbers", count)
     results = list(returned)  # type: ignore[call-overload]
     if len(results) != count:
-        return everywhere(f"it returned {len(results)} results for {count} responses", count)
+        return fail_all(f"it returned {len(results)} results for {count} responses", count)
     return [parse_outcome(result) for result in results]
 
 
@@ -96,11 +96,13 @@ def parse_outcome(result: object) -> Outcome:
     if result is None:
         return Outcome()
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
-        return Outcome.failed(f"it returned {described(result)} instead of a number or None")
+        return Outcome.failed(f"it returned {describe_value(result)} instead of a number or None")
     try:
         number = float(result.detach() if hasattr(result, "detach") else result)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        return Outcome.failed(f"it returned {described(result)}, which is not a number: {error}")
+        return Outcome.failed(
+            f"it returned {describe_value(result)}, which is not a number: {error}"
+        )
     if not math.isfinite(number):
         return Outcome.failed(f"it returned {number}, which is not finite")
     return Outcome(number)
@@ -110,21 +112,21 @@ def single_answer(value: object) -> object:
     """The answer in a column, which may be the only item of a list.
 
     Raises:
-        TypeError: the column has an object or another list, with which no response is compared.
+        TypeError: the answer is an object or a longer list, which can't be compared.
     """
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if isinstance(value, list | tuple | Mapping):
-        raise TypeError(f"the row's answer is {described(value)}; select another column")
+        raise TypeError(f"the row's answer is {describe_value(value)}; select another column")
     return value
 
 
-def everywhere(sentence: str, count: int) -> list[Outcome]:
+def fail_all(message: str, count: int) -> list[Outcome]:
     """The same failure for all episodes of a call."""
-    return [Outcome.failed(sentence)] * count
+    return [Outcome.failed(message)] * count
 
 
-def described(value: object) -> str:
+def describe_value(value: object) -> str:
     """Type and truncated text of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
@@ -134,6 +136,6 @@ Scorer = Callable[[Sequence[Episode]], list[Outcome]]
 """Scores the episodes of a call; an exception fails all of them."""
 
 
-def one_by_one(score: Callable[[Episode], float | None]) -> Scorer:
+def per_episode_scorer(score: Callable[[Episode], float | None]) -> Scorer:
     """Make a scorer from a function of one episode."""
     return lambda episodes: [parse_outcome(score(episode)) for episode in episodes]

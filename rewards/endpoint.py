@@ -13,19 +13,19 @@ from typing import Any
 
 from pipeline.system.errors import ConfigError, require
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Outcome, Scorer, everywhere, parse_outcomes
+from rewards.contract import Episode, Outcome, Scorer, fail_all, parse_outcomes
 from rewards.functions import prompt_text
 
-FIRST_PAUSE = 0.5
+INITIAL_BACKOFF = 0.5
 """Seconds before the second attempt."""
 
-LONGEST_PAUSE = 30.0
+MAX_BACKOFF = 30.0
 """Maximum seconds between attempts, even if a server's Retry-After is longer."""
 
-LARGEST_REPLY = 16 << 20
+MAX_REPLY_BYTES = 16 << 20
 """Maximum bytes of a server's reply."""
 
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+_RETRYABLE_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 class EndpointError(Exception):
@@ -35,9 +35,9 @@ class EndpointError(Exception):
 class _TransientError(EndpointError):
     """An error that may not occur on another attempt."""
 
-    def __init__(self, sentence: str, pause: float | None = None) -> None:
-        super().__init__(sentence)
-        self.pause = pause
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,26 @@ class Endpoint:
                 return self._post_once(json.dumps(body).encode())
             except _TransientError as error:
                 if attempt == self.attempts:
-                    tries = f" ({attempt} attempts)" if attempt > 1 else ""
-                    raise EndpointError(f"{error}{tries}") from None
-                pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-                time.sleep(min(LONGEST_PAUSE, pause if error.pause is None else error.pause))
+                    suffix = f" ({attempt} attempts)" if attempt > 1 else ""
+                    raise EndpointError(f"{error}{suffix}") from None
+                backoff = INITIAL_BACKOFF * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                time.sleep(
+                    min(MAX_BACKOFF, backoff if error.retry_after is None else error.retry_after)
+                )
         raise AssertionError
 
     @property
-    def longest_seconds(self) -> float:
+    def max_total_seconds(self) -> float:
         """Maximum seconds for all attempts, with the longest pauses between them."""
-        return self.attempts * self.timeout_seconds + (self.attempts - 1) * LONGEST_PAUSE
+        return self.attempts * self.timeout_seconds + (self.attempts - 1) * MAX_BACKOFF
 
     def _post_once(self, body: bytes) -> Any:  # noqa: ANN401
         parts = urllib.parse.urlsplit(self.url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_seconds)
+        uses_tls = parts.scheme == "https"
+        connection_class = http.client.HTTPSConnection if uses_tls else http.client.HTTPConnection
+        connection = connection_class(
+            parts.hostname or "", parts.port, timeout=self.timeout_seconds
+        )
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key_variable is not None:
@@ -85,7 +89,7 @@ class Endpoint:
         try:
             connection.request("POST", target, body, headers)
             response = connection.getresponse()
-            content = response.read(LARGEST_REPLY + 1)
+            content = response.read(MAX_REPLY_BYTES + 1)
         except TimeoutError:
             raise _TransientError(
                 f"{self.url} did not reply within {self.timeout_seconds:g} s"
@@ -94,21 +98,21 @@ class Endpoint:
             raise _TransientError(f"{self.url} can't be reached: {error or type(error)}") from None
         finally:
             connection.close()
-        return self._read(response, content)
+        return self._parse_reply(response, content)
 
-    def _read(self, response: http.client.HTTPResponse, content: bytes) -> Any:  # noqa: ANN401
-        replied = f"{self.url} returned {response.status} {response.reason}"
-        if response.status in _TRANSIENT:
+    def _parse_reply(self, response: http.client.HTTPResponse, content: bytes) -> Any:  # noqa: ANN401
+        status_line = f"{self.url} returned {response.status} {response.reason}"
+        if response.status in _RETRYABLE_STATUSES:
             try:
-                pause = max(0.0, float(response.getheader("Retry-After") or ""))
+                retry_after = max(0.0, float(response.getheader("Retry-After") or ""))
             except ValueError:  # missing, or a date, which is ignored since clocks differ
-                pause = None
-            raise _TransientError(replied, pause)
+                retry_after = None
+            raise _TransientError(status_line, retry_after)
         text = " ".join(content[:200].decode(errors="replace").split())
         if response.status != 200:
-            raise EndpointError(f"{replied}: {text}")
-        if len(content) > LARGEST_REPLY:
-            raise EndpointError(f"{self.url} returned more than {LARGEST_REPLY >> 20} MiB")
+            raise EndpointError(f"{status_line}: {text}")
+        if len(content) > MAX_REPLY_BYTES:
+            raise EndpointError(f"{self.url} returned more than {MAX_REPLY_BYTES >> 20} MiB")
         try:
             return json.loads(content)
         except ValueError:
@@ -125,17 +129,17 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
     where = f"rewards.{config.name}"
     parts = urllib.parse.urlsplit(url)
     try:
-        known = parts.scheme in ("http", "https") and bool(parts.hostname)
-        local = is_local(parts.hostname or "") and (parts.port or 1) > 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_loopback = is_local(parts.hostname or "") and (parts.port or 1) > 0
     except ValueError:
-        known = local = False
-    require(known, f"{where}.path must be an address such as https://HOST/PATH, got {url}")
+        is_valid = is_loopback = False
+    require(is_valid, f"{where}.path must be an address such as https://HOST/PATH, got {url}")
     require(
         parts.username is None,
         f"{where}.path contains a password; set key_variable to an environment variable",
     )
     require(
-        parts.scheme == "https" or local or config.insecure,
+        parts.scheme == "https" or is_loopback or config.insecure,
         f"{where}.path: http:// sends prompts and keys unencrypted to {parts.hostname}; use"
         " https://, or set insecure: true within your own network",
     )
@@ -161,12 +165,12 @@ def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
     `query` has prompts with responses, `prompts` the prompts, `labels` the rows' column. The reply
     is {"rewards": [...]}, where null means no reward.
     """
-    column = config.reads_column or ""
+    column = config.resolved_column or ""
 
     def score(episodes: Sequence[Episode]) -> list[Outcome]:
         prompts = [prompt_text(episode.prompt) for episode in episodes]
         body = {
-            "query": [p + each.response for p, each in zip(prompts, episodes, strict=True)],
+            "query": [p + episode.response for p, episode in zip(prompts, episodes, strict=True)],
             "prompts": prompts,
             "labels": [episode.extra.get(column) for episode in episodes],
         }
@@ -174,7 +178,7 @@ def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
         try:
             reply = endpoint.post(body)
         except EndpointError as error:
-            return everywhere(str(error), len(episodes))
+            return fail_all(str(error), len(episodes))
         rewards = reply.get("rewards", reply) if isinstance(reply, dict) else reply
         return parse_outcomes(rewards, len(episodes))
 

@@ -26,7 +26,7 @@ FORMS: dict[str, str] = {
     "verl": "verl's (data_source, solution_str, ground_truth, extra_info)",
 }
 
-_GIVEN = {
+_FORM_PARAMETERS = {
     "episodes": {"episodes"},
     "trl": {"prompts", "completions"},
     "openrlhf": {"queries", "prompts", "labels"},
@@ -34,17 +34,17 @@ _GIVEN = {
 }
 """Parameters by form, without TRL's columns."""
 
-_ANSWERS = {"openrlhf": {"labels": "label"}, "verl": {"ground_truth": "ground_truth"}}
+_ANSWER_COLUMNS = {"openrlhf": {"labels": "label"}, "verl": {"ground_truth": "ground_truth"}}
 """By form, the parameter that gets the setting `column`, and its default column."""
 
-_GENERATED = {"episodes", "prompts", "completions", "queries", "solution_str"}
-"""Parameters that do not come from columns."""
+_COMPUTED_PARAMETERS = {"episodes", "prompts", "completions", "queries", "solution_str"}
+"""Parameters whose values are not columns of the rows."""
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-N = TypeVar("N", bound=ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+Definition = TypeVar("Definition", bound=ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
-_TRAINERS_OWN = {
+_TRL_TRAINER_ARGUMENTS = {
     *("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments"),
     *("log_extra", "log_metric"),
 }
@@ -91,19 +91,21 @@ class FunctionFile(UserFile):
     optional: frozenset[str]
     """Parameters with a default."""
 
-    needed: tuple[str, ...]
+    required: tuple[str, ...]
     """Parameters without a default that its code reads and that come from columns of the rows."""
 
-    takes_any: bool
+    has_kwargs: bool
     """Whether the function has **parameters."""
 
     def column(self, parameter: str, config: RewardConfig) -> str:
         """The column that a parameter receives."""
-        usual = _ANSWERS.get(self.form, {}).get(parameter)
-        return parameter if usual is None else config.column or usual
+        default = _ANSWER_COLUMNS.get(self.form, {}).get(parameter)
+        return parameter if default is None else config.column or default
 
 
-def read_definition(path: str, where: str, kinds: tuple[type[N], ...]) -> tuple[UserFile, N]:
+def read_definition(
+    path: str, where: str, kinds: tuple[type[Definition], ...]
+) -> tuple[UserFile, Definition]:
     """Read the definition that a path FILE.py:NAME names, without running the file.
 
     Args:
@@ -114,7 +116,7 @@ def read_definition(path: str, where: str, kinds: tuple[type[N], ...]) -> tuple[
     Raises:
         ConfigError: the file or definition doesn't exist, or the file is not Python.
     """
-    word = "class" if ast.ClassDef in kinds else "def"
+    keyword = "class" if ast.ClassDef in kinds else "def"
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{where} must be FILE.py:NAME, got {path}")
@@ -125,12 +127,13 @@ def read_definition(path: str, where: str, kinds: tuple[type[N], ...]) -> tuple[
         raise ConfigError(
             f"{where}: {file} line {error.lineno} is not valid Python ({error.msg})"
         ) from None
-    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    if name not in found:
+    definitions = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    if name not in definitions:
         raise ConfigError(
-            f"{where}: {file} has no `{word} {name}` at its top level; {suggestion(name, found)}"
+            f"{where}: {file} has no `{keyword} {name}` at its top level;"
+            f" {suggestion(name, definitions)}"
         )
-    return UserFile(file, name, text), found[name]
+    return UserFile(file, name, text), definitions[name]
 
 
 def read_text(path: Path, where: str) -> str:
@@ -151,41 +154,41 @@ def read_function(config: RewardConfig) -> FunctionFile:
             known form.
     """
     where = f"rewards.{config.name}.path"
-    file, node = read_definition(config.path or "", where, _FUNCTIONS)
+    file, node = read_definition(config.path or "", where, _FUNCTION_NODES)
     arguments = node.args
     names = tuple(argument.arg for argument in (*arguments.args, *arguments.kwonlyargs))
     optional = optional_parameters(arguments)
-    form = _form(set(names), node) if config.form == "auto" else config.form
+    form = _detect_form(set(names), node) if config.form == "auto" else config.form
     family = (form or "").partition("_")[0]
-    unknown = set(names) - optional - _GIVEN.get(family, set())
+    unknown = set(names) - optional - _FORM_PARAMETERS.get(family, set())
     if family == "trl":
-        unknown &= _TRAINERS_OWN
+        unknown &= _TRL_TRAINER_ARGUMENTS
     if form is None or unknown or arguments.posonlyargs:
         raise ConfigError(
             f"{where}: {node.name}({', '.join(names)}) of {file.file} has parameters that no reward"
             f" function interface has ({', '.join(sorted(unknown)) or 'all'}); write (episodes), or"
-            f" use {', '.join(FORMS[each] for each in ('trl', 'openrlhf', 'verl'))}"
+            f" use {', '.join(FORMS[form] for form in ('trl', 'openrlhf', 'verl'))}"
         )
-    read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    needed = tuple(name for name in names if name in read - optional - _GENERATED)
+    used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    required = tuple(name for name in names if name in used - optional - _COMPUTED_PARAMETERS)
     if family == "trl" and arguments.kwarg:
         text, kwarg = ast.unparse(node), arguments.kwarg.arg
         # Otherwise it handles a missing column.
         if not re.search(rf"try:| in {kwarg}\b(?!\[|\.pop)", text):
-            found = re.findall(rf"\b{kwarg}(?:\[|\.pop\()'(\w+)'[\])]", text)
-            needed += tuple(sorted({*found} - _TRAINERS_OWN))
-    given = (form, names, frozenset(optional), needed, arguments.kwarg is not None)
-    return FunctionFile(file.file, file.name, file.text, *given)
+            columns = re.findall(rf"\b{kwarg}(?:\[|\.pop\()'(\w+)'[\])]", text)
+            required += tuple(sorted({*columns} - _TRL_TRAINER_ARGUMENTS))
+    fields = (form, names, frozenset(optional), required, arguments.kwarg is not None)
+    return FunctionFile(file.file, file.name, file.text, *fields)
 
 
-def optional_parameters(given: ast.arguments) -> set[str]:
+def optional_parameters(signature: ast.arguments) -> set[str]:
     """The parameters with a default."""
-    positional = zip(reversed(given.args), reversed(given.defaults), strict=False)
-    pairs = [*positional, *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    positional = zip(reversed(signature.args), reversed(signature.defaults), strict=False)
+    pairs = [*positional, *zip(signature.kwonlyargs, signature.kw_defaults, strict=True)]
     return {argument.arg for argument, default in pairs if default is not None}
 
 
-def _form(names: Collection[str], function: ast.stmt) -> Form | None:
+def _detect_form(names: Collection[str], function: ast.stmt) -> Form | None:
     """The form of a function, by its parameter names; None if none matches."""
     if "episodes" in names:
         return "episodes"
@@ -196,7 +199,7 @@ def _form(names: Collection[str], function: ast.stmt) -> Form | None:
     if "completions" not in names:
         return None
     # Functions that take messages read completion[0]["content"].
-    constants = (each.value for each in ast.walk(function) if isinstance(each, ast.Constant))
+    constants = (node.value for node in ast.walk(function) if isinstance(node, ast.Constant))
     return "trl_conversational" if "content" in constants else "trl"
 
 
@@ -204,29 +207,33 @@ def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:
     """Score episodes with a user's function: all at once, or one by one in verl's form."""
     function = file.load()
     family = file.form.partition("_")[0]
-    results_in = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())
+    result_keys = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())
 
     def score(episodes: Sequence[Episode]) -> list[Outcome]:
-        arguments = _arguments(file, config, episodes)
-        if not file.takes_any:
+        arguments = _make_arguments(file, config, episodes)
+        if not file.has_kwargs:
             arguments = {name: arguments[name] for name in file.parameters if name in arguments}
-        returned = function(**arguments)
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
-        if isinstance(returned, Mapping):
-            returned = next((returned[name] for name in results_in if name in returned), returned)
-        return parse_outcomes([returned] if family == "verl" else returned, len(episodes))
+        result = function(**arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        if isinstance(result, Mapping):
+            result = next((result[name] for name in result_keys if name in result), result)
+        return parse_outcomes([result] if family == "verl" else result, len(episodes))
 
     return score
 
 
-def _arguments(
+def _make_arguments(
     file: FunctionFile, config: RewardConfig, episodes: Sequence[Episode]
 ) -> dict[str, Any]:
     if file.form == "episodes":
         return {"episodes": list(episodes)}
     family = file.form.partition("_")[0]
-    names = {*_GIVEN[family], *file.parameters} - _TRAINERS_OWN - _GENERATED
+    names = (
+        {*_FORM_PARAMETERS[family], *file.parameters}
+        - _TRL_TRAINER_ARGUMENTS
+        - _COMPUTED_PARAMETERS
+    )
     if family == "trl":  # TRL passes every column of the rows
         names |= {name for episode in episodes for name in episode.extra}
     columns = {

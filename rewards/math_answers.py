@@ -12,9 +12,9 @@ from fractions import Fraction
 
 from rewards import symbolic
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Scorer, one_by_one, single_answer
+from rewards.contract import Episode, Scorer, per_episode_scorer, single_answer
 
-LONGEST = 300
+MAX_LENGTH = 300
 """Maximum characters in an answer, and the largest power of ten of a number."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
@@ -30,7 +30,7 @@ _NUMBER = re.compile(
     )""",
     re.VERBOSE,
 )
-_IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
+_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
 """A number in a text; a dot that ends a sentence is not followed by digits."""
 
 _FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -40,15 +40,17 @@ _UNIT = re.compile(
 )
 """Units that may follow a number; variables may not: 2x, 3xy."""
 
-_TERM = re.compile(r"\d(?<![A-Za-z\d]\d)[A-Za-z]\b|(?:[-+*/^].*)\b[A-Za-z]\b|\b[A-Za-z]\b.*[-+*/^]")
+_EQUATION_SIDE = re.compile(
+    r"\d(?<![A-Za-z\d]\d)[A-Za-z]\b|(?:[-+*/^].*)\b[A-Za-z]\b|\b[A-Za-z]\b.*[-+*/^]"
+)
 """Matches the left-hand side of an equation, 3x - 4y = 7, but not of an assignment, x = 7."""
 
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 
-_LATEX_WORDS = (
+_LATEX_REPLACEMENTS = (
     (re.compile(r"(?<!\\)\\(?:left|right|displaystyle|[,;:! ])"), ""),
     (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (_TEXT, r" \1"),
+    (_TEXT_COMMAND, r" \1"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), "°"),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\{,\}"), ","),
@@ -56,17 +58,17 @@ _LATEX_WORDS = (
     (re.compile(r"[\u2212\u2013]"), "-"),
     (re.compile(r"\*\*(?!\w)|(?<!\w)\*\*"), ""),
 )
-"""Notation around numbers, and its replacement."""
+"""Regular expressions of notation around numbers, and their replacements."""
 
-_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*[23]\s*\}|[23])")
+_UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*[23]\s*\}|[23])")
 """The exponent of a unit."""
 
-_FORMULA_WORDS = (
+_FORMULA_REPLACEMENTS = (
     (re.compile(r"\s*\b(?:or|and)\b\s*"), ", "),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
 )
-"""Notation in formulas that is not LaTeX, and its replacement."""
+"""Regular expressions of notation in formulas that is not LaTeX, and their replacements."""
 
 _PROSE = re.compile(r"[A-Za-z]{2,}\s+(?!(?:or|and)\b)[A-Za-z]{2,}")
 
@@ -76,7 +78,7 @@ def math_scorer(config: RewardConfig) -> Scorer:
 
     A row without an answer, or whose answer is a sentence, has no reward.
     """
-    column = config.reads_column or ""
+    column = config.resolved_column or ""
 
     def score(episode: Episode) -> float | None:
         gold = single_answer(episode.extra.get(column))
@@ -84,11 +86,13 @@ def math_scorer(config: RewardConfig) -> Scorer:
         if number is not None:
             return float(response_answer(episode.response) == number)
         text = "" if gold is None or isinstance(gold, bool) else str(gold)
-        is_prose = _PROSE.search(_TEXT.sub("", text))
-        formula = _marked(text) or ("" if is_prose else text.strip())
-        return float(same_formula(formula, written(episode.response))) if formula else None
+        is_prose = _PROSE.search(_TEXT_COMMAND.sub("", text))
+        formula = _extract_marked(text) or ("" if is_prose else text.strip())
+        return (
+            float(is_same_formula(formula, extract_formula(episode.response))) if formula else None
+        )
 
-    return one_by_one(score)
+    return per_episode_scorer(score)
 
 
 def gold_answer(gold: object) -> Fraction | None:
@@ -96,90 +100,97 @@ def gold_answer(gold: object) -> Fraction | None:
     if gold is None or isinstance(gold, bool):
         return None
     text = str(gold)
-    return read_number(_marked(text) or text)
+    return parse_number(_extract_marked(text) or text)
 
 
 def response_answer(response: str) -> Fraction | None:
     """The answer in a response; None if there is none."""
-    return last_number(response) if _marked(response) is None else marked_answer(response)
+    return last_number(response) if _extract_marked(response) is None else marked_answer(response)
 
 
 def marked_answer(response: str) -> Fraction | None:
     r"""The number in the last \boxed{...}, else after the last ####; None if there is none."""
-    marked = _marked(response)
-    return None if marked is None else read_number(marked)
+    marked = _extract_marked(response)
+    return None if marked is None else parse_number(marked)
 
 
-def same_formula(gold: str, answer: str) -> bool:
-    """Whether two formulas or words are written the same or mean the same."""
-    one, other = (_plain(text, _FORMULA_WORDS) for text in (gold, answer))
-    if "".join(one.split()).lower() == "".join(other.split()).lower():
+def is_same_formula(gold: str, answer: str) -> bool:
+    """Whether two formulas or words have the same text or are mathematically equivalent."""
+    gold, answer = (_normalize(text, _FORMULA_REPLACEMENTS) for text in (gold, answer))
+    if "".join(gold.split()).lower() == "".join(answer.split()).lower():
         return True
-    return max(len(one), len(other)) <= LONGEST and symbolic.equal(one, other)
+    return max(len(gold), len(answer)) <= MAX_LENGTH and symbolic.are_equivalent(gold, answer)
 
 
-def written(response: str) -> str:
+def extract_formula(response: str) -> str:
     r"""The marked answer, else the last formula in $...$, \(\) or \[\], else the last line."""
-    marked = _marked(response)
+    marked = _extract_marked(response)
     if marked is not None:
         return marked
-    formulas = [next(filter(None, found.groups())) for found in _FORMULA.finditer(response)]
+    formulas = [next(filter(None, match.groups())) for match in _FORMULA.finditer(response)]
     return (formulas or response.strip().splitlines() or [""])[-1]
 
 
 def last_number(response: str) -> Fraction | None:
-    """The last number among the words of a response, marked or not."""
-    found = [match.group() for match in _IN_TEXT.finditer(_plain(response))]
-    return read_number(found[-1]) if found else None
+    """The last number in a response, marked or not."""
+    numbers = [match.group() for match in _NUMBER_IN_TEXT.finditer(_normalize(response))]
+    return parse_number(numbers[-1]) if numbers else None
 
 
-def read_number(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """The number in `text`, which may have a unit or a left-hand side: `x = 3 1/2 cm`."""
-    left, _, right = _POWER.sub("", _plain(text)).rpartition("=")
-    if _TERM.search(left):
+    left, _, right = _UNIT_EXPONENT.sub("", _normalize(text)).rpartition("=")
+    if _EQUATION_SIDE.search(left):
         return None
     text = right.strip().rstrip(".").strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()
     match = _NUMBER.match(text)
-    if match is None or match.end() > LONGEST or not _UNIT.fullmatch(text[match.end() :]):
+    if match is None or match.end() > MAX_LENGTH or not _UNIT.fullmatch(text[match.end() :]):
         return None
-    value = _value(match)
+    value = _parse_match(match)
     return -value if value is not None and match["sign"] == "-" else value
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    """The number of a match, without its sign."""
+def _parse_match(match: re.Match[str]) -> Fraction | None:
+    """Return the number of a match, without its sign."""
     latex, digits = match.groups()[2:4], match.groups()[4:6]
     mixed, quotient = match.group("above", "below"), match.group("dividend", "divisor")
     for above, below in (latex, digits, mixed, quotient):
         if above is not None:
-            divisor, whole = _exact(below), _exact(match["whole"] or match["mixed"] or "0")
-            return None if divisor == 0 else whole + _exact(above) / divisor
+            divisor, whole = (
+                _parse_decimal(below),
+                _parse_decimal(match["whole"] or match["mixed"] or "0"),
+            )
+            return None if divisor == 0 else whole + _parse_decimal(above) / divisor
     power = int(match["power"] or 0)
-    return None if abs(power) > LONGEST else _exact(match["decimal"]) * Fraction(10) ** power
+    return (
+        None
+        if abs(power) > MAX_LENGTH
+        else _parse_decimal(match["decimal"]) * Fraction(10) ** power
+    )
 
 
-def _exact(decimal: str) -> Fraction:
+def _parse_decimal(decimal: str) -> Fraction:
     return Fraction(decimal.replace(",", "").removesuffix("."))
 
 
-def _plain(text: str, further: Sequence[tuple[re.Pattern[str], str]] = ()) -> str:
-    for pattern, meaning in (*_LATEX_WORDS, *further):
-        text = pattern.sub(meaning, text)
+def _normalize(text: str, extra: Sequence[tuple[re.Pattern[str], str]] = ()) -> str:
+    for pattern, replacement in (*_LATEX_REPLACEMENTS, *extra):
+        text = pattern.sub(replacement, text)
     return text
 
 
-def _marked(text: str) -> str | None:
+def _extract_marked(text: str) -> str | None:
     r"""The content of the last \boxed{...}, else the rest of the line after the last ####."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start >= 0:
-        first = text.index("{", start) + 1
+        start = text.index("{", start) + 1
         depth = 1
-        for place in range(first, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
+        for index in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[index], 0)
             if depth == 0:
-                return text[first:place]
+                return text[start:index]
         return ""  # never closed: the response was truncated
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0] if mark else None

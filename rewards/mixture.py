@@ -6,9 +6,9 @@ from functools import partial
 
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Outcome, Scored, Scorer, everywhere
-from rewards.sources import Source, read_sources, scorer_of
-from rewards.workers import Handler, Lane, RewardError, Tick, Workers
+from rewards.contract import Episode, Outcome, Scorer, SourceResults, fail_all
+from rewards.sources import Source, make_scorer, read_sources
+from rewards.workers import Handler, RestartDeadline, RewardError, WorkerGroup, Workers
 
 GOLD = "gold"
 """Name of the source that is only measured, never trained on."""
@@ -48,15 +48,15 @@ class Rewards:
         self._outcomes: list[list[Outcome]] = [[] for _ in self._sources]
         """Outcomes of each source, in order of submission."""
         self._calls: dict[int, tuple[int, range]] = {}
-        """Source of each call and the indices of its outcomes, by call number."""
-        self._lane_of, lanes = _lanes(self._sources, workers)
-        self._workers = Workers(lanes)
+        """Source of each call and the indices of its outcomes, by call id."""
+        self._group_of_source, groups = _make_groups(self._sources, workers)
+        self._workers = Workers(groups)
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of the sources' files, by name, which must not change during a run."""
-        prints = {source.name: source.fingerprint for source in self._sources}
-        return {name: value for name, value in prints.items() if value is not None}
+        fingerprints = {source.name: source.fingerprint for source in self._sources}
+        return {name: value for name, value in fingerprints.items() if value is not None}
 
     @property
     def notes(self) -> list[str]:
@@ -69,18 +69,18 @@ class Rewards:
             return
         start = len(self._slots)
         self._slots += [episode.slot for episode in episodes]
-        for number, source in enumerate(self._sources):
+        for index, source in enumerate(self._sources):
             size = len(episodes) if source.is_batched else 1
             for first in range(0, len(episodes), size):
-                call = self._workers.submit(
-                    (number, episodes[first : first + size]),
-                    lane=self._lane_of[number],
-                    seconds=source.call_seconds(size),
+                call_id = self._workers.submit(
+                    (index, episodes[first : first + size]),
+                    group=self._group_of_source[index],
+                    seconds=source.call_timeout(size),
                 )
-                self._calls[call] = number, range(start + first, start + first + size)
-            self._outcomes[number] += [Outcome()] * len(episodes)
+                self._calls[call_id] = index, range(start + first, start + first + size)
+            self._outcomes[index] += [Outcome()] * len(episodes)
 
-    def results(self) -> dict[str, Scored]:
+    def results(self) -> dict[str, SourceResults]:
         """Wait for the rewards of all episodes submitted since the last call.
 
         Returns:
@@ -88,19 +88,19 @@ class Rewards:
         """
         while self._calls:
             for reply in self._workers.receive(wait=True):
-                number, places = self._calls.pop(reply.number)
+                source_index, indices = self._calls.pop(reply.call_id)
                 failed = reply.failure is not None
-                outcomes = everywhere(str(reply.failure), len(places)) if failed else reply.value
-                self._outcomes[number][places.start : places.stop] = outcomes
+                outcomes = fail_all(str(reply.failure), len(indices)) if failed else reply.value
+                self._outcomes[source_index][indices.start : indices.stop] = outcomes
         order = sorted(range(len(self._slots)), key=self._slots.__getitem__)
-        scored = [[outcomes[place] for place in order] for outcomes in self._outcomes]
+        sorted_outcomes = [[outcomes[index] for index in order] for outcomes in self._outcomes]
         self._slots, self._outcomes = [], [[] for _ in self._sources]
         return {
-            name: Scored([each.value for each in outcomes], [each.failure for each in outcomes])
-            for name, outcomes in zip(self._names, scored, strict=True)
+            name: SourceResults([o.value for o in outcomes], [o.failure for o in outcomes])
+            for name, outcomes in zip(self._names, sorted_outcomes, strict=True)
         }
 
-    def checked_results(self) -> dict[str, Scored]:
+    def checked_results(self) -> dict[str, SourceResults]:
         """`results` for a command, which ends if a source failed on too many responses.
 
         Raises:
@@ -108,9 +108,9 @@ class Rewards:
         """
         results = self.results()
         check_failures(
-            {name: scored.num_failed for name, scored in results.items()},
-            num_rows=max((len(scored.values) for scored in results.values()), default=0),
-            first={name: scored.first_failure for name, scored in results.items()},
+            {name: result.num_failed for name, result in results.items()},
+            num_rows=max((len(result.values) for result in results.values()), default=0),
+            first_failures={name: result.first_failure for name, result in results.items()},
             max_failures=self._max_failures,
             setting="--max-failures",
         )
@@ -127,38 +127,41 @@ class Rewards:
         self.close()
 
 
-def _lanes(sources: Sequence[Source], workers: int) -> tuple[dict[int, int], list[Lane]]:
-    """The lane of each source, and the lanes; compute-bound sources share one with all workers.
+def _make_groups(
+    sources: Sequence[Source], workers: int
+) -> tuple[dict[int, int], list[WorkerGroup]]:
+    """The group index of each source, and the groups.
 
-    Every other source has a lane with one worker, so that computation never waits for a network.
+    Compute-bound sources share a group with all workers. Every other source has a group with one
+    worker, so that computation never waits for a network.
     """
-    local = {n: source for n, source in enumerate(sources) if not source.waits_for_network}
+    local = {n: source for n, source in enumerate(sources) if not source.uses_network}
     groups = [local] if local else []
-    groups += [{n: source} for n, source in enumerate(sources) if source.waits_for_network]
-    lanes = [
-        Lane(
+    groups += [{n: source} for n, source in enumerate(sources) if source.uses_network]
+    worker_groups = [
+        WorkerGroup(
             ", ".join(f"rewards.{source.name}" for source in group.values()),
-            partial(_load, group),
+            partial(_load_scorers, group),
             workers if group is local else 1,
         )
         for group in groups
     ]
-    return {n: lane for lane, group in enumerate(groups) for n in group}, lanes
+    return {n: index for index, group in enumerate(groups) for n in group}, worker_groups
 
 
-def _load(sources: Mapping[int, Source]) -> Handler:
-    """Load the sources of a lane, in a worker process."""
+def _load_scorers(sources: Mapping[int, Source]) -> Handler:
+    """Load the sources of a group, in a worker process."""
     scorers: dict[int, Scorer] = {}
-    for number, source in sources.items():
+    for index, source in sources.items():
         try:
-            scorers[number] = scorer_of(source)
+            scorers[index] = make_scorer(source)
         except Exception as error:
-            sentence = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"rewards.{source.name} can't be loaded: {sentence}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"rewards.{source.name} can't be loaded: {reason}") from error
 
-    def score(request: tuple[int, Sequence[Episode]], _tick: Tick) -> list[Outcome]:
-        number, episodes = request
-        return scorers[number](episodes)
+    def score(request: tuple[int, Sequence[Episode]], _tick: RestartDeadline) -> list[Outcome]:
+        index, episodes = request
+        return scorers[index](episodes)
 
     return score
 
@@ -167,7 +170,7 @@ def check_failures(
     failed: Mapping[str, int],
     *,
     num_rows: int,
-    first: Mapping[str, str | None],
+    first_failures: Mapping[str, str | None],
     max_failures: float,
     setting: str = "max_reward_failures",
 ) -> None:
@@ -176,7 +179,7 @@ def check_failures(
     Args:
         failed: number of responses on which each source failed, over all processes.
         num_rows: number of responses in the batch.
-        first: each source's first failure message.
+        first_failures: each source's first failure message.
         max_failures: the fraction that may fail.
         setting: the setting's name, for the message.
 
@@ -188,7 +191,7 @@ def check_failures(
             raise RewardError(
                 f"rewards.{name} failed on {count} of {num_rows} responses, more than"
                 f" {setting} {max_failures:g} allows; the first failure:"
-                f" {first.get(name) or 'not known'}"
+                f" {first_failures.get(name) or 'unknown'}"
             )
 
 
@@ -199,7 +202,7 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
     """Return sum_k w_k r_k for each response, over the sources that apply to it.
 
     If some sources return None, the other weights are scaled so that the absolute weights have the
-    same total: a row is neither better nor worse off if a source does not apply. None if no source
+    same total, and rewards of different rows remain comparable. The result is None if no source
     with a weight applies.
 
     Args:
@@ -210,24 +213,24 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
     combined: list[float | None] = []
     for row in zip(*values, strict=True):
         present = [(w, r) for w, r in zip(weights, row, strict=True) if r is not None and w != 0]
-        part = math.fsum(abs(weight) for weight, _ in present)
-        scale = total_weight / part if part else 0.0
+        present_weight = math.fsum(abs(weight) for weight, _ in present)
+        scale = total_weight / present_weight if present_weight else 0.0
         total = math.fsum(weight * value for weight, value in present)
         combined.append(scale * total if present else None)
     return combined
 
 
-def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
+def mask_failures(sources: Sequence[SourceResults], weights: Sequence[float]) -> list[Values]:
     """The values of each source, with None for responses on which a weighted source failed.
 
     A partial sum is not a reward: such a response has none from any source.
     """
-    counted = [each.failed for each, weight in zip(sources, weights, strict=True) if weight != 0]
+    weighted = [source for source, weight in zip(sources, weights, strict=True) if weight != 0]
 
     def has_failed(row: int) -> bool:
-        return any(failed[row] is not None for failed in counted)
+        return any(source.failures[row] is not None for source in weighted)
 
     return [
-        [None if has_failed(row) else value for row, value in enumerate(each.values)]
-        for each in sources
+        [None if has_failed(row) else value for row, value in enumerate(source.values)]
+        for source in sources
     ]

@@ -1,4 +1,4 @@
-"""Responses of a model to the prompts of a data path, and their rewards from sources.
+"""Sample a model's responses to the prompts of a data path, and score them.
 
 Used by the commands `rewards.select` and `evaluation.winrate`.
 """
@@ -16,7 +16,7 @@ from pipeline.data.sharing.steps import load_examples
 from pipeline.system.errors import DataError, require
 from pipeline.system.logs import Progress
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Scored
+from rewards.contract import Episode, SourceResults
 from rewards.mixture import Rewards
 
 logger = logging.getLogger(__name__)
@@ -91,28 +91,28 @@ def read_prompts(
     Args:
         config: the data path and its limit.
         columns: columns to keep.
-        held_out: take the rows that no step trains on, if the path has any.
+        held_out: use the rows that no step trains on, if the path has any.
 
     Raises:
         DataError: the rows can't be read, or none has a prompt.
     """
     if config.prompts == EMBEDDED:
         kept = replace(columns, all=True)
-        parts = load_examples(DataConfig(), step=3, seed=config.seed, kept=kept)
-        examples = parts.eval if held_out else parts.train
+        splits = load_examples(DataConfig(), step=3, seed=config.seed, kept=kept)
+        examples = splits.eval if held_out else splits.train
     else:
         notes: list[str] = []
         (rows,) = read_paths((config.prompts,), config.fields, columns, step=3, notes=notes)
         for note in notes:
             logger.info("%s", note)
-        chosen = (rows.eval or rows.train) if held_out else rows.train
-        examples = [example for example in chosen if example.prompt]
+        split = (rows.eval or rows.train) if held_out else rows.train
+        examples = [example for example in split if example.prompt]
     if not examples:
         raise DataError(f"--prompts {config.prompts}: no row has a prompt")
     return examples[: config.limit]
 
 
-def respond(
+def sample_responses(
     path: str, examples: Sequence[Example], config: SamplingConfig, *, num_samples: int = 1
 ) -> Iterator[list[Episode]]:
     """Sample `num_samples` responses to each prompt, as episodes with consecutive slots.
@@ -132,7 +132,9 @@ def respond(
         seed=config.seed,
     )
     responder = Responder(*load_for_inference(path), sampling, num_samples=num_samples)
-    encoded = [responder.encode(Prompt(None, each.prompt, None, each.origin)) for each in examples]
+    encoded = [
+        responder.encode(Prompt(None, example.prompt, None, example.origin)) for example in examples
+    ]
     rows = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
     slots = itertools.count()
     progress = Progress("respond", len(examples))
@@ -156,10 +158,10 @@ def respond(
         progress.stop()
 
 
-def score(
+def score_episodes(
     sources: Sequence[RewardConfig], batches: Iterable[list[Episode]], config: SamplingConfig
-) -> tuple[list[list[Episode]], dict[str, Scored]]:
-    """Score episodes with programs, as the batches arrive, and with reward models.
+) -> tuple[list[list[Episode]], dict[str, SourceResults]]:
+    """Score episodes with programs as the batches arrive, and then with reward models.
 
     Returns:
         The batches, and each source's results for all episodes.
@@ -168,7 +170,7 @@ def score(
         RewardError: a source failed on more episodes than `max_failures` allows.
     """
     programs = [source for source in sources if source.kind != "model"]
-    results: dict[str, Scored] = {}
+    results: dict[str, SourceResults] = {}
     if programs:
         with Rewards(
             programs,
@@ -178,18 +180,20 @@ def score(
         ) as rewards:
             for note in rewards.notes:
                 logger.info("%s", note)
-            scored = []
+            submitted = []
             for batch in batches:
                 rewards.submit(batch)
-                scored.append(batch)
-            batches, results = scored, rewards.checked_results()
+                submitted.append(batch)
+            batches, results = submitted, rewards.checked_results()
     batches = list(batches)
     for source in sources:
         if source.kind == "model":
             from inference.reward_model import score_responses
 
             assert source.path is not None
-            dialogues = [(each.prompt, each.response) for batch in batches for each in batch]
+            dialogues = [
+                (episode.prompt, episode.response) for batch in batches for episode in batch
+            ]
             scores = score_responses(source.path, dialogues)
-            results[source.name] = Scored([*scores], [None] * len(dialogues))
+            results[source.name] = SourceResults([*scores], [None] * len(dialogues))
     return batches, {source.name: results[source.name] for source in sources}

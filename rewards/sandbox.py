@@ -28,7 +28,7 @@ from typing import Any
 from pipeline.config import parse_literal
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Scorer, one_by_one
+from rewards.contract import Episode, Scorer, per_episode_scorer
 from rewards.workers import kill_tree
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -41,7 +41,7 @@ DISK_MB = 64
 OUTPUT_BYTES = 1 << 20
 """Maximum bytes of output; a program that writes more is wrong."""
 
-_PLACES = ("/mnt", "/srv", "/media", "/tmp")
+_MOUNT_POINTS = ("/mnt", "/srv", "/media", "/tmp")
 _READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     "/usr/share/zoneinfo",
@@ -63,8 +63,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a program ended."""
+class ProgramResult:
+    """Exit code and output of a program."""
 
     code: int | None
     """Exit code, or 128 plus the signal that killed it; None if it exceeded the deadline or
@@ -76,7 +76,7 @@ class Ended:
     seconds: float
 
 
-def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limits) -> Ended:
+def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limits) -> ProgramResult:
     """Run `main`, one of `files`, in a directory with the others.
 
     Raises:
@@ -84,17 +84,19 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        directory = _place() if limits.isolated else stack.enter_context(_temporary())
-        job, given, output, status = (
+        directory = (
+            _find_mount_point() if limits.isolated else stack.enter_context(_temporary_directory())
+        )
+        job, stdin_file, output, status = (
             stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
         )
-        job.write(marshal.dumps(_job(files, main, limits, directory)))
-        given.write(stdin.encode(errors="replace"))
-        for file in (job, given):
+        job.write(marshal.dumps(_make_job(files, main, limits, directory)))
+        stdin_file.write(stdin.encode(errors="replace"))
+        for file in (job, stdin_file):
             file.seek(0)
         process = subprocess.Popen(
             [_interpreter(), "-I", "-S", str(CHILD), str(job.fileno()), str(status.fileno())],
-            stdin=given,
+            stdin=stdin_file,
             stdout=output,
             stderr=subprocess.DEVNULL,
             pass_fds=[job.fileno(), status.fileno()],
@@ -107,27 +109,29 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _terminate(process)
         status.seek(0)
-        if sentence := status.read():
-            raise SandboxError(f"the sandbox can't be built ({sentence.decode(errors='replace')})")
+        if message := status.read():
+            raise SandboxError(f"the sandbox can't be built ({message.decode(errors='replace')})")
         output.seek(0)
         text = output.read(OUTPUT_BYTES + 1)
     code = code if len(text) <= OUTPUT_BYTES else None
-    return Ended(code, text[:OUTPUT_BYTES], time.monotonic() - began)
+    return ProgramResult(code, text[:OUTPUT_BYTES], time.monotonic() - began)
 
 
-def _job(files: Mapping[str, str], main: str, limits: Limits, directory: str) -> dict[str, object]:
-    place, prefix = directory, sys.base_prefix
+def _make_job(
+    files: Mapping[str, str], main: str, limits: Limits, directory: str
+) -> dict[str, object]:
+    mount_point, prefix = directory, sys.base_prefix
     interpreter = _interpreter()
     python = prefix
     if limits.isolated:
-        directory, python = f"{place}/work", f"{place}/python"
+        directory, python = f"{mount_point}/work", f"{mount_point}/python"
         interpreter = interpreter.replace(prefix, python, 1)
     return {
         "parent": os.getpid(),
         "isolated": limits.isolated,
-        "place": place,
+        "mount_point": mount_point,
         "directory": directory,
         "prefix": prefix,
         "python": python,
@@ -152,22 +156,22 @@ def _interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def _place() -> str:
-    """An existing directory outside Python's, over which an empty one is mounted."""
-    for place in _PLACES:
-        if Path(place).is_dir() and not sys.base_prefix.startswith(f"{place}/"):
-            return place
-    raise SandboxError(f"the sandbox needs one of {', '.join(_PLACES)}, without Python in it")
+def _find_mount_point() -> str:
+    """Return an existing directory without Python in it, over which an empty one is mounted."""
+    for mount_point in _MOUNT_POINTS:
+        if Path(mount_point).is_dir() and not sys.base_prefix.startswith(f"{mount_point}/"):
+            return mount_point
+    raise SandboxError(f"the sandbox needs one of {', '.join(_MOUNT_POINTS)}, without Python in it")
 
 
-def _temporary() -> "tempfile.TemporaryDirectory[str]":
+def _temporary_directory() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="rlhf-sandbox-", ignore_cleanup_errors=True)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the program and its descendants; its outermost process then waits for them."""
+def _terminate(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the program and its descendants, for which its outermost process waits."""
     if process.poll() is None:
-        kill_tree(process.pid, itself=False)
+        kill_tree(process.pid, include_self=False)
         try:
             process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -175,16 +179,16 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait()
 
 
-_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_CODE_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
-_WITH_TESTS = """\
+_TEST_RUNNER = """\
 import os, sys
 def run():
     token = sys.stdin.readline().strip()
-    names = {"__name__": "solution"}
-    for file in ("solution.py", "tests.py"):
-        with open(file, encoding="utf-8") as text:
-            exec(compile(text.read(), file, "exec"), names)
+    namespace = {"__name__": "solution"}
+    for path in ("solution.py", "tests.py"):
+        with open(path, encoding="utf-8") as file:
+            exec(compile(file.read(), path, "exec"), namespace)
     sys.stdout.flush()
     os.write(1, token.encode())
 run()
@@ -200,7 +204,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
     `[{"input": "1 2", "output": "3"}, ...]`, or `{"inputs": [...], "outputs": [...]}`, also as text
     in CSV files; lines are compared without trailing whitespace. A row without tests has no reward.
     """
-    column = config.reads_column or ""
+    column = config.resolved_column or ""
 
     def score(episode: Episode) -> float | None:
         tests = episode.extra.get(column)
@@ -208,15 +212,15 @@ def code_scorer(config: RewardConfig) -> Scorer:
             tests = parse_literal(tests)
         if tests is None or tests in ("", [], {}):
             return None
-        program = program_in(episode.response)
+        program = extract_program(episode.response)
         cases = parse_cases(tests)
         if cases is not None:
-            return _share_right(program, cases, config)
+            return _pass_rate(program, cases, config)
         code = "\n".join(tests) if isinstance(tests, list) else str(tests)
         require_assertions(code)
-        return float(_passes(program, code, _limits(config, config.seconds)))
+        return float(_passes_tests(program, code, _make_limits(config, config.seconds)))
 
-    return one_by_one(score)
+    return per_episode_scorer(score)
 
 
 def check_sandbox(config: RewardConfig) -> None:
@@ -225,15 +229,15 @@ def check_sandbox(config: RewardConfig) -> None:
     Raises:
         ConfigError: the machine can't isolate programs as in the settings.
     """
-    limits = _limits(config, 20.0)
+    limits = _make_limits(config, 20.0)
     try:
-        ended = run_python({"main.py": "print(6 * 7)"}, main="main.py", stdin="", limits=limits)
+        result = run_python({"main.py": "print(6 * 7)"}, main="main.py", stdin="", limits=limits)
     except SandboxError as error:
         problem = str(error)
     else:
-        if ended.output.strip() == b"42":
+        if result.output.strip() == b"42":
             return
-        problem = f"a test program failed with exit code {ended.code}"
+        problem = f"a test program failed with exit code {result.code}"
     hint = (
         "enable user namespaces and Landlock in the container or kernel, or set sandbox: process"
         " for programs that you trust"
@@ -243,9 +247,9 @@ def check_sandbox(config: RewardConfig) -> None:
     raise ConfigError(f"rewards.{config.name}.sandbox: {problem}; {hint}")
 
 
-def program_in(response: str) -> str:
+def extract_program(response: str) -> str:
     """The last fenced Python block of a response, closed or not; else the full response."""
-    blocks = _FENCED.findall(response)
+    blocks = _CODE_BLOCK.findall(response)
     return blocks[-1] if blocks else response
 
 
@@ -262,65 +266,67 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if len(inputs) == len(outputs):
-            return [(_text(each), _text(out)) for each, out in zip(inputs, outputs, strict=True)]
-    if isinstance(tests, list) and all(isinstance(each, str) for each in tests):
+            return [*zip(map(_join_lines, inputs), map(_join_lines, outputs), strict=True)]
+    if isinstance(tests, list) and all(isinstance(line, str) for line in tests):
         return None
     if isinstance(tests, list) and all(
-        isinstance(each, Mapping) and {"input", "output"} <= each.keys() for each in tests
+        isinstance(case, Mapping) and {"input", "output"} <= case.keys() for case in tests
     ):
-        return [(_text(each["input"]), _text(each["output"])) for each in tests]
+        return [(_join_lines(case["input"]), _join_lines(case["output"])) for case in tests]
     raise ValueError("the tests are neither code nor inputs and outputs")
 
 
 _DEFINITIONS = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)
-_NO_TESTS = (*_DEFINITIONS, ast.AnnAssign, ast.Assign, ast.Constant, ast.Pass)
+_NON_TEST_NODES = (*_DEFINITIONS, ast.AnnAssign, ast.Assign, ast.Constant, ast.Pass)
 
 
 def require_assertions(code: str) -> None:
-    """Raise ValueError for tests that no program or every program would pass."""
+    """Raise ValueError for tests that every program or no program would pass."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the tests are not valid Python: {error}") from None
-    lines = [line.value if isinstance(line, ast.Expr) else line for line in body]
-    run = [ast.unparse(line) for line in lines if not isinstance(line, _NO_TESTS)]
-    if all("__main__" in text.partition("\n")[0] for text in run):
+    nodes = [node.value if isinstance(node, ast.Expr) else node for node in body]
+    tests = [ast.unparse(node) for node in nodes if not isinstance(node, _NON_TEST_NODES)]
+    if all("__main__" in text.partition("\n")[0] for text in tests):
         raise ValueError("the tests only define functions; call them, or write assertions")
 
 
-def _text(value: Any) -> str:  # noqa: ANN401
-    """Text of a list with one item per line, as in programming contests."""
+def _join_lines(value: Any) -> str:  # noqa: ANN401
+    """Format a list with one item per line, as in programming contests."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _limits(config: RewardConfig, seconds: float) -> Limits:
+def _make_limits(config: RewardConfig, seconds: float) -> Limits:
     return Limits(seconds, config.memory_mb, isolated=config.sandbox == "namespaces")
 
 
-def _passes(program: str, tests: str, limits: Limits) -> bool:
+def _passes_tests(program: str, tests: str, limits: Limits) -> bool:
     token = secrets.token_hex(16)
-    files = {"solution.py": program, "tests.py": tests, "main.py": _WITH_TESTS}
-    ended = run_python(files, main="main.py", stdin=f"{token}\n", limits=limits)
-    return ended.code == 0 and ended.output.endswith(token.encode())
+    files = {"solution.py": program, "tests.py": tests, "main.py": _TEST_RUNNER}
+    result = run_python(files, main="main.py", stdin=f"{token}\n", limits=limits)
+    return result.code == 0 and result.output.endswith(token.encode())
 
 
-def _share_right(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
+def _pass_rate(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
     """The fraction of cases that the program passes, within `config.seconds` in total."""
     deadline = time.monotonic() + config.seconds
-    right = 0
-    for given, wanted in cases:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    num_passed = 0
+    for stdin, expected in cases:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             break
-        limits = _limits(config, left)
-        ended = run_python({"main.py": program}, main="main.py", stdin=given, limits=limits)
-        right += _is_right(ended, wanted)
-    return right / len(cases)
+        limits = _make_limits(config, remaining)
+        result = run_python({"main.py": program}, main="main.py", stdin=stdin, limits=limits)
+        num_passed += _passes_case(result, expected)
+    return num_passed / len(cases)
 
 
-def _is_right(ended: Ended, wanted: str) -> bool:
-    return ended.code == 0 and _lines(ended.output.decode(errors="replace")) == _lines(wanted)
+def _passes_case(result: ProgramResult, expected: str) -> bool:
+    return result.code == 0 and _strip_lines(
+        result.output.decode(errors="replace")
+    ) == _strip_lines(expected)
 
 
-def _lines(text: str) -> list[str]:
+def _strip_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -4,8 +4,9 @@ Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a p
 threads can't safely run Python between fork and exec. JOB is a file descriptor with the settings;
 STATUS is one for an error message if the sandbox can't be built, and is closed once it is built.
 
-There are four processes: this one outside, which waits; a member of the new namespaces, which
-waits; their first process, after whose exit the kernel kills all others there; and the program.
+There are four processes: this one, outside the namespaces; a member of the new namespaces; their
+first process, on whose exit the kernel kills all others in them; and the program. Each waits for
+the next.
 
 It runs for every program, and importing json or signal would double its startup time.
 """
@@ -45,18 +46,18 @@ def main() -> None:
         job = marshal.load(file)
     os.set_inheritable(status, False)
     try:
-        _end_with(job["parent"])
+        _die_with_parent(job["parent"])
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        code = _isolated(job, status) if job["isolated"] else _run(job, status)
+        code = _run_isolated(job, status) if job["isolated"] else _run(job, status)
     except OSError as error:
         _report(status, error)
         code = 1
-    _end_orphans()
+    _kill_orphans()
     os._exit(code)
 
 
-def checked(name: str, result: int) -> int:
-    """The result of a system call; raises `OSError` with its name if it failed."""
+def check_syscall(name: str, result: int) -> int:
+    """Return the result of a system call; raise `OSError` with its name if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
@@ -65,37 +66,36 @@ def checked(name: str, result: int) -> int:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        checked("prctl", libc.prctl(option, value, 0, 0, 0))
+        check_syscall("prctl", libc.prctl(option, value, 0, 0, 0))
 
 
 def _report(status: int, error: OSError) -> None:
     os.write(status, f"{error.filename or 'system call'}: {error.strerror}".encode())
 
 
-def _end_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     _prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _isolated(job: dict, status: int) -> int:
-    """Run in new namespaces, whose users this process maps from outside; return the exit code."""
-    outside, inside = os.getpid(), os.pipe()
-    mapped = os.pipe()
+def _run_isolated(job: dict, status: int) -> int:
+    """Run in new namespaces, whose users this process maps; return the exit code."""
+    parent, unshared, mapped = os.getpid(), os.pipe(), os.pipe()
     member = os.fork()
     if member == 0:
         try:
-            _end_with(outside)
-            checked("unshare", libc.unshare(NEW_NAMESPACES))
-            os.write(inside[1], b"!")
+            _die_with_parent(parent)
+            check_syscall("unshare", libc.unshare(NEW_NAMESPACES))
+            os.write(unshared[1], b"!")
             os.close(mapped[1])
             code = _run(job, status) if os.read(mapped[0], 1) else 1
         except OSError as error:
             _report(status, error)
             code = 1
         os._exit(code)
-    os.close(inside[1])
-    if os.read(inside[0], 1):
+    os.close(unshared[1])
+    if os.read(unshared[0], 1):
         _map_users(member)
         os.write(mapped[1], b"!")
     os.close(status)
@@ -127,35 +127,35 @@ def _write(path: str, text: str) -> None:
 
 def _run(job: dict, status: int) -> int:
     """Start the namespace's first process and wait for it; return its exit code."""
-    alive, own = os.pipe()
+    reader, writer = os.pipe()
     first = os.fork()
     if first:
         os.close(status)
         return _exit_code(os.waitpid(first, 0)[1])
-    os.close(own)
+    os.close(writer)
     try:
         _prctl(PR_SET_PDEATHSIG, SIGKILL)
-        os.set_blocking(alive, False)
+        os.set_blocking(reader, False)
         try:
-            os.read(alive, 1)  # returns if the parent has already exited
+            os.read(reader, 1)  # returns if the parent has already exited
             os._exit(1)
         except BlockingIOError:
-            os.close(alive)
+            os.close(reader)
         _prepare(job)
         program = os.fork()
         if program == 0:
-            _start(job)
+            _exec_program(job)
         os.close(status)
         while True:  # orphans of the program also become children of this process
-            ended, how = os.wait()
-            if ended == program:
-                os._exit(_exit_code(how))
+            pid, wait_status = os.wait()
+            if pid == program:
+                os._exit(_exit_code(wait_status))
     except OSError as error:
         _report(status, error)
     os._exit(1)
 
 
-def _end_orphans() -> None:
+def _kill_orphans() -> None:
     """Kill the program's remaining processes, which the kernel does only with namespaces."""
     while True:
         try:
@@ -167,8 +167,8 @@ def _end_orphans() -> None:
             return
 
 
-def _exit_code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
+def _exit_code(wait_status: int) -> int:
+    code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
 
@@ -177,15 +177,19 @@ def _prepare(job: dict) -> None:
     directory = job["directory"]
     if job["isolated"]:
         _write("/proc/sys/user/max_user_namespaces", "0")
-        checked("mount", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+        check_syscall("mount", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
         _make_read_only(b"/")
         options = f"size={job['disk_mb']}m,mode=755".encode()
-        place = job["place"].encode()
-        checked("mount", libc.mount(b"tmpfs", place, b"tmpfs", MS_NOSUID | MS_NODEV, options))
+        mount_point = job["mount_point"].encode()
+        check_syscall(
+            "mount", libc.mount(b"tmpfs", mount_point, b"tmpfs", MS_NOSUID | MS_NODEV, options)
+        )
         # Mount at a path the program's user can access; home directories may be private.
         python = job["python"].encode()
         os.mkdir(python)  # noqa: PTH102 - pathlib takes as long as all of this
-        checked("mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None))
+        check_syscall(
+            "mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None)
+        )
         _make_read_only(python)
         os.mkdir(directory)  # noqa: PTH102
         os.chown(directory, NOBODY, NOBODY)
@@ -195,14 +199,14 @@ def _prepare(job: dict) -> None:
             file.write(text)
 
 
-def _make_read_only(place: bytes) -> None:
+def _make_read_only(path: bytes) -> None:
     """Make a path's mount and all mounts below it read-only."""
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-    result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place, AT_RECURSIVE, attributes, 32)
-    checked("mount_setattr", result)
+    result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, 32)
+    check_syscall("mount_setattr", result)
 
 
-def _start(job: dict) -> None:
+def _exec_program(job: dict) -> None:
     """Replace this process with the program."""
     if job["isolated"]:
         if os.geteuid() == 0:
@@ -211,32 +215,32 @@ def _start(job: dict) -> None:
             os.setresuid(NOBODY, NOBODY, NOBODY)
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
         _restrict_files(job["readable"], job["directory"])
-    _limit(job)
+    _set_limits(job)
     os.execve(job["command"][0], job["command"], job["environment"])
 
 
 def _restrict_files(readable: list[str], directory: str) -> None:
     """Restrict file access with Landlock: the program can only read Python's files."""
-    version = checked("landlock", libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION))
-    everything = (1 << ACCESS_BY_VERSION.get(version, 16)) - 1
-    handled = ctypes.c_uint64(everything)
-    rules = checked("landlock", libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), 8, 0))
+    version = check_syscall("landlock", libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION))
+    all_rights = (1 << ACCESS_BY_VERSION.get(version, 16)) - 1
+    handled = ctypes.c_uint64(all_rights)
+    rules = check_syscall("landlock", libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), 8, 0))
     allowed = [(path, READ) for path in readable]
-    allowed += [(directory, everything), ("/dev/null", READ_WRITE), ("/dev/urandom", 0b100)]
+    allowed += [(directory, all_rights), ("/dev/null", READ_WRITE), ("/dev/urandom", 0b100)]
     for path, access in allowed:
         try:
             descriptor = os.open(path, os.O_PATH)
         except FileNotFoundError:
             continue
-        kinds = access if os.path.isdir(path) else access & READ_WRITE  # noqa: PTH112
-        rule = kinds.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
-        checked("landlock", libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0))
+        rights = access if os.path.isdir(path) else access & READ_WRITE  # noqa: PTH112
+        rule = rights.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
+        check_syscall("landlock", libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0))
         os.close(descriptor)
-    checked("landlock", libc.syscall(LANDLOCK_RESTRICT, rules, 0))
+    check_syscall("landlock", libc.syscall(LANDLOCK_RESTRICT, rules, 0))
     os.close(rules)
 
 
-def _limit(job: dict) -> None:
+def _set_limits(job: dict) -> None:
     """Limit the resources of each process of the program."""
     memory = job["memory_mb"] << 20
     limits = {
@@ -249,8 +253,8 @@ def _limit(job: dict) -> None:
     if job["isolated"]:
         # Otherwise the limit would count all processes of the user.
         limits[resource.RLIMIT_NPROC] = job["processes"]
-    for each, most in limits.items():
-        resource.setrlimit(each, (most, most))
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
 
 
 if __name__ == "__main__":

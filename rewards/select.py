@@ -1,6 +1,6 @@
-r"""Select the best of several responses as training data: `python -m rewards.select`.
+r"""Select the best of several responses as training data: `python -m rewards.select_rows`.
 
-python -m rewards.select --path DIR --prompts FILE --reward math --best-of 8 \
+python -m rewards.select_rows --path DIR --prompts FILE --reward math --best-of 8 \
         --write demonstrations --output best.jsonl
 
 Samples responses to each prompt, scores them with reward sources, and writes the best ones as
@@ -20,8 +20,8 @@ from pipeline.files.durable import check_output, json_lines, write_output
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_specs
-from rewards.mixture import weighted_sum, without_failures
-from rewards.sampling import SamplingConfig, read_prompts, respond, score
+from rewards.mixture import mask_failures, weighted_sum
+from rewards.sampling import SamplingConfig, read_prompts, sample_responses, score_episodes
 from rewards.sources import read_sources, row_columns
 
 ALIASES = {"reward_function": "reward", "out": "output"}
@@ -77,7 +77,7 @@ class SelectConfig(SamplingConfig):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the rows and print a summary.
+    """Write the rows and print a summarize.
 
     Raises:
         UserError: a setting is wrong, there is no model, prompts can't be read, or sources fail.
@@ -85,9 +85,9 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         SelectConfig,
         argv,
-        usage=f"{MODULE} rewards.select --path DIR --prompts FILE --reward SOURCE ..."
+        usage=f"{MODULE} rewards.select_rows --path DIR --prompts FILE --reward SOURCE ..."
         " [--SETTING VALUE ...]",
-        about="Sample responses, score them, and write the best as data to learn from.",
+        about="Sample responses, score_episodes them, and write the best as training data.",
         aliases=ALIASES,
     )
     check_output(config.output, option="--output")
@@ -103,17 +103,17 @@ def main(argv: Sequence[str]) -> None:
     for source in sources:
         if source.kind == "model":
             check_ready(str(source.path), examples, scores=True)
-    responses = respond(config.path, examples, config, num_samples=config.best_of)
-    batches, scored = score(sources, responses, config)
+    responses = sample_responses(config.path, examples, config, num_samples=config.best_of)
+    batches, results = score_episodes(sources, responses, config)
     weights = [source.weight for source in sources]
-    rewards = iter(weighted_sum(without_failures([*scored.values()], weights), weights))
+    rewards = iter(weighted_sum(mask_failures([*results.values()], weights), weights))
     candidates = [
-        [Candidate(each.response, next(rewards), each.stopped) for each in batch]
+        [Candidate(episode.response, next(rewards), episode.stopped) for episode in batch]
         for batch in batches
     ]
-    rows, left_out = select(examples, candidates, config)
-    num_failed = sum(each.num_failed for each in scored.values())
-    say("\n".join(summary(config, candidates, num_failed, rows, left_out)))
+    rows, skipped = select_rows(examples, candidates, config)
+    num_failed = sum(result.num_failed for result in results.values())
+    say("\n".join(summarize(config, candidates, num_failed, rows, skipped)))
     if not rows:
         raise DataError(
             f"no prompt yielded a row, so {config.output} is not written: raise --best-of or"
@@ -147,35 +147,33 @@ def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, C
 
     The best is None if none is eligible, the worst if it equals the best in reward or text.
     """
-    known = [
-        (each.reward, each) for each in candidates if each.reward is not None and each.text.strip()
-    ]
-    chosen = [pair for pair in known if pair[1].stopped]
-    if not chosen:
+    rewarded = [(c.reward, c) for c in candidates if c.reward is not None and c.text.strip()]
+    eligible = [pair for pair in rewarded if pair[1].stopped]
+    if not eligible:
         return None, None
-    reward, best = max(chosen, key=lambda pair: pair[0])
-    least, worst = min(known, key=lambda pair: pair[0])
-    return best, worst if least < reward and worst.text != best.text else None
+    highest, best = max(eligible, key=lambda pair: pair[0])
+    lowest, worst = min(rewarded, key=lambda pair: pair[0])
+    return best, worst if lowest < highest and worst.text != best.text else None
 
 
-def select(
+def select_rows(
     examples: Sequence[Example], candidates: Sequence[Sequence[Candidate]], config: SelectConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The rows to write, and the number of prompts without a row, by reason."""
+    """Return the rows to write, and the number of prompts without a row, by reason."""
     rows: list[dict[str, Any]] = []
-    left_out: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for example, responses in zip(examples, candidates, strict=True):
         best, worst = best_and_worst(responses)
-        prompt = [each.turn | ({} if each.trained else {"weight": 0}) for each in example.prompt]
+        prompt = [turn.turn | ({} if turn.trained else {"weight": 0}) for turn in example.prompt]
         tools = {"tools": example.prompt[0].tools} if example.prompt[0].tools else {}
         if best is None or best.reward is None:
-            left_out["no response to choose"] += 1
+            skipped["no response to choose"] += 1
         elif config.min_reward is not None and best.reward < config.min_reward:
-            left_out["a low reward"] += 1
+            skipped["a low reward"] += 1
         elif config.write == "demonstrations":
             rows.append({"messages": [*prompt, best.turn], **tools, "reward": best.reward})
         elif worst is None:
-            left_out["no response with a lower reward"] += 1
+            skipped["no response with a lower reward"] += 1
         else:  # no margin: rewards have no unit
             rows.append(
                 {
@@ -187,36 +185,38 @@ def select(
                     "reward_rejected": worst.reward,
                 }
             )
-    return rows, left_out
+    return rows, skipped
 
 
-def summary(
+def summarize(
     config: SelectConfig,
     candidates: Sequence[Sequence[Candidate]],
     num_failed: int,
     rows: Sequence[dict[str, Any]],
-    left_out: Mapping[str, int],
+    skipped: Mapping[str, int],
 ) -> list[str]:
     """Summary lines: samples, rewards and written rows."""
     n = config.best_of
-    responses = [each for of_prompt in candidates for each in of_prompt]
-    known = [[each.reward for each in row if each.reward is not None] for row in candidates]
-    tops = [max(rewards) for rewards in known if rewards]
-    count = sum(map(len, known))
+    num_responses = sum(map(len, candidates))
+    num_truncated = sum(not c.stopped for group in candidates for c in group)
+    rewards = [[c.reward for c in group if c.reward is not None] for group in candidates]
+    best_rewards = [max(group) for group in rewards if group]
+    num_rewarded = sum(map(len, rewards))
     lines = [f"prompts     {len(candidates):,}, {n} responses each"]
-    if tops:
-        mean, top = sum(map(sum, known)) / count, sum(tops) / len(tops)
+    if best_rewards:
+        mean, top = sum(map(sum, rewards)) / num_rewarded, sum(best_rewards) / len(best_rewards)
         lines.append(f"reward      mean {mean:.4g}, best of {n} {top:.4g}")
     lines += [
-        f"no reward   {len(responses) - count:,} responses; sources failed {num_failed:,} times",
-        f"cut off     {sum(not each.stopped for each in responses):,} responses, never chosen",
+        f"no reward   {num_responses - num_rewarded:,} responses;"
+        f" sources failed {num_failed:,} times",
+        f"cut off     {num_truncated:,} responses, never chosen",
         f"chosen      {len(rows):,} {config.write}",
     ]
-    lines += [f"skipped     {number:,} with {why}" for why, number in left_out.items()]
+    lines += [f"skipped     {number:,} with {reason}" for reason, number in skipped.items()]
     if rows:
         # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only lower it.
-        more = "; more if prompts are skipped" if len(rows) < len(candidates) else ""
-        bound = f"log {n} - {n - 1}/{n} = {math.log(n) - (n - 1) / n:.3f} nats{more}"
+        caveat = "; more if prompts are skipped" if len(rows) < len(candidates) else ""
+        bound = f"log {n} - {n - 1}/{n} = {math.log(n) - (n - 1) / n:.3f} nats{caveat}"
         lines.append(f"KL          at most {bound}")
     return lines
 

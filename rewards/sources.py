@@ -12,7 +12,7 @@ from rewards.config import RewardConfig
 from rewards.contract import Scorer
 from rewards.endpoint import Endpoint, make_endpoint, remote_scorer
 from rewards.functions import FORMS, FunctionFile, function_scorer, read_function, read_text
-from rewards.judge import TEMPLATE, columns_in, judge_scorer
+from rewards.judge import TEMPLATE, judge_scorer, template_columns
 from rewards.math_answers import math_scorer
 from rewards.sandbox import check_sandbox, code_scorer
 from rewards.verifiers import exact_scorer, length_scorer, regex_scorer, verifier_scorer
@@ -38,26 +38,24 @@ class Source:
         return self.config.name
 
     @property
-    def waits_for_network(self) -> bool:
-        """Whether the source calls an endpoint; it then has its own worker process."""
+    def uses_network(self) -> bool:
+        """Whether the source calls an endpoint, and therefore has its own worker process."""
         return self.config.kind in ("remote", "judge")
 
     @property
     def is_batched(self) -> bool:
         """Whether one call scores all episodes submitted together, instead of one."""
-        return self.waits_for_network or (
-            self.function is not None and self.function.form != "verl"
-        )
+        return self.uses_network or (self.function is not None and self.function.form != "verl")
 
-    def call_seconds(self, count: int) -> float:
+    def call_timeout(self, count: int) -> float:
         """The time limit of a call with `count` episodes."""
         if self.config.kind == "code":
             # A program that hangs is incorrect, not a failure of the source.
             return self.config.seconds + self.timeout_seconds
-        if self.waits_for_network:
+        if self.uses_network:
             # Requests have their own timeouts; this bounds their total.
-            judges = self.config.concurrency if self.config.kind == "judge" else count
-            return math.ceil(count / judges) * self.endpoint.longest_seconds + 5.0
+            concurrency = self.config.concurrency if self.config.kind == "judge" else count
+            return math.ceil(count / concurrency) * self.endpoint.max_total_seconds + 5.0
         return self.timeout_seconds
 
     @property
@@ -76,10 +74,10 @@ class Source:
     def columns(self) -> frozenset[str]:
         """Columns that the rows must have; a function receives all columns that exist."""
         if self.config.kind == "judge":
-            return columns_in(self.text or "", self.name)
+            return template_columns(self.text or "", self.name)
         if self.function is not None:
-            return frozenset(self.function.column(n, self.config) for n in self.function.needed)
-        column = self.config.reads_column
+            return frozenset(self.function.column(n, self.config) for n in self.function.required)
+        column = self.config.resolved_column
         return frozenset() if column is None else frozenset({column})
 
     @property
@@ -113,10 +111,10 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
     if config.kind == "judge":
         where = f"rewards.{config.name}.template"
         text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
-        columns_in(text, config.name)
+        template_columns(text, config.name)
     source = Source(config, function, text, timeout_seconds)
     if function is None:
-        scorer_of(source)
+        make_scorer(source)
     if config.kind == "code":
         check_sandbox(config)
     return source
@@ -132,12 +130,12 @@ def read_sources(configs: Sequence[RewardConfig], *, timeout_seconds: float = 10
 
 def row_columns(sources: Sequence[Source]) -> RowColumns:
     """Columns of the rows that the sources read in addition to the dialogue."""
-    needed = frozenset[str]().union(*(source.columns for source in sources))
-    return RowColumns(needed, all=any(source.function is not None for source in sources))
+    required = frozenset[str]().union(*(source.columns for source in sources))
+    return RowColumns(required, all=any(source.function is not None for source in sources))
 
 
-def scorer_of(source: Source) -> Scorer:
-    """The function that scores in a worker process.
+def make_scorer(source: Source) -> Scorer:
+    """Return the function that scores in a worker process.
 
     Raises:
         ConfigError: a pattern can't be used.

@@ -1,7 +1,7 @@
-r"""Formulas, intervals and sets, compared by math-verify (huggingface/Math-Verify).
+r"""Compare formulas, intervals and sets with math-verify (huggingface/Math-Verify).
 
-It reads LaTeX and compares by SymPy. Both may take any time and memory, without returning to
-Python: 9^{9^{9^9}}. So a comparison runs in a child process, which is killed at its deadline.
+It parses LaTeX and compares with SymPy. For inputs such as 9^{9^{9^9}}, both may use unlimited time
+and memory without returning to Python, so a child process runs each comparison until its deadline.
 """
 
 import functools
@@ -12,20 +12,20 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-SECONDS, MEMORY = 3.0, 2**30
+TIMEOUT_SECONDS, MEMORY_BYTES = 3.0, 2**30
 """Deadline of a comparison, and the bytes that it may allocate."""
 
 
-def equal(gold: str, answer: str) -> bool:
+def are_equivalent(gold: str, answer: str) -> bool:
     """Whether two answers mean the same; False if time or memory runs out first."""
-    _load()
+    _preload()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_compare, args=(gold, answer, sender))
     child.start()
     sender.close()
     try:
-        return receiver.poll(SECONDS) and bool(receiver.recv())
+        return receiver.poll(TIMEOUT_SECONDS) and bool(receiver.recv())
     except EOFError:  # it ran out of memory
         return False
     finally:
@@ -34,21 +34,23 @@ def equal(gold: str, answer: str) -> bool:
 
 
 @functools.cache
-def _load() -> None:
+def _preload() -> None:
     """Import math-verify and let it build its tables, which every child then inherits."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no deadline
-    _are_equal("x^2", r"\frac{1}{2}")
+    _verify("x^2", r"\frac{1}{2}")
 
 
 def _compare(gold: str, answer: str, sender: Connection) -> None:
-    most = psutil.Process().memory_info().vms + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    sender.send(_are_equal(gold, answer))
+    limit = psutil.Process().memory_info().vms + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    sender.send(_verify(gold, answer))
 
 
-def _are_equal(gold: str, answer: str) -> bool:
+def _verify(gold: str, answer: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
-    latex = [LatexExtractionConfig(boxed_match_priority=0)]
-    one, other = (parse(f"\\boxed{{{each}}}", latex, parsing_timeout=0) for each in (gold, answer))
-    return verify(one, other, timeout_seconds=0)
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    gold_parsed, answer_parsed = (
+        parse(f"\\boxed{{{text}}}", config, parsing_timeout=0) for text in (gold, answer)
+    )
+    return verify(gold_parsed, answer_parsed, timeout_seconds=0)

@@ -5,7 +5,7 @@ import re
 from pipeline.demo.task import verdict
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
-from rewards.contract import Episode, Scorer, one_by_one, single_answer
+from rewards.contract import Episode, Scorer, per_episode_scorer, single_answer
 
 
 def exact_scorer(config: RewardConfig) -> Scorer:
@@ -14,32 +14,32 @@ def exact_scorer(config: RewardConfig) -> Scorer:
     With a pattern, the first group of its last match is compared instead of the whole response; a
     response without a match is wrong. A row without an answer has no reward.
     """
-    pattern = compiled(config) if config.pattern else None
-    column = config.reads_column
+    pattern = compile_pattern(config) if config.pattern else None
+    column = config.resolved_column
 
     def score(episode: Episode) -> float | None:
         answer = single_answer(episode.extra.get(column or ""))
         if answer is None:
             return None
-        given = episode.response
+        text = episode.response
         if pattern is not None:
-            matches = list(pattern.finditer(given))
+            matches = list(pattern.finditer(text))
             if not matches:
                 return 0.0
-            given = matches[-1][1 if pattern.groups else 0] or ""
-        return float(given.split() == str(answer).split())
+            text = matches[-1][1 if pattern.groups else 0] or ""
+        return float(text.split() == str(answer).split())
 
-    return one_by_one(score)
+    return per_episode_scorer(score)
 
 
 def regex_scorer(config: RewardConfig) -> Scorer:
     """1 if the pattern is found in the response, else 0; `.` also matches newlines."""
-    pattern = compiled(config)
-    return one_by_one(lambda episode: float(pattern.search(episode.response) is not None))
+    pattern = compile_pattern(config)
+    return per_episode_scorer(lambda episode: float(pattern.search(episode.response) is not None))
 
 
-def compiled(config: RewardConfig) -> re.Pattern[str]:
-    """The compiled pattern of the settings; raises ConfigError if it is invalid."""
+def compile_pattern(config: RewardConfig) -> re.Pattern[str]:
+    """Compile the pattern of the settings; raise ConfigError if it is invalid."""
     try:
         return re.compile(config.pattern, re.DOTALL)
     except re.error as error:
@@ -54,26 +54,26 @@ def length_scorer(config: RewardConfig) -> Scorer:
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), whose L_max is
     max_tokens + buffer_tokens and whose L_cache is buffer_tokens.
     """
-    free, buffer = config.max_tokens or 0, config.buffer_tokens
+    max_tokens, buffer = config.max_tokens or 0, config.buffer_tokens
 
     def score(episode: Episode) -> float:
-        over = episode.num_tokens - free
-        if over <= 0:
+        excess = episode.num_tokens - max_tokens
+        if excess <= 0:
             return 0.0
-        return -1.0 if over >= buffer else -over / buffer
+        return -1.0 if excess >= buffer else -excess / buffer
 
-    return one_by_one(score)
+    return per_episode_scorer(score)
 
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
     """1 for a response that is correct and polite, else 0; None if the row has no answer."""
-    column = config.reads_column
+    column = config.resolved_column
     assert column is not None
 
     def score(episode: Episode) -> float | None:
-        right = episode.extra.get(column)
-        if not isinstance(right, str):
+        answer = episode.extra.get(column)
+        if not isinstance(answer, str):
             return None
-        return float(verdict("", right, episode.response).both)
+        return float(verdict("", answer, episode.response).both)
 
-    return one_by_one(score)
+    return per_episode_scorer(score)

@@ -34,22 +34,22 @@ LOAD_SECONDS = 120.0
 """Seconds within which a worker must load its code, whose imports may be large."""
 
 CLOSE_SECONDS = 10.0
-"""Seconds within which the supervisor must end its descendants when it is closed."""
+"""Seconds within which the supervisor must kill its descendants after it is closed."""
 
 
 class RewardError(UserError):
     """A reward source failed on more responses than the settings allow, or can't run."""
 
 
-Tick = Callable[[], None]
+RestartDeadline = Callable[[], None]
 """Restarts the deadline of the current call."""
 
-Handler = Callable[[Any, Tick], Any]
+Handler = Callable[[Any, RestartDeadline], Any]
 """Returns the reply to a request."""
 
 
 @dataclass(frozen=True)
-class Lane:
+class WorkerGroup:
     """Workers that take calls from one queue, each running one call at a time."""
 
     name: str
@@ -66,15 +66,15 @@ class Lane:
 class Reply:
     """Result of a call: a value or a failure."""
 
-    number: int
+    call_id: int
     value: Any = None
     failure: str | None = None
 
 
 @dataclass(frozen=True)
 class _Call:
-    number: int
-    lane: int
+    call_id: int
+    group: int
     name: str
     seconds: float
     """Time until the deadline."""
@@ -86,19 +86,19 @@ class Workers:
     """Worker processes, as seen by the training process.
 
     Args:
-        lanes: the workers to start.
+        groups: the workers to start.
 
     Raises:
-        ConfigError: the code of a lane can't be loaded.
+        ConfigError: the code of a group can't be loaded.
     """
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._count = 0
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self._num_calls = 0
         self._connection, remote = Pipe()
         self._process = _start_supervisor(remote)
         remote.close()
         try:
-            self._send([(lane.name, pickle.dumps(lane.load), lane.size) for lane in lanes])
+            self._send([(group.name, pickle.dumps(group.load), group.size) for group in groups])
             error: str | None = self._receive()
         except BaseException:
             self.close()
@@ -108,22 +108,22 @@ class Workers:
             raise ConfigError(" ".join(error.split()))
 
     def submit(
-        self, request: object, *, lane: int = 0, seconds: float, name: str = "the call"
+        self, request: object, *, group: int = 0, seconds: float, name: str = "the call"
     ) -> int:
-        """Queue a call and return its number.
+        """Queue a call and return its id.
 
         Args:
-            request: passed to the lane's handler.
-            lane: index of the lane.
+            request: passed to the group's handler.
+            group: index of the group.
             seconds: time limit of the call.
             name: name of the call, for messages.
 
         Raises:
             RewardError: the supervisor has exited.
         """
-        self._count += 1
-        self._send(_Call(self._count, lane, name, seconds, pickle.dumps(request)))
-        return self._count
+        self._num_calls += 1
+        self._send(_Call(self._num_calls, group, name, seconds, pickle.dumps(request)))
+        return self._num_calls
 
     def receive(self, *, wait: bool) -> list[Reply]:
         """Replies that have arrived since the last call; at least one with `wait`.
@@ -133,9 +133,9 @@ class Workers:
         """
         replies: list[Reply] = []
         while (wait and not replies) or self._connection.poll():
-            number, value, failure = self._receive()
+            call_id, value, failure = self._receive()
             result = None if value is None else pickle.loads(value)  # noqa: S301 - own worker
-            replies.append(Reply(number, result, failure))
+            replies.append(Reply(call_id, result, failure))
         return replies
 
     def close(self) -> None:
@@ -151,15 +151,15 @@ class Workers:
         try:
             self._connection.send(message)
         except OSError:
-            raise self._lost() from None
+            raise self._supervisor_exited() from None
 
     def _receive(self) -> Any:  # noqa: ANN401
         try:
             return self._connection.recv()
         except (EOFError, OSError):
-            raise self._lost() from None
+            raise self._supervisor_exited() from None
 
-    def _lost(self) -> RewardError:
+    def _supervisor_exited(self) -> RewardError:
         return RewardError(
             f"the supervisor of the reward workers has exited (code {self._process.poll()}); check"
             " whether memory ran out, and restart with --resume"
@@ -169,10 +169,10 @@ class Workers:
 def _start_supervisor(connection: Connection) -> "subprocess.Popen[bytes]":
     # PR_SET_PDEATHSIG fires when the parent thread exits; only the main thread lives as long as the
     # process.
-    ends_with_thread = threading.current_thread() is threading.main_thread()
+    dies_with_thread = threading.current_thread() is threading.main_thread()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
-    return _start_python("supervise", connection, int(ends_with_thread), environment=environment)
+    return _start_python("supervise", connection, int(dies_with_thread), environment=environment)
 
 
 def _start_python(
@@ -184,9 +184,9 @@ def _start_python(
     """Start a function of this module in a new process, with one end of a pipe."""
     # Not `python -m`, which would define this module's classes twice.
     code = f"from rewards import workers; workers.{function}()"
-    words = map(str, (connection.fileno(), os.getpid(), *arguments))
+    argv = map(str, (connection.fileno(), os.getpid(), *arguments))
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *words],
+        [sys.executable, "-P", "-c", code, *argv],
         stdin=subprocess.DEVNULL,
         pass_fds=[connection.fileno()],
         # Ctrl-C must reach only the training process, which needs rewards to finish its step.
@@ -197,24 +197,24 @@ def _start_python(
 
 def supervise() -> None:
     """Run calls for the training process until it closes its end of the pipe."""
-    descriptor, parent, ends_with_thread = map(int, sys.argv[1:])
+    descriptor, parent, dies_with_thread = map(int, sys.argv[1:])
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _leave_signals_to(parent)
-    if ends_with_thread:
+    _defer_signals_to(parent)
+    if dies_with_thread:
         # SIGKILL would orphan the processes that the workers started.
-        _end_with_parent(parent, signal.SIGTERM)
+        _die_with_parent(parent, signal.SIGTERM)
     trainer = Connection(descriptor)
     try:
         with contextlib.suppress(EOFError, OSError):  # the training process has exited
             _serve(trainer)
     finally:
-        _SPAWN.acquire()
+        _SPAWN_LOCK.acquire()
         _kill_children()
         os._exit(0)
 
 
 _Result = tuple[int, bytes | None, str | None]
-"""Number, pickled value and failure of a call."""
+"""Id, pickled value and failure of a call."""
 
 
 def _serve(trainer: Connection) -> None:
@@ -230,7 +230,7 @@ def _serve(trainer: Connection) -> None:
     trainer.send(next(filter(None, [loaded.get() for _ in workers]), None))
 
     def send_results() -> None:
-        with contextlib.suppress(OSError):  # the pipe is closed, and the main thread notices too
+        with contextlib.suppress(OSError):  # the pipe is closed, which ends the main thread too
             while True:
                 trainer.send(results.get())
 
@@ -238,14 +238,14 @@ def _serve(trainer: Connection) -> None:
     threading.Thread(target=send_results, daemon=True).start()
     while True:
         call: _Call = trainer.recv()
-        queues[call.lane].put(call)
+        queues[call.group].put(call)
 
 
-_SPAWN = threading.Lock()
-"""Held while a worker starts, while adopted processes are reaped, and during the final cleanup."""
+_SPAWN_LOCK = threading.Lock()
+"""Held while starting a worker, while reaping adopted processes, and during the final cleanup."""
 
-_WORKERS: set[int] = set()
-"""Pids of the workers, which their threads wait for."""
+_WORKER_PIDS: set[int] = set()
+"""Pids of the workers, for which their own threads wait."""
 
 
 @dataclass
@@ -269,7 +269,7 @@ class _Worker:
                 self._fail_all(call, f"its worker can't be started: {error}")
                 continue
             result = self._exchange(call.request, call.seconds, name=call.name)
-            self.results.put((call.number, *result))
+            self.results.put((call.call_id, *result))
             if self.process is None:
                 self._start()  # restart before taking a call that another worker could run now
 
@@ -277,15 +277,15 @@ class _Worker:
         """Fail a call and all waiting ones: another worker would fail to start as well."""
         with contextlib.suppress(Empty):
             while True:
-                self.results.put((call.number, None, failure))
+                self.results.put((call.call_id, None, failure))
                 call = self.calls.get_nowait()
 
     def _start(self) -> str | None:
         """Start the worker; return the reason if its code can't be loaded."""
         self._connection, remote = Pipe()
-        with _SPAWN:
+        with _SPAWN_LOCK:
             self.process = _start_python("work", remote)
-            _WORKERS.add(self.process.pid)
+            _WORKER_PIDS.add(self.process.pid)
         remote.close()
         _, failure = self._exchange(self.load, LOAD_SECONDS, name=f"loading {self.name}")
         if failure is not None:
@@ -295,7 +295,7 @@ class _Worker:
     def _exchange(
         self, request: bytes, seconds: float, *, name: str
     ) -> tuple[bytes | None, str | None]:
-        """Send a request and wait for its value or failure; end a process that gives neither."""
+        """Send a request and return its value or failure; kill a worker that returns neither."""
         assert self.process is not None
         connection = self._connection
         try:
@@ -321,10 +321,10 @@ class _Worker:
         kill_tree(self.process.pid)
         self.process.wait()
         self._connection.close()
-        with _SPAWN:
-            _WORKERS.discard(self.process.pid)
+        with _SPAWN_LOCK:
+            _WORKER_PIDS.discard(self.process.pid)
             for child in psutil.Process().children():
-                if child.pid not in _WORKERS:
+                if child.pid not in _WORKER_PIDS:
                     _reap(child.pid)
         self.process = None
 
@@ -332,8 +332,8 @@ class _Worker:
 def work() -> None:
     """Run calls from the supervisor on the main thread, after loading the code."""
     descriptor, parent = map(int, sys.argv[1:])
-    _end_with_parent(parent, signal.SIGKILL)
-    _leave_signals_to(parent)
+    _die_with_parent(parent, signal.SIGKILL)
+    _defer_signals_to(parent)
     os.dup2(2, 1)  # keep prints of user code out of the command's output
     connection = Connection(descriptor)
     handler: Handler | None = None
@@ -341,11 +341,11 @@ def work() -> None:
         while True:
             name, request = connection.recv()
             try:
-                received = pickle.loads(request)  # noqa: S301 - from the training process
+                payload = pickle.loads(request)  # noqa: S301 - from the training process
                 if handler is None:
-                    handler, value = received(), None
+                    handler, value = payload(), None
                 else:
-                    value = handler(received, lambda: connection.send(None))
+                    value = handler(payload, lambda: connection.send(None))
                 result = pickle.dumps(value), None
             except UserError as error:
                 result = None, str(error)
@@ -364,21 +364,21 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _end_with_parent(parent: int, how: signal.Signals) -> None:
+def _die_with_parent(parent: int, signum: signal.Signals) -> None:
     """Make the kernel signal this process when the thread that started it exits.
 
     Only on Linux. On other systems the process exits when the pipe to its parent is closed.
     """
-    _prctl(_PR_SET_PDEATHSIG, how)
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _leave_signals_to(parent: int) -> None:
+def _defer_signals_to(parent: int) -> None:
     """On Ctrl-C or a scheduler's signal, kill the process tree unless the parent is alive.
 
-    They may reach every process of a job. The training process stops after its step, for which it
-    needs its rewards. Handlers, unlike ignored signals, are not inherited by child processes.
+    These signals may reach every process of a job. The training process first finishes its step,
+    for which it needs the rewards. Handlers, unlike ignored signals, are not inherited by children.
     """
 
     def handle(_number: int, _frame: FrameType | None) -> None:
@@ -391,19 +391,19 @@ def _leave_signals_to(parent: int) -> None:
         signal.signal(number, handle)
 
 
-def kill_tree(pid: int, *, itself: bool = True) -> None:
-    """Kill a process with its group and its descendants in any session, or only the descendants.
+def kill_tree(pid: int, *, include_self: bool = True) -> None:
+    """Kill a process, its group and its descendants in any session, or only the descendants.
 
     Args:
         pid: id of the process.
-        itself: whether to kill the process and its group.
+        include_self: whether to kill the process and its group.
     """
     try:
         process = psutil.Process(pid)
         descendants = process.children(recursive=True)
     except psutil.NoSuchProcess:
         return
-    if itself:
+    if include_self:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         descendants.append(process)
@@ -417,7 +417,7 @@ def _kill_children() -> None:
     deadline = time.monotonic() + 5.0
     process = psutil.Process()
     while (descendants := process.children(recursive=True)) and time.monotonic() < deadline:
-        kill_tree(process.pid, itself=False)
+        kill_tree(process.pid, include_self=False)
         for descendant in descendants:
             _reap(descendant.pid)
         time.sleep(0.005)

@@ -21,7 +21,7 @@ from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 from rewards.contract import Outcome
-from rewards.environments.pool import Environments, Played, Verdict
+from rewards.environments.pool import CallResult, EnvironmentPool, EnvironmentReward
 from step3_ppo.config import PPOConfig
 
 OnResponse = Callable[[int, Response], None]
@@ -50,7 +50,7 @@ class EpisodeResponse(Response):
     """Responses and observations after the opening; the last is a response."""
 
     end: End = "environment"
-    verdict: Verdict = field(default_factory=lambda: Verdict(Outcome()))
+    verdict: EnvironmentReward = field(default_factory=lambda: EnvironmentReward(Outcome()))
     """Result of the environment's `reward` for the episode."""
 
     @property
@@ -90,7 +90,7 @@ class _Playing:
 def play(
     model: nn.Module,
     chat: ChatFormat,
-    environments: Environments,
+    environments: EnvironmentPool,
     prompts: Sequence[Prompt],
     config: PPOConfig,
     *,
@@ -150,7 +150,7 @@ class _Table:
         self,
         batch: OpenBatch,
         chat: ChatFormat,
-        environments: Environments,
+        environments: EnvironmentPool,
         sampler: Sampler,
         config: PPOConfig,
     ) -> None:
@@ -164,7 +164,7 @@ class _Table:
         """Episodes waiting for their environment, and the step at which they are resumed."""
         self._finishing: dict[int, _Playing] = {}
         """Episodes waiting for their reward, by the number of their environment."""
-        self._replies: dict[int, Played] = {}
+        self._replies: dict[int, CallResult] = {}
         self._steps = 0
 
     @property
@@ -225,19 +225,19 @@ class _Table:
     def _receive(self, *, wait: bool = False) -> None:
         self._replies |= {each.episode: each for each in self._environments.receive(wait=wait)}
 
-    def _reply_to(self, number: int) -> Played:
+    def _reply_to(self, number: int) -> CallResult:
         """Return the result of an environment's move once it has arrived."""
         while number not in self._replies:
             self._receive(wait=True)
         return self._replies.pop(number)
 
-    def _take(self, playing: _Playing, played: Played) -> list[_Playing]:
+    def _take(self, playing: _Playing, played: CallResult) -> list[_Playing]:
         """Continue with the result of a move; return the episode if it has ended."""
         episode = playing.episode
-        if played.verdict is not None:
-            episode.verdict = played.verdict
-            if played.verdict.outcome.failure is not None:
-                _fail(episode, played.verdict.outcome.failure)
+        if played.reward is not None:
+            episode.verdict = played.reward
+            if played.reward.outcome.failure is not None:
+                _fail(episode, played.reward.outcome.failure)
             return [playing]
         if not episode.sequence.input_ids:
             self._open(playing, played)
@@ -251,7 +251,7 @@ class _Table:
             return self._observe(playing, played.messages)
         return []
 
-    def _open(self, playing: _Playing, played: Played) -> None:
+    def _open(self, playing: _Playing, played: CallResult) -> None:
         """Submit the first turn; if the episode can't start, respond to the row's prompt instead.
 
         This way, a rollout always has the full number of responses, all from the policy.
@@ -263,13 +263,13 @@ class _Table:
             ids = self._chat.encode_prompt(opening) if opening else []
         except DataError as error:
             failure = f"the result of reset can't be rendered in the chat format: {error}"
-            self._environments.finish(playing.number)
+            self._environments.request_reward(playing.number)
         if len(ids) > self._config.max_prompt_length:
             failure = (
                 f"reset returned {len(ids)} tokens, more than ppo.max_prompt_length"
                 f" {self._config.max_prompt_length}"
             )
-            self._environments.finish(playing.number)
+            self._environments.request_reward(playing.number)
         if failure is not None:
             opening, ids = playing.prompt.messages, playing.prompt.input_ids
             _fail(episode, failure)
@@ -291,7 +291,7 @@ class _Table:
             ids = self._chat.encode_observation((*episode.opening, *episode.turns), observation)
         except DataError as error:
             _fail(episode, f"the result of step can't be rendered in the chat format: {error}")
-            self._environments.finish(playing.number)
+            self._environments.request_reward(playing.number)
             return [playing]
         if len(episode.sequence) + len(ids) >= playing.limit:
             self._finish(playing, "tokens")
@@ -332,13 +332,13 @@ class _Table:
     def _finish(self, playing: _Playing, end: End) -> None:
         """Record how the episode ended, and request its reward."""
         playing.episode.end = end
-        self._environments.finish(playing.number)
+        self._environments.request_reward(playing.number)
         self._finishing[playing.number] = playing
 
 
 def _fail(episode: EpisodeResponse, sentence: str) -> None:
     episode.end, episode.stopped = "failed", False
-    episode.verdict = Verdict(Outcome.failed(sentence))
+    episode.verdict = EnvironmentReward(Outcome.failed(sentence))
 
 
 def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
@@ -357,7 +357,7 @@ def transcript(turns: Sequence[Message]) -> str:
 def play_shared(
     model: nn.Module,
     chat: ChatFormat,
-    environments: Environments,
+    environments: EnvironmentPool,
     prompts: Sequence[Prompt],
     config: PPOConfig,
     *,

@@ -143,7 +143,7 @@ class RewardSettings:
         assert self.environment is not None
         file = read_environment(self.environment)
         require(
-            file.gives_reward or any(each.kind != ENVIRONMENT for each in self.rewards),
+            file.defines_reward or any(each.kind != ENVIRONMENT for each in self.rewards),
             f"ppo.environment: class {file.name} of {file.file} has no reward: define get_reward,"
             " or reward its episodes with --reward-function or --reward",
         )

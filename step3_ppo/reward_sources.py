@@ -14,8 +14,8 @@ from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Clock
-from rewards.contract import Episode, Outcome, Scored
-from rewards.environments.pool import Environments
+from rewards.contract import Episode, Outcome, SourceResults
+from rewards.environments.pool import EnvironmentPool
 from rewards.mixture import Rewards
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
@@ -44,7 +44,7 @@ class RewardSources:
         self.config = config
         self.seconds = 0.0
         """Seconds spent waiting for the last results."""
-        self.environments: Environments | None = None
+        self.environments: EnvironmentPool | None = None
         """The workers of the environment, if there is one."""
         self._rewards: Rewards | None = None
         self._started = ExitStack()
@@ -73,21 +73,21 @@ class RewardSources:
         """Store the environment's outcome for the response at an index of the batch."""
         self._outcomes[place] = outcome
 
-    def results(self) -> dict[str, Scored]:
+    def results(self) -> dict[str, SourceResults]:
         """Rewards of each source, by name, for the episodes since the last call, in order."""
         of_programs = self._of_first(self._results_of_programs())
         return {**self._results_of_environment(), **of_programs}
 
-    def _results_of_environment(self) -> dict[str, Scored]:
+    def _results_of_environment(self) -> dict[str, SourceResults]:
         source = self.config.environment_source
         if source is None:
             return {}
         outcomes = [self._outcomes[place] for place in sorted(self._outcomes)]
         self._outcomes = {}
         values = [each.value for each in outcomes]
-        return {source.name: Scored(values, [each.failure for each in outcomes])}
+        return {source.name: SourceResults(values, [each.failure for each in outcomes])}
 
-    def _results_of_programs(self) -> dict[str, Scored]:
+    def _results_of_programs(self) -> dict[str, SourceResults]:
         if self._rewards is None:
             return {}
         clock = Clock()
@@ -148,7 +148,7 @@ class RewardSources:
         config = self.config
         if config.environment is not None:
             file = config.read_environment()
-            self.environments = Environments(
+            self.environments = EnvironmentPool(
                 file, workers=config.reward_workers, timeout_seconds=config.reward_timeout
             )
             started.callback(self.environments.close)

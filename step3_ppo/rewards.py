@@ -16,8 +16,8 @@ from inference.generation import Response
 from pipeline.data.batches import collate_part
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from rewards.contract import Scored
-from rewards.mixture import GOLD, check_failures, weighted_sum, without_failures
+from rewards.contract import SourceResults
+from rewards.mixture import GOLD, check_failures, mask_failures, weighted_sum
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models, own_micro_batches, whole_sequence
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL
@@ -133,7 +133,7 @@ class ResponseRewards:
     """The reported score: with only a reward model its score in its own unit (`counted_scores`),
     else the reward; NaN if unknown."""
 
-    sources: Mapping[str, Scored] = field(default_factory=dict)
+    sources: Mapping[str, SourceResults] = field(default_factory=dict)
     """The values of each source, and `gold`; empty with only a reward model."""
 
     seconds: float = 0.0
@@ -190,7 +190,7 @@ def compute_rewards(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
     *,
-    given: Mapping[str, Scored] | None = None,
+    given: Mapping[str, SourceResults] | None = None,
     strict: bool = True,
 ) -> ResponseRewards:
     """The rewards of the responses submitted since the last call.
@@ -218,17 +218,17 @@ def compute_rewards(
         assert of_model is not None
         counted = counted_scores(score, stopped, models, config)
         return ResponseRewards(of_model, counted, given, models.sources.seconds, score)
-    sources: dict[str, Scored] = {}
+    sources: dict[str, SourceResults] = {}
     for source in config.rewards:
         if source.kind == MODEL:
             assert of_model is not None
-            sources[source.name] = Scored(of_model.tolist(), [None] * len(stopped))
+            sources[source.name] = SourceResults(of_model.tolist(), [None] * len(stopped))
         else:
             sources[source.name] = given[source.name]
     own = [sources[source.name] for source in config.rewards]
     # An environment counts even at weight 0: if it failed, the episode is incomplete.
     counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
-    values = without_failures(own, counting)
+    values = mask_failures(own, counting)
     weights = [source.weight for source in config.rewards]
     score = _tensor(weighted_sum(values, weights), stopped)
     gold = {GOLD: given[GOLD]} if GOLD in given else {}
@@ -242,7 +242,9 @@ def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]
     return torch.tensor(known, dtype=torch.float32, device=like.device)
 
 
-def check_source_failures(given: Mapping[str, Scored], config: PPOConfig, *, num_rows: int) -> None:
+def check_source_failures(
+    given: Mapping[str, SourceResults], config: PPOConfig, *, num_rows: int
+) -> None:
     """Stop all processes together if a source used in training failed too often.
 
     Raises:
@@ -250,16 +252,12 @@ def check_source_failures(given: Mapping[str, Scored], config: PPOConfig, *, num
     """
     if not given:
         return
-    local = {
-        name: (scored.num_failed, scored.first_failure)
-        for name, scored in given.items()
-        if name != GOLD
-    }
+    local = {n: (s.num_failed, s.first_failure) for n, s in given.items() if n != GOLD}
     gathered = current_mesh().data.gather_objects((num_rows, local))
     check_failures(
         {name: sum(failures[name][0] for _, failures in gathered) for name in local},
         num_rows=sum(rows for rows, _ in gathered),
-        first={
+        first_failures={
             name: next((failures[name][1] for _, failures in gathered if failures[name][1]), None)
             for name in local
         },

@@ -21,7 +21,7 @@ from pipeline.data.sharing.steps import load_step_rows
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError
-from rewards.contract import Scored
+from rewards.contract import SourceResults
 from step3_ppo.advantages import are_equal
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import OnResponse, play_shared
@@ -104,7 +104,7 @@ class Prompts:
         return len(self.stream.dropped) == len(self.train)
 
     def drop_solved(
-        self, batch: PromptBatch, given: Mapping[str, Scored], config: PPOConfig
+        self, batch: PromptBatch, given: Mapping[str, SourceResults], config: PPOConfig
     ) -> None:
         """Stop drawing the prompts of a batch that the actor solves. A collective."""
         if config.drop_solved is None:
@@ -133,9 +133,9 @@ class Prompts:
         )
 
 
-def _is_solved(sources: Sequence[tuple[Scored, float]], place: int) -> bool:
+def _is_solved(sources: Sequence[tuple[SourceResults, float]], place: int) -> bool:
     """Whether all rewards that apply to a response are at their maximum, and none failed."""
-    if any(scored.failed[place] for scored, _ in sources):
+    if any(scored.failures[place] for scored, _ in sources):
         return False
     values = [(scored.values[place], maximum) for scored, maximum in sources]
     reached = [value >= maximum for value, maximum in values if value is not None]
@@ -219,7 +219,7 @@ class Sampled:
     dropped ones, with `drop_solved`; with an environment also the metrics of
     `step3_ppo.metrics.episode_statistics`."""
 
-    given: dict[str, Scored] | None = None
+    given: dict[str, SourceResults] | None = None
     """Rewards of the sources with dynamic sampling or drop_solved; otherwise None."""
 
     score: Float[Tensor, " B"] | None = None
@@ -258,7 +258,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
         for name, scored in results.items():
             for place, row in enumerate(rows):
                 given[name].values[row] = scored.values[place]
-                given[name].failed[row] = scored.failed[place]
+                given[name].failures[row] = scored.failures[place]
         if scores is not None:
             # Scoring is a collective: a process without new responses rescores an old one.
             seen = rows or [0]
@@ -331,7 +331,7 @@ def _rows(groups: Sequence[int], group_size: int) -> list[int]:
 def _dead_groups(
     models: Models,
     scores: Float[Tensor, " B"] | None,
-    given: Mapping[str, Scored],
+    given: Mapping[str, SourceResults],
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[int]:

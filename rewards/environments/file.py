@@ -1,7 +1,7 @@
 """A user's environment, read from its file without running it.
 
-So a missing class or method is reported before any model is loaded. The text that was read is also
-what runs: editing the file during a run has no effect.
+A missing class or method is therefore reported before any model is loaded. The text read at the
+start is what runs, so editing the file during a run has no effect.
 """
 
 import ast
@@ -12,14 +12,14 @@ from pipeline.system.errors import require
 from pipeline.system.installation import ROOT
 from rewards.functions import UserFile, optional_parameters, read_definition
 
-VERBS = ("reset", "step", "reward")
-"""The methods of an environment, which are described in docs/environments.md."""
+METHODS = ("reset", "step", "reward")
+"""The methods of an environment; see docs/environments.md."""
 
 BUILT_IN = {"calculator": "tools.py:Calculator"}
 """Built-in environments, by short name."""
 
-REWARDS = ("get_reward", "reward")
-"""Names of the reward in a tool class: methods; the second may also be an attribute."""
+REWARD_NAMES = ("get_reward", "reward")
+"""Methods of a tool class that return its reward; the second may also be an attribute."""
 
 FORMS = {
     "turns": "reset(self, row, *, seed), step(self, response) and reward(self)",
@@ -31,7 +31,7 @@ FORMS = {
 class EnvironmentFile(UserFile):
     """A class, read from its file."""
 
-    gives_reward: bool
+    defines_reward: bool
     """Whether the class defines a reward; for tools, a function may provide it instead."""
 
     columns: frozenset[str]
@@ -54,10 +54,10 @@ def read_environment(path: str) -> EnvironmentFile:
     file, node = read_definition(path, where, (ast.ClassDef,))
     if node.bases:  # checked when its workers start
         return EnvironmentFile(file.file, file.name, file.text, True, frozenset())
-    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-    stored = re.search(r"\breward\b[^=\n]* = ", ast.unparse(node))
-    gives_reward = bool(stored) or not methods.keys().isdisjoint(REWARDS)
-    missing = [verb for verb in VERBS if verb not in methods]
+    methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    assigns_reward = re.search(r"\breward\b[^=\n]* = ", ast.unparse(node))
+    defines_reward = bool(assigns_reward) or not methods.keys().isdisjoint(REWARD_NAMES)
+    missing = [name for name in METHODS if name not in methods]
     subject = f"{where}: class {file.name} of {file.file}"
     require(
         not ("step" in methods and missing),
@@ -68,22 +68,23 @@ def read_environment(path: str) -> EnvironmentFile:
         f"{subject} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
     )
     reset = methods.get("reset")
-    columns = _columns(reset, takes_row="step" in methods) if reset else frozenset[str]()
-    return EnvironmentFile(file.file, file.name, file.text, gives_reward, columns)
+    columns = _required_columns(reset, takes_row="step" in methods) if reset else frozenset[str]()
+    return EnvironmentFile(file.file, file.name, file.text, defines_reward, columns)
 
 
-def _columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
+def _required_columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
     """The parameters of a tool class's `reset` without a default, and keys that index the row."""
-    given, text = reset.args, ast.unparse(reset)
-    row = next((each.arg for each in (given.args[1:2] if takes_row else [given.kwarg]) if each), "")
+    signature, text = reset.args, ast.unparse(reset)
+    row_arguments = signature.args[1:2] if takes_row else [signature.kwarg]
+    row = next((argument.arg for argument in row_arguments if argument), "")
     is_guarded = "try:" in text or f" in {row}" in text
-    needed = set[str]() if is_guarded else {*re.findall(rf"\b{row}\['(\w+)'\]", text)}
+    required = set[str]() if is_guarded else {*re.findall(rf"\b{row}\['(\w+)'\]", text)}
     if not takes_row:
-        parameters = {each.arg for each in (*given.args[1:], *given.kwonlyargs)}
-        needed |= parameters - optional_parameters(given)
-    return frozenset(needed - {"seed", "dialogue"})
+        parameters = {item.arg for item in (*signature.args[1:], *signature.kwonlyargs)}
+        required |= parameters - optional_parameters(signature)
+    return frozenset(required - {"seed", "dialogue"})
 
 
 def is_tool(name: str) -> bool:
     """Whether the method of a tool class with this name is a tool."""
-    return not name.startswith("_") and name not in (*VERBS, *REWARDS)
+    return not name.startswith("_") and name not in (*METHODS, *REWARD_NAMES)

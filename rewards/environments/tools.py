@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from pipeline.data.examples import Message
-from rewards.environments.file import REWARDS, is_tool
+from rewards.environments.file import REWARD_NAMES, is_tool
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_CALL_PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
-OPENING = (
+INSTRUCTIONS_TEMPLATE = (
     'You can use tools. To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}'
     "</tool_call>; the next turn has what it returns. Without a call, an answer is the last one."
     "\n\n{tools}"
@@ -36,26 +36,28 @@ text omits it."""
 class ToolEnvironment:
     """An object of a user's tool class, run in turns."""
 
-    def __init__(self, user: object) -> None:
-        self._user: Any = user
-        self._tools = {name: getattr(user, name) for name in find_tools(type(user))}
+    def __init__(self, instance: object) -> None:
+        self._instance: Any = instance
+        self._tools = {name: getattr(instance, name) for name in find_tools(type(instance))}
         self._types = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
         """The row's dialogue after a system message about the tools, with the text of `reset`."""
-        given = {**row, "seed": seed}
-        parameters = inspect.signature(self._user.reset).parameters
-        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        text = self._user.reset(**given)
+        arguments = {**row, "seed": seed}
+        parameters = inspect.signature(self._instance.reset).parameters
+        if all(item.kind is not inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        text = self._instance.reset(**arguments)
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned {type(text).__name__}, not a string or None")
-        *before, last = (Message(each["role"], each["content"]) for each in row["dialogue"])
+        *before, last = (Message(turn["role"], turn["content"]) for turn in row["dialogue"])
         if text:
             last = Message(last.role, f"{last.content}\n\n{text}")
-        instructions = getattr(self._user, "INSTRUCTIONS", None)
+        instructions = getattr(self._instance, "INSTRUCTIONS", None)
         if instructions is None:
-            instructions = OPENING.format(tools="\n\n".join(map(described, self._tools.values())))
+            instructions = INSTRUCTIONS_TEMPLATE.format(
+                tools="\n\n".join(map(describe_tool, self._tools.values()))
+            )
         if instructions and before and before[0].role == "system":  # templates allow one
             before[0] = Message("system", f"{before[0].content}\n\n{instructions}")
         elif instructions:
@@ -64,7 +66,7 @@ class ToolEnvironment:
 
     def step(self, response: str) -> list[Message] | None:
         """The results of the calls in a response; None if it has none."""
-        results = [self._called(text) for text in _CALL.findall(response)]
+        results = [self._run_call(text) for text in _CALL_PATTERN.findall(response)]
         if not results:
             return None
         # A call may contain a lone surrogate, which can't be encoded.
@@ -74,14 +76,14 @@ class ToolEnvironment:
 
     def reward(self) -> float | Mapping[str, float] | None:
         """The value of the method or attribute `get_reward` or `reward`; None without either."""
-        for name in REWARDS:
-            if hasattr(self._user, name):
-                found: Any = getattr(self._user, name)
-                given: Any = found() if callable(found) else found
-                return given
+        for name in REWARD_NAMES:
+            if hasattr(self._instance, name):
+                reward: Any = getattr(self._instance, name)
+                value: Any = reward() if callable(reward) else reward
+                return value
         return None
 
-    def _called(self, text: str) -> str:
+    def _run_call(self, text: str) -> str:
         """The result of a call, or the reason it is invalid."""
         try:
             call = json.loads(text)
@@ -93,22 +95,22 @@ class ToolEnvironment:
         if name not in self._tools:
             return f"error: there is no tool {name}; there are {', '.join(sorted(self._tools))}"
         tool = self._tools[name]
-        wrong = wrong_arguments(tool, arguments, self._types[name])
-        if wrong:
-            return f"error: {name}: {wrong}"
+        problem = argument_error(tool, arguments, self._types[name])
+        if problem:
+            return f"error: {name}: {problem}"
         try:
             return as_text(tool(**arguments))
         except ValueError as error:
             return f"error: {name}: {error}"
 
 
-def find_tools(user: type) -> dict[str, Callable[..., object]]:
+def find_tools(cls: type) -> dict[str, Callable[..., object]]:
     """The tools of a class, by name.
 
     Raises:
         TypeError: a tool has no docstring, or an argument without a type.
     """
-    tools = {name: getattr(user, name) for name in dir(user) if is_tool(name)}
+    tools = {name: getattr(cls, name) for name in dir(cls) if is_tool(name)}
     tools = {name: tool for name, tool in tools.items() if inspect.isroutine(tool)}
     for name, tool in tools.items():
         _, *arguments = inspect.signature(tool).parameters.values()
@@ -120,12 +122,12 @@ def find_tools(user: type) -> dict[str, Callable[..., object]]:
     return tools
 
 
-def described(tool: Callable[..., object]) -> str:
+def describe_tool(tool: Callable[..., object]) -> str:
     """Description of a tool for the model: signature and docstring."""
     return f"{tool.__name__}{inspect.signature(tool)}: {inspect.getdoc(tool) or ''}"
 
 
-def wrong_arguments(
+def argument_error(
     tool: Callable[..., object], arguments: object, hints: Mapping[str, Any]
 ) -> str | None:
     """The reason why a tool can't be called with these arguments; None if it can."""
@@ -137,13 +139,13 @@ def wrong_arguments(
     except TypeError as error:
         return f"{error}; it takes {signature}"
     for name, value in arguments.items():
-        if name in hints and not fits(value, hints[name]):
+        if name in hints and not matches_annotation(value, hints[name]):
             expected = inspect.formatannotation(hints[name])
             return f"{name} must be {expected}, got {json.dumps(value)}"
     return None
 
 
-def fits(value: object, annotation: Any) -> bool:  # noqa: ANN401
+def matches_annotation(value: object, annotation: Any) -> bool:  # noqa: ANN401
     """Whether a JSON value matches a type annotation; types that JSON lacks match any value."""
     try:
         TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)

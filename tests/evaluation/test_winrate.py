@@ -10,7 +10,7 @@ import pytest
 from evaluation.winrate import WinrateConfig, main, matches
 from inference.reward_model import score_responses
 from pipeline.data.examples import Example, Message
-from rewards.sampling import respond
+from rewards.sampling import sample_responses
 from tests.families import export_reward, tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -71,7 +71,8 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
     config = WinrateConfig(**given)
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
     lengths = [
-        [len(each.response) for (each,) in respond(path, examples, config)] for path in config.paths
+        [len(each.response) for (each,) in sample_responses(path, examples, config)]
+        for path in config.paths
     ]
     expected = {
         (ours, theirs): np.mean(
@@ -97,7 +98,7 @@ def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
     judge = json.dumps({"kind": "model", "path": str(home / "reward")})
     config = WinrateConfig(**{**settings(home, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
-    answers = [[each for (each,) in respond(p, examples, config)] for p in config.paths]
+    answers = [[each for (each,) in sample_responses(p, examples, config)] for p in config.paths]
 
     (match,) = matches(answers, config)
 

@@ -1,16 +1,16 @@
-"""The processes that rewards start, as tests look at them."""
+"""Find the processes that reward sources start."""
 
 import psutil
 
 
-def descendants() -> list[psutil.Process]:
-    """The processes of rewards; the test run has others, which other tests started."""
-    own = [
-        each
-        for each in psutil.Process().children()
-        if any("workers.supervise" in word for word in read_command(each))
+def worker_processes() -> list[psutil.Process]:
+    """The supervisors of reward workers and all their descendants."""
+    supervisors = [
+        process
+        for process in psutil.Process().children()
+        if any("workers.supervise" in word for word in read_command(process))
     ]
-    return [process for each in own for process in (each, *each.children(recursive=True))]
+    return [*supervisors, *(p for s in supervisors for p in s.children(recursive=True))]
 
 
 def read_command(process: psutil.Process) -> list[str]:
@@ -20,5 +20,5 @@ def read_command(process: psutil.Process) -> list[str]:
         return []
 
 
-def alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

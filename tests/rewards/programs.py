@@ -13,15 +13,15 @@ def length(episodes):
 
 
 async def slow_length(episodes):
-    async def one(episode):
+    async def score(episode):
         await asyncio.sleep(0.05)
         return len(episode.response)
 
-    return await asyncio.gather(*map(one, episodes))
+    return await asyncio.gather(*map(score, episodes))
 
 
 def trl_plain(prompts, completions, answer, **kwargs):
-    assert all(isinstance(each, str) for each in (*prompts, *completions))
+    assert all(isinstance(text, str) for text in (*prompts, *completions))
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
 
@@ -31,20 +31,20 @@ def trl_messages(prompts, completions, answer):
 
 
 def openrlhf(queries, prompts, labels):
-    right = [q == p + a for q, p, a in zip(queries, prompts, labels, strict=True)]
-    return {"rewards": [float(each) for each in right], "scores": right, "extra_logs": {}}
+    correct = [q == p + a for q, p, a in zip(queries, prompts, labels, strict=True)]
+    return {"rewards": [float(value) for value in correct], "scores": correct, "extra_logs": {}}
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "acc": True}
 
 
-def returns(solution_str, ground_truth):
+def evaluate(solution_str, ground_truth):
     """Return the number in the response."""
     return eval(solution_str)
 
 
-def by_text(solution_str, ground_truth):
+def misbehave(solution_str, ground_truth):
     if solution_str == "hang":
         time.sleep(1000)
     if solution_str == "spin":

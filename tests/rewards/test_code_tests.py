@@ -4,19 +4,19 @@ import pytest
 
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
-from rewards.sources import read_source, scorer_of
-from tests.rewards.test_sandbox import is_possible, isolated  # noqa: F401  # the mark calls it
+from rewards.sources import make_scorer, read_source
+from tests.rewards.test_sandbox import is_sandbox_supported, isolated  # noqa: F401  # called by the mark
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "print(sum(map(int, input().split())))"
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 
 
-def outcome(program: str, tests: object, **settings: object) -> Outcome:
+def score_program(program: str, tests: object, **settings: object) -> Outcome:
     config = RewardConfig(name="runs", kind="code", **settings)  # type: ignore[arg-type]
     response = f"Let me see.\n```python\n{program}\n```\n"
-    (scored,) = scorer_of(read_source(config))([Episode((), response, extra={"tests": tests})])
-    return scored
+    (outcome,) = make_scorer(read_source(config))([Episode((), response, extra={"tests": tests})])
+    return outcome
 
 
 @isolated
@@ -39,21 +39,21 @@ def outcome(program: str, tests: object, **settings: object) -> Outcome:
         (ADD, "", None),
     ],
 )
-def test_the_reward_is_the_share_of_tests_that_pass(
+def test_reward_is_the_fraction_of_passed_tests(
     program: str, tests: object, reward: float | None
 ) -> None:
-    scored = outcome(program, tests)
+    outcome = score_program(program, tests)
 
-    assert (scored.value, scored.failure) == (reward, None)
+    assert (outcome.value, outcome.failure) == (reward, None)
 
 
 @isolated
-def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_failure() -> None:
-    slow = [{"input": "1", "output": "1"}, {"input": "2", "output": "2"}]
+def test_hanging_program_fails_its_test_and_invalid_tests_raise() -> None:
+    cases = [{"input": "1", "output": "1"}, {"input": "2", "output": "2"}]
 
-    hangs = outcome("x = input()\nwhile x == '2': pass\nprint(x)", slow, seconds=1.0)
+    outcome = score_program("x = input()\nwhile x == '2': pass\nprint(x)", cases, seconds=1.0)
 
-    assert hangs == Outcome(0.5)
+    assert outcome == Outcome(0.5)
     for tests, reason in (
         ({"question": "?"}, "neither code nor inputs and outputs"),
         ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "write assertions"),
@@ -62,4 +62,4 @@ def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_fail
         ("assert add(1 == 2", "not valid Python"),
     ):
         with pytest.raises(ValueError, match=reason):
-            outcome(SUM, tests)
+            score_program(SUM, tests)

@@ -12,13 +12,13 @@ from tests.commands import run_command
 from tests.sources import ROOT
 
 
-def run(directory: Path, *words: str) -> CompletedProcess[str]:
-    return run_command("-m", "rewards", *words, cwd=directory)
+def run_rewards(directory: Path, *arguments: str) -> CompletedProcess[str]:
+    return run_command("-m", "rewards", "--data-path", "rows.jsonl", *arguments, cwd=directory)
 
 
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """GSM8K's form: a solution that ends in the answer; the third has none that can be read."""
+    """Rows in GSM8K's format: solutions that end in the answer; the third answer isn't a number."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     answers = ["3 * 6 = 18\n#### 18", "#### 1,000", "either of them", "#### 7"]
     lines = [json.dumps({"question": "How many?", "answer": answer}) for answer in answers]
@@ -26,17 +26,17 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
+def test_command_scores_the_answers_of_the_rows(rows: Path) -> None:
     (rows / "mine.py").write_text(
         "def score(solution_str, ground_truth):\n"
         "    print('this is not an output')\n"
         "    return 1 / ('18' in solution_str)\n"
     )
 
-    done = run(rows, "--data-path", "rows.jsonl", "--reward", "math", "--reward", "mine.py:score")
+    result = run_rewards(rows, "--reward", "math", "--reward", "mine.py:score")
 
-    assert done.returncode == 1  # since a source failed
-    lines = done.stdout.splitlines()
+    assert result.returncode == 1  # since a source failed
+    lines = result.stdout.splitlines()
     assert lines[0] == (
         "rewards.score: mine.py:score is called as"
         " verl's (data_source, solution_str, ground_truth, extra_info)"
@@ -52,11 +52,11 @@ def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
         "score: first failed: rows.jsonl line 2:"
         " the call raised ZeroDivisionError: division by zero"
     )
-    assert "this is not an output" in done.stderr
+    assert "this is not an output" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("word", "sentence"),
+    ("spec", "message"),
     [
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
         ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be an integer"),
@@ -65,6 +65,6 @@ def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
         ("judge:x", "rewards.judge.model is missing"),
     ],
 )
-def test_a_word_that_describes_none_is_refused(word: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        read_spec(word)
+def test_invalid_source_spec_is_rejected(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_spec(spec)

@@ -1,4 +1,4 @@
-"""rewards/endpoint.py, remote.py, judge.py: real servers on loopback, well and badly behaved."""
+"""rewards/endpoint.py and judge.py, with real servers on loopback."""
 
 import json
 import threading
@@ -14,34 +14,22 @@ import pytest
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
-from rewards.judge import NoScoreError, score_in, text_of
-from rewards.sources import read_source, scorer_of
+from rewards.judge import NoScoreError, parse_score, reply_text
+from rewards.sources import make_scorer, read_source
 
 
 @dataclass
 class Server:
-    """Requests that a server received, and its responses."""
+    """A test server: how it answers, and the requests it received."""
 
     answer: Callable[["Server", BaseHTTPRequestHandler, Any], None]
     url: str = ""
-    asked: list[Any] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    at_once: int = 0
-    most_at_once: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Counts the requests at work; it ends before the answer, after which the next may come."""
-        with self.lock:
-            self.at_once += 1
-            self.most_at_once = max(self.most_at_once, self.at_once)
-        yield
-        with self.lock:
-            self.at_once -= 1
+    requests: list[Any] = field(default_factory=list)
 
 
-def say(handler: BaseHTTPRequestHandler, body: object, status: int = 200, **headers: str) -> None:
+def respond(
+    handler: BaseHTTPRequestHandler, body: object, status: int = 200, **headers: str
+) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(status)
     for name, value in headers.items():
@@ -52,66 +40,60 @@ def say(handler: BaseHTTPRequestHandler, body: object, status: int = 200, **head
 
 
 @contextmanager
-def serving(answer: Callable[[Server, BaseHTTPRequestHandler, Any], None]) -> Iterator[Server]:
-    known = Server(answer)
+def run_server(answer: Callable[[Server, BaseHTTPRequestHandler, Any], None]) -> Iterator[Server]:
+    state = Server(answer)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with known.lock:
-                known.asked.append(body)
-                known.headers.append(dict(self.headers))
+            state.requests.append(body)
             # The client may have given up, as it should.
             with suppress(BrokenPipeError, ConnectionResetError):
-                known.answer(known, self, body)
+                state.answer(state, self, body)
 
         def log_message(self, *args: object) -> None:
             del args
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    known.url = f"http://127.0.0.1:{server.server_port}"
+    state.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield known
+        yield state
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def judged(text: str) -> dict[str, Any]:
+def judge_reply(text: str) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def episodes(*responses: str, **extra: object) -> list[Episode]:
+def make_episodes(*responses: str, **extra: object) -> list[Episode]:
     prompt = (Message("user", "2 + 2?"),)
-    return [Episode(prompt, each, extra=extra, slot=n) for n, each in enumerate(responses)]
+    return [Episode(prompt, text, extra=extra, slot=n) for n, text in enumerate(responses)]
 
 
-def judge(server: Server, **settings: Any) -> RewardConfig:
-    return RewardConfig(name="taste", kind="judge", path=f"{server.url}/v1", model="m", **settings)
-
-
-def scored(config: RewardConfig, given: list[Episode], *, seconds: float = 5.0) -> list[Outcome]:
+def score(config: RewardConfig, episodes: list[Episode], *, seconds: float = 5.0) -> list[Outcome]:
     source = read_source(config, timeout_seconds=seconds)
-    return scorer_of(source)(given)
+    return make_scorer(source)(episodes)
 
 
-def test_a_service_gets_openrlhfs_form_and_its_null_is_no_reward() -> None:
-    with serving(lambda _s, handler, _b: say(handler, {"rewards": [0.5, None]})) as server:
+def test_remote_service_receives_openrlhf_format_and_null_means_no_reward() -> None:
+    with run_server(lambda _s, handler, _b: respond(handler, {"rewards": [0.5, None]})) as server:
         config = RewardConfig(name="far", kind="remote", path=f"{server.url}/score?x=1")
-        outcomes = scored(config, episodes("4", "5", label="four"))
+        outcomes = score(config, make_episodes("4", "5", label="four"))
 
     assert outcomes == [Outcome(0.5), Outcome(None)]
-    assert server.asked == [
+    assert server.requests == [
         {"query": ["2 + 2?4", "2 + 2?5"], "prompts": ["2 + 2?"] * 2, "labels": ["four"] * 2}
     ]
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "message"),
     [
         ({"rewards": [1.0]}, "it returned 1 results for 2 responses"),
         ({"scores": [1.0, 2.0]}, "it returned dict"),
@@ -120,30 +102,30 @@ def test_a_service_gets_openrlhfs_form_and_its_null_is_no_reward() -> None:
         (b'{"rewards": [NaN, NaN]}', "it returned nan, which is not finite"),
     ],
 )
-def test_a_service_that_lies_has_failed(answer: object, sentence: str) -> None:
-    with serving(lambda _s, handler, _b: say(handler, answer)) as server:
+def test_invalid_reply_fails_all_episodes(answer: object, message: str) -> None:
+    with run_server(lambda _s, handler, _b: respond(handler, answer)) as server:
         config = RewardConfig(name="far", kind="remote", path=server.url)
-        outcomes = scored(config, episodes("4", "5"))
+        outcomes = score(config, make_episodes("4", "5"))
 
-    assert all(each.value is None and sentence in str(each.failure) for each in outcomes)
-    assert len(server.asked) == 1
+    assert all(o.value is None and message in str(o.failure) for o in outcomes)
+    assert len(server.requests) == 1
 
 
-def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
+def test_busy_server_is_retried_after_its_retry_after() -> None:
     def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
-        if len(server.asked) < 3:
-            say(handler, {}, 429, Retry_After="0.2")
+        if len(server.requests) < 3:
+            respond(handler, {}, 429, Retry_After="0.2")
         else:
-            say(handler, {"rewards": [1.0]})
+            respond(handler, {"rewards": [1.0]})
 
-    with serving(answer) as server:
+    with run_server(answer) as server:
         config = RewardConfig(name="far", kind="remote", path=server.url)
         began = time.monotonic()
-        outcomes = scored(config, episodes("4"))
+        outcomes = score(config, make_episodes("4"))
         seconds = time.monotonic() - began
 
     assert outcomes == [Outcome(1.0)]
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
     assert 0.4 <= seconds < 1.5
 
 
@@ -160,11 +142,9 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
         ("", "no JSON with a score"),
     ],
 )
-def test_a_judges_answer_without_a_score_on_its_scale_is_a_failure(
-    text: str, score: float | str
-) -> None:
+def test_judge_reply_without_a_score_on_the_scale_raises(text: str, score: float | str) -> None:
     if isinstance(score, float):
-        assert score_in(text_of(judged(text)), (0.0, 10.0)) == score
+        assert parse_score(reply_text(judge_reply(text)), (0.0, 10.0)) == score
     else:
         with pytest.raises(NoScoreError, match=score):
-            score_in(text_of(judged(text)), (0.0, 10.0))
+            parse_score(reply_text(judge_reply(text)), (0.0, 10.0))

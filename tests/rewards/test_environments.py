@@ -1,4 +1,4 @@
-"""rewards/environments: files read without being run, tools, and workers that hold a state."""
+"""rewards/environments: reading files without running them, tools, and worker processes."""
 
 import json
 import re
@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 
 from rewards.environments.file import read_environment
-from rewards.environments.pool import Environments, Played
+from rewards.environments.pool import CallResult, EnvironmentPool
 from rewards.environments.tools import Calculator, ToolEnvironment
 from step3_ppo.config import PPOConfig
-from tests.rewards.processes import alive, descendants, read_command
+from tests.rewards.processes import is_alive, read_command, worker_processes
 
 GAME = """
 import os, subprocess, sys, time
@@ -46,81 +46,81 @@ class Game(Base):
 
 
 @contextmanager
-def workers(
+def run_pool(
     directory: Path, text: str = GAME, *, name: str = "Game", seconds: float = 20.0, count: int = 1
-) -> Iterator[Environments]:
+) -> Iterator[EnvironmentPool]:
     file = directory / "game.py"
     file.write_text(text)
-    found = read_environment(f"{file}:{name}")
-    environments = Environments(found, workers=count, timeout_seconds=seconds)
+    environment = read_environment(f"{file}:{name}")
+    environments = EnvironmentPool(environment, workers=count, timeout_seconds=seconds)
     try:
         yield environments
     finally:
         environments.close()
 
 
-def replies(environments: Environments, count: int) -> dict[int, Played]:
-    found: list[Played] = []
-    while len(found) < count:
-        found += environments.receive(wait=True)
-    return {each.episode: each for each in found}
+def receive(environments: EnvironmentPool, count: int) -> dict[int, CallResult]:
+    results: list[CallResult] = []
+    while len(results) < count:
+        results += environments.receive(wait=True)
+    return {result.episode: result for result in results}
 
 
-def shown(played: Played) -> str:
-    assert played.messages is not None, played.failure
-    return played.messages[-1].content
+def last_content(result: CallResult) -> str:
+    assert result.messages is not None, result.failure
+    return result.messages[-1].content
 
 
-def test_each_episode_has_a_state_of_its_own(tmp_path: Path) -> None:
-    with workers(tmp_path, count=2) as environments:
+def test_each_episode_has_its_own_state(tmp_path: Path) -> None:
+    with run_pool(tmp_path, count=2) as environments:
         numbers = [environments.begin({"name": name}, seed=3) for name in "abcd"]
-        openings = replies(environments, 4)
+        openings = receive(environments, 4)
         for number in numbers[:3]:
             environments.step(number, f"x{number}")
-        after = replies(environments, 3)
+        after = receive(environments, 3)
         environments.step(numbers[0], "end")
-        assert replies(environments, 1)[numbers[0]].messages is None
+        assert receive(environments, 1)[numbers[0]].messages is None
         for number in numbers:
-            environments.finish(number)
-        rewards = replies(environments, 4)
+            environments.request_reward(number)
+        rewards = receive(environments, 4)
 
-    assert [shown(openings[number]) for number in numbers] == ["a 3", "b 3", "c 3", "d 3"]
-    assert [shown(after[number]) for number in numbers[:3]] == ["x1", "x2", "x3"]
-    verdicts = [rewards[number].verdict for number in numbers]
-    assert [each.outcome.value for each in verdicts if each] == [2, 1, 1, 0]
+    assert [last_content(openings[number]) for number in numbers] == ["a 3", "b 3", "c 3", "d 3"]
+    assert [last_content(after[number]) for number in numbers[:3]] == ["x1", "x2", "x3"]
+    values = [rewards[number].reward for number in numbers]
+    assert [value.outcome.value for value in values if value] == [2, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("response", "message"),
     [
         ("hang", "step took longer than 1 s"),
         ("exit", "step terminated its process, with code 7"),
         ("raise", "step raised ValueError: no"),
     ],
 )
-def test_an_episode_that_fails_costs_no_other_its_state(
-    tmp_path: Path, how: str, sentence: str
+def test_failed_episode_leaves_the_state_of_others_intact(
+    tmp_path: Path, response: str, message: str
 ) -> None:
-    with workers(tmp_path, seconds=1.0) as environments:
+    with run_pool(tmp_path, seconds=1.0) as environments:
         good, bad = (environments.begin({"name": name}, seed=0) for name in "gb")
-        replies(environments, 2)
-        for word in ("one", "two"):
-            environments.step(good, word)
-            replies(environments, 1)
-        environments.step(bad, how)
+        receive(environments, 2)
+        for text in ("one", "two"):
+            environments.step(good, text)
+            receive(environments, 1)
+        environments.step(bad, response)
         began = time.monotonic()
-        assert replies(environments, 1)[bad].failure == sentence
+        assert receive(environments, 1)[bad].failure == message
         assert time.monotonic() - began < 4.0
 
         environments.step(good, "three")
-        assert shown(replies(environments, 1)[good]) == "one two three"
-        below = descendants()
-        hanging = [each for each in below if "time.sleep(600)" in " ".join(read_command(each))]
+        assert last_content(receive(environments, 1)[good]) == "one two three"
+        processes = worker_processes()
+        hanging = [p for p in processes if "time.sleep(600)" in " ".join(read_command(p))]
     assert not hanging
-    assert not [each for each in below if alive(each)]
+    assert not any(map(is_alive, processes))
 
 
-NEEDY = """
+CLASSES = """
 class Game:
     def reset(self, row, *, seed):
         self.answer = row["answer"], row.get("hint")
@@ -137,7 +137,7 @@ class Careful:
 
     def reward(self): ...
 
-class Heir(Game): ...  # what it inherits is not read
+class Child(Game): ...  # inherited methods are not read
 
 class Tools:
     def reset(self, stock, day="Monday", *, seed, owner, **row):
@@ -154,15 +154,15 @@ class Tools:
     [
         ("Game", {"answer"}),
         ("Careful", set()),
-        ("Heir", set()),
+        ("Child", set()),
         ("Tools", {"stock", "owner", "town"}),
     ],
 )
-def test_columns_that_reset_needs_are_known_before_the_run(
+def test_columns_required_by_reset_are_known_before_the_run(
     name: str, columns: set[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "game.py"
-    file.write_text(NEEDY)
+    file.write_text(CLASSES)
 
     config = PPOConfig(environment=f"{file}:{name}")
 
@@ -171,7 +171,7 @@ def test_columns_that_reset_needs_are_known_before_the_run(
 
 
 class Shop:
-    """Tools of all kinds of types."""
+    """Tools with arguments of various types."""
 
     INSTRUCTIONS = "Buy well."
 
@@ -211,7 +211,7 @@ def shop() -> ToolEnvironment:
     environment = ToolEnvironment(Shop())
     row = {"currency": "EUR", "dialogue": [{"role": "user", "content": "Shop."}], "other": 1}
     opening = environment.reset(row, seed=0)
-    assert [(each.role, each.content) for each in opening] == [
+    assert [(turn.role, turn.content) for turn in opening] == [
         ("system", "Buy well."),
         ("user", "Shop.\n\nPay in EUR."),
     ]
@@ -238,27 +238,27 @@ CALLS: Sequence[tuple[str, str]] = (
     ('<tool_call>{"name": "pay", "arguments": [3]}</tool_call>', 'error: pay: "arguments" must be'),
     ('<tool_call>{"name": "pay"', "error: the call is not JSON"),
 )
-"""Messages of the model, and the following observations."""
+"""Responses of the model, and the results of their calls."""
 
 
 @pytest.mark.parametrize(("answer", "result"), CALLS)
-def test_a_call_is_answered_with_its_result_or_with_what_is_wrong_with_it(
+def test_tool_call_returns_its_result_or_an_error_message(
     shop: ToolEnvironment, answer: str, result: str
 ) -> None:
     observation = shop.step(answer)
 
     assert observation is not None
-    assert [each.role for each in observation] == ["user"]
-    found = re.fullmatch(r"<tool_response>(.*)</tool_response>", observation[0].content)
-    assert found
-    assert re.match(re.escape(result) if not result.startswith("error") else result, found[1])
+    assert [turn.role for turn in observation] == ["user"]
+    match = re.fullmatch(r"<tool_response>(.*)</tool_response>", observation[0].content)
+    assert match
+    assert re.match(re.escape(result) if not result.startswith("error") else result, match[1])
 
 
-def test_the_calculator_is_called_as_its_demonstrations_call_it() -> None:
+def test_calculator_computes_and_reports_division_by_0() -> None:
     environment = ToolEnvironment(Calculator())
     opening = environment.reset({"dialogue": [{"role": "user", "content": "1+2="}]}, seed=0)
 
-    assert [each.content for each in opening] == ["1+2="]
+    assert [turn.content for turn in opening] == ["1+2="]
     observation = environment.step(call("add", a=1, b=2))
     assert observation is not None
     assert observation[0].content == "<tool_response>3</tool_response>"

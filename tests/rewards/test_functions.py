@@ -1,4 +1,4 @@
-"""rewards/functions.py: a user's function is recognized without being run."""
+"""rewards/functions.py: a user's function is read without running it."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from pipeline.system.errors import ConfigError, DataError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome, parse_outcomes
 from rewards.functions import FunctionFile, read_function
-from rewards.sources import Source, row_columns, scorer_of
+from rewards.sources import Source, make_scorer, row_columns
 
 
-def read(tmp_path: Path, text: str) -> FunctionFile:
+def read_score(tmp_path: Path, text: str) -> FunctionFile:
     file = tmp_path / "mine.py"
     file.write_text(text)
     return read_function(RewardConfig(name="mine", kind="function", path=f"{file}:score"))
@@ -36,12 +36,12 @@ FORMS = (
 
 
 @pytest.mark.parametrize(("text", "form"), FORMS)
-def test_the_form_follows_from_the_parameters(tmp_path: Path, text: str, form: str) -> None:
-    assert read(tmp_path, text).form == form
+def test_form_is_detected_from_the_parameters(tmp_path: Path, text: str, form: str) -> None:
+    assert read_score(tmp_path, text).form == form
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("def scores(episodes): return []", "no `def score` at its top level; did you mean scores"),
         ("score = print", "no `def score` at its top level; available: none"),
@@ -51,26 +51,24 @@ def test_the_form_follows_from_the_parameters(tmp_path: Path, text: str, form: s
         ("def score(:", "line 1 is not valid Python"),
     ],
 )
-def test_what_can_not_be_called_is_refused_in_a_sentence(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
+def test_unsupported_function_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(tmp_path, text)
+        read_score(tmp_path, text)
 
     assert str(error.value).startswith("rewards.mine.path")
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
-def test_reading_a_function_runs_nothing_of_its_file(tmp_path: Path) -> None:
+def test_reading_a_function_does_not_run_its_file(tmp_path: Path) -> None:
     text = f"open({str(tmp_path / 'ran')!r}, 'w')\ndef score(episodes): return []"
 
-    read(tmp_path, text)
+    read_score(tmp_path, text)
 
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.filterwarnings("error")
-def test_results_are_numbers_in_the_order_of_the_responses() -> None:
+def test_one_element_tensor_is_a_number_and_a_set_is_rejected() -> None:
     assert parse_outcomes([torch.ones(1, requires_grad=True)], 1) == [Outcome(1.0)]
     assert "returned set {1.0}, not a list" in str(parse_outcomes({1.0}, 1)[0].failure)
 
@@ -110,10 +108,10 @@ VERL_ROW = {
         ("def score(completions, **k): return [k['x'] if 'x' in k else 4.0]", set(), 4.0),
     ],
 )
-def test_required_parameters_are_columns_also_of_nested_ones(
+def test_required_parameters_are_read_from_columns_also_nested_ones(
     tmp_path: Path, text: str, columns: set[str], reward: float | None
 ) -> None:
-    file = read(tmp_path, text)
+    file = read_score(tmp_path, text)
     config = RewardConfig(name="mine", kind="function", path=f"{file.file}:score")
     source = Source(config, file)
     kept = row_columns([source])
@@ -126,15 +124,15 @@ def test_required_parameters_are_columns_also_of_nested_ones(
         return
     check_columns([VERL_ROW], {}, kept)
     episode = Episode((Message("user", "3 + 4?"),), "7", extra=kept.of(VERL_ROW))
-    assert scorer_of(source)([episode]) == [Outcome(reward)]
+    assert make_scorer(source)([episode]) == [Outcome(reward)]
 
 
-def test_a_setting_may_name_an_entry_of_a_nested_column() -> None:
+def test_column_setting_may_name_an_entry_of_a_nested_column() -> None:
     source = Source(RewardConfig(name="math", kind="math", column="reward_model.ground_truth"))
     episode = Episode((), "It is 7.", extra=row_columns([source]).of(VERL_ROW))
 
     assert episode.extra == {"reward_model.ground_truth": "7"}
-    assert scorer_of(source)([episode]) == [Outcome(1.0)]
+    assert make_scorer(source)([episode]) == [Outcome(1.0)]
     # A CSV file has nested columns as text; others nest them twice.
     as_text = {"reward_model": str(VERL_ROW["reward_model"]), "a": {"b": {"c": 1}}}
     assert find_column(as_text, "ground_truth") == "7"

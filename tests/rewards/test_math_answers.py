@@ -7,7 +7,7 @@ import pytest
 
 from rewards.config import RewardConfig
 from rewards.contract import Episode
-from rewards.math_answers import gold_answer, math_scorer, read_number, response_answer
+from rewards.math_answers import gold_answer, math_scorer, parse_number, response_answer
 
 NUMBERS = (
     ("18", 18),
@@ -44,18 +44,18 @@ NUMBERS = (
     ("0.333", Fraction(333, 1000)),
 )
 
-NO_NUMBERS = ("", "many", "2x", r"2\pi", r"\sqrt{2}", "5 or 6", "(1, 2)", "2x+3", "5:30", "1/0",
+NOT_NUMBERS = ("", "many", "2x", r"2\pi", r"\sqrt{2}", "5 or 6", "(1, 2)", "2x+3", "5:30", "1/0",
               "1.2.3", r"\frac{a}{b}", "1e999999999", "9" * 5000, "1 2")  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
-def test_a_number_is_read_exactly_however_it_is_written(text: str, number: Fraction) -> None:
-    assert read_number(text) == number
+def test_number_in_any_notation_is_parsed_exactly(text: str, number: Fraction) -> None:
+    assert parse_number(text) == number
 
 
-@pytest.mark.parametrize("text", NO_NUMBERS)
-def test_what_is_no_rational_number_is_none(text: str) -> None:
-    assert read_number(text) is None
+@pytest.mark.parametrize("text", NOT_NUMBERS)
+def test_text_that_is_not_a_rational_number_parses_to_none(text: str) -> None:
+    assert parse_number(text) is None
 
 
 RESPONSES = (
@@ -74,7 +74,7 @@ RESPONSES = (
 
 
 @pytest.mark.parametrize(("response", "number"), RESPONSES)
-def test_the_answer_is_the_last_box_else_the_last_mark_else_the_last_number(
+def test_answer_is_the_last_box_else_last_mark_else_last_number(
     response: str, number: Fraction | None
 ) -> None:
     assert response_answer(response) == number
@@ -96,7 +96,7 @@ def test_the_answer_is_the_last_box_else_the_last_mark_else_the_last_number(
         (None, "18", None),
     ],
 )
-def test_a_gold_that_can_not_be_read_gives_no_reward_and_no_0(
+def test_row_without_a_readable_answer_has_no_reward(
     gold: object, response: str, reward: float | None
 ) -> None:
     scorer = math_scorer(RewardConfig(name="correct", kind="math"))
@@ -106,15 +106,15 @@ def test_a_gold_that_can_not_be_read_gives_no_reward_and_no_0(
     assert (outcome.value, outcome.failure) == (reward, None)
 
 
-def test_the_answers_that_gsm8k_has_each_match_themselves_alone() -> None:
+def test_each_gsm8k_answer_equals_only_itself() -> None:
     """Its golds are whole numbers, some with commas or a sign; unequal ones must not match."""
     texts = [f"{n:,}" for n in (*range(-20, 2000), 10**6, 2_125_000)]
     golds = [f"Some reasoning with 3 * 4 = <<3*4=12>>12 apples.\n#### {text}" for text in texts]
 
-    read = [gold_answer(gold) for gold in golds]
+    parsed = [gold_answer(gold) for gold in golds]
     answers = [response_answer(gold) for gold in golds]
 
-    assert None not in read
-    assert read == answers
-    assert all(a != b for a, b in pairwise(read))
-    assert len(set(read)) == len(golds)
+    assert None not in parsed
+    assert parsed == answers
+    assert all(a != b for a, b in pairwise(parsed))
+    assert len(set(parsed)) == len(golds)

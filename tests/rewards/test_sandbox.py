@@ -1,7 +1,7 @@
 """rewards/sandbox.py: attacks by real programs, on the kernel of this machine.
 
-Where the kernel gives no namespaces or no Landlock the attacks can't run, and the refusal is tested
-instead.
+If the kernel doesn't support namespaces or Landlock, the attacks are skipped, and the error is
+tested instead.
 """
 
 import os
@@ -16,34 +16,34 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rewards.sandbox import OUTPUT_BYTES, Ended, Limits, SandboxError, run_python
+from rewards.sandbox import OUTPUT_BYTES, Limits, ProgramResult, SandboxError, run_python
 from tests.rewards.processes import read_command
 
 LIMITS = Limits(seconds=10.0, memory_mb=512)
 PLAIN = Limits(seconds=10.0, memory_mb=512, isolated=False)
 
 
-def run(program: str, *, limits: Limits = LIMITS, stdin: str = "") -> Ended:
+def run(program: str, *, limits: Limits = LIMITS, stdin: str = "") -> ProgramResult:
     return run_python({"main.py": program}, main="main.py", stdin=stdin, limits=limits)
 
 
 @cache
-def is_possible() -> bool:
+def is_sandbox_supported() -> bool:
     try:
         return run("print(1)").output == b"1\n"
     except SandboxError:
         return False
 
 
-isolated = pytest.mark.skipif("not is_possible()", reason="the kernel refuses namespaces here")
+isolated = pytest.mark.skipif("not is_sandbox_supported()", reason="the kernel lacks namespaces")
 
 
-def children() -> int:
+def count_descendants() -> int:
     return len(psutil.Process().children(recursive=True))
 
 
 @isolated
-def test_a_program_has_its_input_and_files_and_nothing_else() -> None:
+def test_program_has_only_its_input_and_files() -> None:
     program = """
 import os, sys
 import helper
@@ -52,44 +52,44 @@ print(sys.stdin.read(), helper.value, sorted(os.environ), os.getuid(), len(list(
     files = {"main.py": program.replace("import helper", "sys.path.insert(0, '.'); import helper")}
     files["helper.py"] = "value = 42"
 
-    ended = run_python(files, main="main.py", stdin="given", limits=LIMITS)
+    result = run_python(files, main="main.py", stdin="given", limits=LIMITS)
 
-    # The two files, and what Python compiled of one.
-    known = ["HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR"]
-    assert ended.code == 0
-    assert ended.output.decode().split("\n")[0] == f"given 42 {known} 65534 3"
+    # The two files, and __pycache__.
+    variables = ["HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR"]
+    assert result.code == 0
+    assert result.output.decode().split("\n")[0] == f"given 42 {variables} 65534 3"
 
 
 ATTACKS = {
-    "a file of the machine": "open('/etc/passwd').read()",
-    "a directory of the machine": "import os; os.listdir('/')",
-    "the rights of a file": "import os; os.chmod('/etc/passwd', 0o777)",
-    "a file in a directory of all": "open('/tmp/left-behind', 'w')",
-    "a file of Python": "import os; open(os.__file__, 'a')",
+    "a system file": "open('/etc/passwd').read()",
+    "a system directory": "import os; os.listdir('/')",
+    "permissions of a file": "import os; os.chmod('/etc/passwd', 0o777)",
+    "a file in a shared directory": "open('/tmp/left-behind', 'w')",
+    "a file of the Python installation": "import os; open(os.__file__, 'a')",
     "the environment of another process": "open('/proc/1/environ').read()",
-    "the table of processes": "import os; os.listdir('/proc')",
+    "the process table": "import os; os.listdir('/proc')",
     "another process": "import os, signal; os.kill({pid}, 0)",
-    "a server of this machine": "import socket; socket.create_connection(('127.0.0.1', {port}), 3)",
+    "a local server": "import socket; socket.create_connection(('127.0.0.1', {port}), 3)",
     "another machine": "import socket; socket.create_connection(('8.8.8.8', 53), 3)",
-    "a user namespace of its own":
+    "its own user namespace":
         "import ctypes, os\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError",
-    "a package of the environment": "import psutil",
+    "an installed package": "import psutil",
 }  # fmt: skip
 
 
 @isolated
-def test_nothing_of_the_machine_can_be_reached() -> None:
+def test_program_can_not_access_the_machine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        facts = {"pid": os.getpid(), "port": server.getsockname()[1]}
-        whole = "\n".join(
-            f"try:\n    exec({attack.format(**facts)!r})\n    print({name!r})\n"
+        values = {"pid": os.getpid(), "port": server.getsockname()[1]}
+        attacks = "\n".join(
+            f"try:\n    exec({attack.format(**values)!r})\n    print({name!r})\n"
             f"except (OSError, ImportError):\n    pass"
             for name, attack in ATTACKS.items()
         )
 
-        ended = run(whole + "\nprint('end')")
+        result = run(attacks + "\nprint('end')")
 
-    assert ended.output.decode().splitlines() == ["end"]
+    assert result.output.decode().splitlines() == ["end"]
 
 
 @isolated
@@ -98,28 +98,28 @@ def test_nothing_of_the_machine_can_be_reached() -> None:
     ["x = bytearray(1 << 30)", "import os, time\nwhile True:\n    os.fork() or time.sleep(100)"],
     ids=["memory", "processes"],
 )
-def test_what_takes_too_much_ends_alone(program: str) -> None:
-    before = children()
+def test_program_that_exceeds_memory_or_processes_fails(program: str) -> None:
+    before = count_descendants()
 
-    ended = run(program)
+    result = run(program)
 
-    assert ended.code != 0
-    assert children() == before
+    assert result.code != 0
+    assert count_descendants() == before
 
 
 @pytest.mark.parametrize(
     "limits",
     [pytest.param(LIMITS, marks=isolated, id="namespaces"), pytest.param(PLAIN, id="process")],
 )
-def test_a_loop_ends_at_its_deadline_and_much_output_at_its_limit(limits: Limits) -> None:
+def test_program_ends_at_its_deadline_or_output_limit(limits: Limits) -> None:
     short = replace(limits, seconds=0.5)
 
-    loop = run("while True: pass", limits=short)
-    much = run("while True: print('x' * 100_000)", limits=limits)
+    looping = run("while True: pass", limits=short)
+    printing = run("while True: print('x' * 100_000)", limits=limits)
 
-    assert loop.code is None
-    assert loop.seconds < 1.5
-    assert (much.code, len(much.output)) == (None, OUTPUT_BYTES)
+    assert looping.code is None
+    assert looping.seconds < 1.5
+    assert (printing.code, len(printing.output)) == (None, OUTPUT_BYTES)
 
 
 ORPHAN = """
@@ -139,20 +139,19 @@ time.sleep({seconds})
     [pytest.param(LIMITS, marks=isolated, id="namespaces"), pytest.param(PLAIN, id="process")],
 )
 @pytest.mark.parametrize("seconds", [0.4, 1000])
-def test_orphans_end_with_their_program(limits: Limits, seconds: float) -> None:
-    """Return whether the program ends before its deadline."""
+def test_orphans_are_killed_with_their_program(limits: Limits, seconds: float) -> None:
     mark = f"orphan-{os.getpid()}-{seconds}"
     program = ORPHAN.format(mark=mark, seconds=seconds)
 
-    ended = run(program, limits=replace(limits, seconds=1.0))
+    result = run(program, limits=replace(limits, seconds=1.0))
 
-    assert ended.code == (None if seconds > 1 else 0)
-    assert not [each for each in psutil.process_iter() if mark in read_command(each)]
+    assert result.code == (None if seconds > 1 else 0)
+    assert not [p for p in psutil.process_iter() if mark in read_command(p)]
 
 
-def test_a_kernel_without_namespaces_is_said_and_nothing_is_run(tmp_path: Path) -> None:
+def test_program_is_not_run_without_namespaces(tmp_path: Path) -> None:
     """As within the sandbox, where no namespaces are available."""
-    if not is_possible():
+    if not is_sandbox_supported():
         with pytest.raises(SandboxError, match="the sandbox can't be built"):
             run("print(1)")
         return
@@ -169,10 +168,10 @@ except SandboxError as error:
     print(error)
 """
 
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
 
-    assert done.stdout.startswith("the sandbox can't be built (unshare: "), done.stderr
+    assert process.stdout.startswith("the sandbox can't be built (unshare: "), process.stderr
     assert not (tmp_path / "ran").exists()
     assert not list(Path(tempfile.gettempdir()).glob("left-behind"))

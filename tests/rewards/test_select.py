@@ -1,4 +1,4 @@
-"""Best answers as data to learn from."""
+"""rewards/select.py: the best responses as training data."""
 
 import json
 from dataclasses import replace
@@ -20,13 +20,13 @@ def candidates(*rewards: float | None) -> list[Candidate]:
     return [Candidate(f"answer {number}", reward) for number, reward in enumerate(rewards)]
 
 
-def test_the_first_of_the_best_is_chosen_and_an_unknown_reward_is_no_0() -> None:
+def test_first_of_the_best_is_chosen_and_missing_rewards_are_ignored() -> None:
     best, worst = best_and_worst(candidates(None, -2.0, -1.0, -1.0))
 
     assert (best, worst) == (Candidate("answer 2", -1.0), Candidate("answer 1", -2.0))
     assert best_and_worst(candidates(None, None)) == (None, None)
-    cut, *others = candidates(3.0, 1.0, 1.0)
-    assert best_and_worst([replace(cut, stopped=False), *others]) == (others[0], None)
+    truncated, *others = candidates(3.0, 1.0, 1.0)
+    assert best_and_worst([replace(truncated, stopped=False), *others]) == (others[0], None)
 
 
 @pytest.fixture
@@ -50,27 +50,27 @@ def prompts(tmp_path: Path) -> Path:
 
 
 HOT = ("--temperature", "50", "--best-of", "12", "--max-new-tokens", "48", "--workers", "1")
-"""Nearly uniform tokens, of which some end an answer."""
+"""Nearly uniform sampling, so that some responses end early."""
 
 SHORT = "{kind: length, max_tokens: 0, buffer_tokens: 48}"
 
 
-def selected(prompts: Path, *words: str) -> list[dict[str, Any]]:
+def run_select(prompts: Path, *arguments: str) -> list[dict[str, Any]]:
     out, model = prompts.with_name("selected.jsonl"), prompts.with_name("model")
-    main([*HOT, "--path", str(model), "--prompts", str(prompts), "--output", str(out), *words])
+    main([*HOT, "--path", str(model), "--prompts", str(prompts), "--output", str(out), *arguments])
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def read_by(step: int, path: Path) -> list[Example]:
-    """The rows as a step reads them."""
+def read_rows(step: int, path: Path) -> list[Example]:
+    """Read the rows as training step `step` does."""
     (rows,) = read_paths((str(path),), {}, RowColumns(), step=step, notes=[])
     return rows.train
 
 
-def test_demonstrations_are_the_best_and_step_1_reads_them(
+def test_demonstrations_are_the_best_responses_readable_by_step_1(
     prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = selected(prompts, "--reward", SHORT)
+    rows = run_select(prompts, "--reward", SHORT)
 
     assert rows
     assert all(-1 <= row["reward"] < 0 for row in rows)
@@ -79,30 +79,30 @@ def test_demonstrations_are_the_best_and_step_1_reads_them(
     assert f"chosen      {len(rows)} demonstrations" in printed
     assert "at most log 12 - 11/12 = 1.568 nats\n" in printed
     assert len(rows) == 4
-    read = read_by(1, prompts.with_name("selected.jsonl"))
-    assert [each.chosen[-1].content for each in read] == [
+    examples = read_rows(1, prompts.with_name("selected.jsonl"))
+    assert [example.chosen[-1].content for example in examples] == [
         row["messages"][-1]["content"] for row in rows
     ]
 
 
-def test_pairs_are_the_best_and_the_worst_and_step_2_reads_them(prompts: Path) -> None:
-    rows = selected(prompts, "--reward", SHORT, "--write", "pairs")
+def test_pairs_are_the_best_and_worst_responses_readable_by_step_2(prompts: Path) -> None:
+    rows = run_select(prompts, "--reward", SHORT, "--write", "pairs")
 
     assert rows
     assert all(row["reward_chosen"] > row["reward_rejected"] for row in rows)
-    read = read_by(2, prompts.with_name("selected.jsonl"))
-    assert [(each.chosen[-1].content, each.rejected[-1].content) for each in read] == [
+    examples = read_rows(2, prompts.with_name("selected.jsonl"))
+    assert [(e.chosen[-1].content, e.rejected[-1].content) for e in examples] == [
         (row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in rows
     ]
-    assert {each.margin for each in read} == {None}
+    assert {example.margin for example in examples} == {None}
 
 
-def test_a_reward_model_scores_what_it_would_alone(prompts: Path, tmp_path: Path) -> None:
+def test_reward_model_scores_equal_score_responses(prompts: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward"
     export_reward(tmp_path / "model", reward)
-    taste = json.dumps({"kind": "model", "path": str(reward), "weight": 2.0})
+    source = json.dumps({"kind": "model", "path": str(reward), "weight": 2.0})
 
-    rows = selected(prompts, "--reward", taste)
+    rows = run_select(prompts, "--reward", source)
 
     for row in rows:
         prompt = [Message(turn["role"], turn["content"]) for turn in row["messages"][:-1]]

@@ -11,7 +11,7 @@ from rewards.contract import Episode
 from rewards.math_answers import math_scorer
 
 ROWS = (Path(__file__).parent / "math_answers.txt").read_text().splitlines()
-"""The row's answer, a response's, and whether they are the same, as written down by hand."""
+"""The row's answer, a response's, and whether they are equal, labelled by hand."""
 
 
 def reward(gold: object, response: str) -> float | None:
@@ -22,7 +22,7 @@ def reward(gold: object, response: str) -> float | None:
     return outcome.value
 
 
-def wrong(rows: list[str]) -> list[str]:
+def find_wrong(rows: list[str]) -> list[str]:
     """Rows whose reward is not the label."""
     split = [row.rsplit(" | ", 2) for row in rows]
     return [
@@ -33,9 +33,9 @@ def wrong(rows: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.grid)])
-def test_answers_have_the_rewards_of_their_labels(every: int) -> None:
+def test_reward_of_each_answer_is_its_label(every: int) -> None:
     assert len(ROWS) >= 200
-    assert wrong(ROWS[::every]) == []
+    assert find_wrong(ROWS[::every]) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_answers_have_the_rewards_of_their_labels(every: int) -> None:
         ("", "Paris", None),
     ],
 )
-def test_answers_are_found_in_rows_and_responses(
+def test_formulas_are_found_in_rows_and_responses(
     gold: str, response: str, expected: float | None
 ) -> None:
     assert reward(gold, response) == expected
@@ -77,10 +77,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.grid)])
-def test_a_hostile_answer_ends_at_its_deadline(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_answer_ends_at_its_deadline(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(HOSTILE) >= 50
-    symbolic.equal("x", "y")  # imports math-verify
-    monkeypatch.setattr(symbolic, "SECONDS", 0.5)
+    symbolic.are_equivalent("x", "y")  # imports math-verify
+    monkeypatch.setattr(symbolic, "TIMEOUT_SECONDS", 0.5)
     for answer in HOSTILE[::every]:
         began = time.monotonic()
         assert reward("x+17", f"\\boxed{{{answer}}}") == 0.0

@@ -11,7 +11,7 @@ from pipeline.config import TrainedModelConfig
 from pipeline.data.batches import RowStream
 from pipeline.data.sharing.prompts import PromptRecord
 from rewards.config import RewardConfig
-from rewards.contract import Scored
+from rewards.contract import SourceResults
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.rewards import raw_scores
@@ -60,7 +60,7 @@ def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])
     config = PPOConfig(rewards=(RewardConfig(name="a", kind="math"),), drop_solved=1.0)
-    prompts.drop_solved(first, {"a": Scored(rewards.tolist(), [None] * 4)}, config)
+    prompts.drop_solved(first, {"a": SourceResults(rewards.tolist(), [None] * 4)}, config)
     order = make_prompts().stream.take(4)
     assert prompts.stream.dropped == {order[0], order[3]}
     dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
@@ -148,8 +148,8 @@ def test_a_prompt_is_solved_if_all_rewards_that_apply_are_at_their_maximum(toy: 
     config = toy_config(toy, **GRPO, rewards=sources)
     prompts = make_prompts()
     batch, failed = prompts.next_batch(), [None] * 7 + ["it failed"]
-    right = Scored([1.0, 1.0, 0.9, 1.0, None, 0.0, 1.0, 1.0], failed)
-    short = Scored([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.1, 0.0], [None] * 8)
+    right = SourceResults([1.0, 1.0, 0.9, 1.0, None, 0.0, 1.0, 1.0], failed)
+    short = SourceResults([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.1, 0.0], [None] * 8)
 
     prompts.drop_solved(batch, {"right": right, "short": short}, replace(config, drop_solved=0.5))
 
