@@ -21,10 +21,10 @@ from pipeline.launch.commands import (
     step_environment,
     visible_devices,
 )
-from pipeline.launch.layout import Deployment, Layout, layout
-from pipeline.launch.local import passed_on
+from pipeline.launch.layout import Deployment, Layout, resolve_layout
+from pipeline.launch.local import forwarded_variables
 from pipeline.launch.preflight import check_machines
-from pipeline.launch.remote import RemoteCommand, run_everywhere
+from pipeline.launch.remote import RemoteCommand, run_on_all_hosts
 from pipeline.system.errors import require
 
 
@@ -40,33 +40,34 @@ class _Options(Deployment):
 
 def main(argv: Sequence[str]) -> None:
     """Run a module on all machines; exit with its code."""
-    deployment, step = parse(argv)
-    where = layout(deployment)
-    if where.by == "ray":
+    deployment, step = parse_arguments(argv)
+    layout = resolve_layout(deployment)
+    if layout.launcher == "ray":
         from pipeline.launch.on_ray import run_on_ray
 
-        raise SystemExit(run_on_ray(step, where))
+        raise SystemExit(run_on_ray(step, layout))
     if not deployment.no_check:
-        check_machines(where, deployment, Path.cwd())
-    if where.by == "ssh":
-        raise SystemExit(run_by_ssh(step, where, deployment))
-    ending = run_child(launch_command(step, where, deployment), step_environment(where, deployment))
-    raise SystemExit(ending.code if ending.code >= 0 else 128 - ending.code)
+        check_machines(layout, deployment, Path.cwd())
+    if layout.launcher == "ssh":
+        raise SystemExit(run_over_ssh(step, layout, deployment))
+    command = launch_command(step, layout, deployment)
+    code = run_child(command, step_environment(layout, deployment)).code
+    raise SystemExit(code if code >= 0 else 128 - code)
 
 
-def run_by_ssh(step: Sequence[str], where: Layout, deployment: Deployment) -> int:
+def run_over_ssh(step: Sequence[str], layout: Layout, deployment: Deployment) -> int:
     """Run a step on all hosts; return its exit code."""
-    variables = passed_on(os.environ)
+    variables = forwarded_variables(os.environ)
     remotes: list[RemoteCommand] = []
-    for rank, host in enumerate(where.hosts):
-        there = [*REMOTE, *node_command(step, where, rank)]
-        command = host_command(there, host, where, deployment)
-        devices = {} if host.is_whole else visible_devices(host)
+    for rank, host in enumerate(layout.hosts):
+        remote_command = [*REMOTE, *node_command(step, layout, rank)]
+        command = host_command(remote_command, host, layout, deployment)
+        devices = {} if host.has_first_slots else visible_devices(host)
         remotes.append(RemoteCommand(host.name, command, {**variables, **devices}))
-    return run_everywhere(remotes)
+    return run_on_all_hosts(remotes)
 
 
-def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
+def parse_arguments(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
     """The options, and the module with its settings from `-m` on.
 
     `--help` prints and exits with code 0.
@@ -74,14 +75,14 @@ def parse(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
     Raises:
         ConfigError: an option is unknown, or there is no module.
     """
-    at = list(argv).index("-m") if "-m" in argv else len(argv)
+    index = list(argv).index("-m") if "-m" in argv else len(argv)
     deployment = read_command(
         _Options,
-        argv[:at],
+        argv[:index],
         usage="python -m pipeline.launch.cluster [OPTION ...] -m MODULE [SETTING ...]",
         about="Run a module on several machines, torchrun on each.",
     )
-    step = list(argv[at:])
+    step = list(argv[index:])
     require(
         len(step) > 1 and not step[1].startswith("-"),
         "-m needs a module; end the command with -m MODULE and its options, such as -m"

@@ -16,13 +16,13 @@ MAX_RESTARTS = 10
 MOUNT = "/volume"
 
 
-def job_set(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
+def job_set_manifest(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
     """The manifest in YAML, named after the output directory; `options` are those of `train.py`."""
     slug = re.sub("[^a-z0-9]+", "-", f"rlhf {out.name}".lower())
     name = slug[:40].strip("-")  # names of pods, which are longer, are limited to 63 characters
     first_pod = f"{name}-nodes-0-0.{name}"
-    words = [word.replace("$", "$$") for word in options]  # Kubernetes would expand $(NAME)
-    own = f"--deployment-type multi_node --image null --volume null --master-addr {first_pod}"
+    arguments = [word.replace("$", "$$") for word in options]  # Kubernetes would expand $(NAME)
+    overrides = f"--deployment-type multi_node --image null --volume null --master-addr {first_pod}"
     mounts = {"volume": MOUNT, "shm": "/dev/shm"}
     pod = {
         "restartPolicy": "Never",
@@ -30,7 +30,7 @@ def job_set(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
             {
                 "name": "train",
                 "image": deployment.image,
-                "command": ["rlhf", *words, *own.split(), "--resume"],
+                "command": ["rlhf", *arguments, *overrides.split(), "--resume"],
                 "workingDir": MOUNT,
                 "envFrom": [{"secretRef": {"name": name, "optional": True}}],
                 "resources": {"limits": {"nvidia.com/gpu": deployment.num_gpus}},

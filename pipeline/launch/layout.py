@@ -24,7 +24,7 @@ from pipeline.system.errors import ConfigError, require, suggestion
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 """ssh without a password prompt, which detects a lost connection within a minute."""
 
-OF_TYPES = (
+RESTRICTED_OPTIONS = (
     (("hostfile", "master_addr", "master_port"), "multi_node"),
     (("image", "volume"), "kubernetes"),
     (("num_nodes",), "multi_node, ray or kubernetes"),
@@ -33,7 +33,7 @@ OF_TYPES = (
 )
 """Options for some types of deployment only."""
 
-EXCLUSIVE = (
+EXCLUSIVE_OPTIONS = (
     ("include", "exclude"),
     *((name, other) for name in ("include", "exclude") for other in ("num_gpus", "num_nodes")),
     *((name, "num_processes") for name in ("include", "exclude", "num_gpus")),
@@ -43,9 +43,9 @@ EXCLUSIVE = (
 PORT = 29500
 """Default rendezvous port, as with torchrun and DeepSpeed."""
 
-LINE = re.compile(r"(?P<name>[\w.@\[\]:%][\w.@\[\]:%-]*)\s+slots=(?P<slots>[1-9]\d*)")
+HOST_LINE = re.compile(r"(?P<name>[\w.@\[\]:%][\w.@\[\]:%-]*)\s+slots=(?P<slots>[1-9]\d*)")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-NODES = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
+NODE_PATTERN = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
 """One part of SLURM's list of names."""
 
 
@@ -103,30 +103,31 @@ class Deployment:
     """Start multi_node without checking the machines first."""
 
     def __post_init__(self) -> None:
-        many = self.deployment_type == "multi_node"
+        is_multi_node = self.deployment_type == "multi_node"
         require(
             self.num_processes is None or self.deployment_type == "single_node",
             "--num-processes needs --deployment-type single_node"
-            + ("; --num-gpus counts the processes on each machine" if many else ""),
+            + ("; --num-gpus counts the processes on each machine" if is_multi_node else ""),
         )
         for name in ("num_processes", "num_gpus", "num_nodes"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{spelled(name)} must be above 0, got {value}")
-        for names, types in OF_TYPES:
+            require(value is None or value > 0, f"{option_name(name)} must be above 0, got {value}")
+        for names, types in RESTRICTED_OPTIONS:
             for name in names:
                 require(
                     self.deployment_type in types or getattr(self, name) is None,
-                    f"{spelled(name)} needs --deployment-type {types}",
+                    f"{option_name(name)} needs --deployment-type {types}",
                 )
         for name in ("image", "volume", "num_nodes", "num_gpus"):
             require(
                 self.deployment_type != "kubernetes" or bool(getattr(self, name)),
-                f"--deployment-type kubernetes needs {spelled(name)}",
+                f"--deployment-type kubernetes needs {option_name(name)}",
             )
-        for name, other in EXCLUSIVE:
+        for name, other in EXCLUSIVE_OPTIONS:
             require(
                 getattr(self, name) is None or getattr(self, other) is None,
-                f"{spelled(name)} can't be combined with {spelled(other)}; omit {spelled(other)}",
+                f"{option_name(name)} can't be combined with {option_name(other)}; omit"
+                f" {option_name(other)}",
             )
         require(
             self.master_port is None or 0 < self.master_port < 65536,
@@ -134,12 +135,12 @@ class Deployment:
         )
 
     @property
-    def filters(self) -> str | None:
+    def host_filter(self) -> str | None:
         """The value of --include or --exclude, if one of them is given."""
         return self.include or self.exclude
 
 
-def spelled(name: str) -> str:
+def option_name(name: str) -> str:
     """The spelling of an option: --num-gpus for `num_gpus`."""
     return f"--{name.replace('_', '-')}"
 
@@ -154,11 +155,11 @@ class Host:
     slots: tuple[int, ...]
     """Devices used on the host, one process each, in order."""
 
-    place: str = ""
+    location: str = ""
     """Line in the host file, for error messages: `hosts:2`."""
 
     @property
-    def is_whole(self) -> bool:
+    def has_first_slots(self) -> bool:
         """Whether the slots are the first ones, so that no device must be hidden."""
         return self.slots == tuple(range(len(self.slots)))
 
@@ -167,7 +168,7 @@ class Host:
 class Layout:
     """Placement of the processes of a step."""
 
-    by: Literal["process", "node", "ssh", "slurm", "ray", "pod"]
+    launcher: Literal["process", "node", "ssh", "slurm", "ray", "pod"]
     """The launcher: Python alone, torchrun on this machine, torchrun on each machine through ssh,
     srun or Ray, or `train.py` in each pod of an indexed Job."""
 
@@ -183,15 +184,16 @@ class Layout:
     @property
     def processes(self) -> int | None:
         """Number of processes of the step; None for one without torchrun."""
-        return None if self.by == "process" else sum(len(host.slots) for host in self.hosts)
+        return None if self.launcher == "process" else sum(len(host.slots) for host in self.hosts)
 
     def __str__(self) -> str:
         processes = "1 process" if (self.processes or 1) == 1 else f"{self.processes} processes"
         machines = "1 machine" if len(self.hosts) == 1 else f"{len(self.hosts)} machines"
-        return f"{processes} each" + ("" if self.by in ("process", "node") else f" on {machines}")
+        is_local = self.launcher in ("process", "node")
+        return f"{processes} each" + ("" if is_local else f" on {machines}")
 
 
-def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) -> Layout:
+def resolve_layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) -> Layout:
     """Return the placement of a step's processes from the options and a scheduler's environment.
 
     Raises:
@@ -200,35 +202,35 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
     if deployment.deployment_type == "single_gpu":
         return Layout("process")
     if deployment.deployment_type == "single_node":
-        return Layout("node", (_this_machine(deployment),))
+        return Layout("node", (_local_host(deployment),))
     if deployment.deployment_type == "ray":
-        return _by_ray(deployment)
+        return _ray_layout(deployment)
     if deployment.hostfile is not None:
-        return _by_ssh(deployment)
+        return _ssh_layout(deployment)
     if "SLURM_JOB_ID" in environment:
-        return _by_slurm(deployment, environment)
+        return _slurm_layout(deployment, environment)
     if "JOB_COMPLETION_INDEX" in environment:
-        return _by_pod(deployment, int(environment["JOB_COMPLETION_INDEX"]))
+        return _pod_layout(deployment, int(environment["JOB_COMPLETION_INDEX"]))
     raise ConfigError("--deployment-type multi_node needs --hostfile FILE, or a SLURM allocation")
 
 
 def is_this_machine(name: str) -> bool:
     """Whether a host's name is that of this machine."""
-    own = socket.gethostname()
-    return name in (*THIS_MACHINE, own, own.partition(".")[0])
+    hostname = socket.gethostname()
+    return name in (*THIS_MACHINE, hostname, hostname.partition(".")[0])
 
 
-def _this_machine(deployment: Deployment) -> Host:
-    if deployment.filters is None:
+def _local_host(deployment: Deployment) -> Host:
+    if deployment.host_filter is None:
         option = "--num-processes" if deployment.num_gpus is None else "--num-gpus"
         number = count_processes(deployment.num_processes or deployment.num_gpus, option=option)
         return Host("localhost", tuple(range(number)))
-    whole = Host("localhost", tuple(range(len(list_gpus(hidden=True)) or CPU_PROCESSES)))
-    (host,) = select_hosts([whole], include=deployment.include, exclude=deployment.exclude)
+    all_slots = Host("localhost", tuple(range(len(list_gpus(hidden=True)) or CPU_PROCESSES)))
+    (host,) = select_hosts([all_slots], include=deployment.include, exclude=deployment.exclude)
     return host
 
 
-def _by_ssh(deployment: Deployment) -> Layout:
+def _ssh_layout(deployment: Deployment) -> Layout:
     hosts = select_hosts(
         read_hostfile(deployment.hostfile or Path()),
         include=deployment.include,
@@ -239,51 +241,49 @@ def _by_ssh(deployment: Deployment) -> Layout:
     local = [host for host in hosts if host.name in THIS_MACHINE]
     if local and len(hosts) > 1:
         raise ConfigError(
-            f"{local[0].place}: {local[0].name} is a different machine on every host; use the name"
-            " by which the others reach it"
+            f"{local[0].location}: {local[0].name} is a different machine on every host; use the"
+            " name by which the others reach it"
         )
     address = deployment.master_addr or hosts[0].name.rpartition("@")[2]
     port = deployment.master_port or PORT
     return Layout("ssh", tuple(hosts), address, port)
 
 
-def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
+def _slurm_layout(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     require(
-        deployment.filters is None,
+        deployment.host_filter is None,
         "--include and --exclude need --hostfile; SLURM has its own --nodelist and --exclude",
     )
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
-    most = deployment.num_nodes or len(names)
-    require(
-        most <= len(names), f"--num-nodes {most} exceeds the {len(names)} nodes of the allocation"
-    )
+    num_nodes, count = deployment.num_nodes or len(names), len(names)
+    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the allocation's {count} nodes")
     gpus = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
-    each = deployment.num_gpus or (int(gpus[0]) if gpus else 0) or count_processes(None)
-    hosts = tuple(Host(name, tuple(range(each))) for name in names[:most])
+    slots = deployment.num_gpus or (int(gpus[0]) if gpus else 0) or count_processes(None)
+    hosts = tuple(Host(name, tuple(range(slots))) for name in names[:num_nodes])
     # Jobs may share a machine; job IDs give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
     return Layout("slurm", hosts, deployment.master_addr or names[0], port)
 
 
-def _by_pod(deployment: Deployment, rank: int) -> Layout:
-    nodes, each, address = deployment.num_nodes, deployment.num_gpus, deployment.master_addr
-    if nodes is None or each is None or address is None:
+def _pod_layout(deployment: Deployment, rank: int) -> Layout:
+    nodes, gpus, address = deployment.num_nodes, deployment.num_gpus, deployment.master_addr
+    if nodes is None or gpus is None or address is None:
         raise ConfigError("a pod of an indexed Job needs --num-nodes, --num-gpus and --master-addr")
-    hosts = tuple(Host(f"pod {i}", tuple(range(each))) for i in range(nodes))
+    hosts = tuple(Host(f"pod {i}", tuple(range(gpus))) for i in range(nodes))
     return Layout("pod", hosts, address, deployment.master_port or PORT, rank)
 
 
-def _by_ray(deployment: Deployment) -> Layout:
+def _ray_layout(deployment: Deployment) -> Layout:
     require(
         find_spec("ray") is not None,
         '--deployment-type ray needs the package ray: pip install "rlhf-pipeline[ray]"',
     )
-    nodes, each = deployment.num_nodes, deployment.num_gpus
-    if nodes is None or each is None:
+    nodes, gpus = deployment.num_nodes, deployment.num_gpus
+    if nodes is None or gpus is None:
         from pipeline.launch.ray_cluster import count_nodes
 
-        nodes, each = count_nodes(nodes, each)
-    return Layout("ray", tuple(Host(f"node {i}", tuple(range(each))) for i in range(nodes)))
+        nodes, gpus = count_nodes(nodes, gpus)
+    return Layout("ray", tuple(Host(f"node {i}", tuple(range(gpus))) for i in range(nodes)))
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -292,18 +292,18 @@ def expand_nodelist(text: str) -> list[str]:
     Raises:
         ConfigError: the list is empty or malformed.
     """
-    if not re.fullmatch(f"{NODES}(,{NODES})*", text):
+    if not re.fullmatch(f"{NODE_PATTERN}(,{NODE_PATTERN})*", text):
         raise ConfigError(
             f"SLURM_JOB_NODELIST {text!r} has no hosts; run this inside sbatch or salloc"
         )
     names: list[str] = []
-    for part in re.finditer(NODES, text):
+    for part in re.finditer(NODE_PATTERN, text):
         prefix, bracket, rest = part[0].partition("[")
         inside, _, suffix = rest.partition("]")
         for item in inside.split(",") if bracket else [""]:
             first, _, last = item.partition("-")
             numbers = range(int(first), int(last or first) + 1) if first else [""]
-            names += [f"{prefix}{str(each).zfill(len(first))}{suffix}" for each in numbers]
+            names += [f"{prefix}{str(number).zfill(len(first))}{suffix}" for number in numbers]
     return names
 
 
@@ -319,15 +319,12 @@ def read_hostfile(path: Path) -> list[Host]:
         raise ConfigError(f"--hostfile {path} can't be read: {error}") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].strip()
-        if not words:
+        content = line.partition("#")[0].strip()
+        if not content:
             continue
-        match = LINE.fullmatch(words)
-        require(
-            match is not None,
-            f"{path}:{number}: expected `worker-0 slots=8`, got {words!r}",
-        )
-        assert match is not None
+        match = HOST_LINE.fullmatch(content)
+        if match is None:
+            raise ConfigError(f"{path}:{number}: expected `worker-0 slots=8`, got {content!r}")
         name = match["name"]
         require(name not in hosts, f"{path}:{number}: {name} is listed twice; merge the lines")
         hosts[name] = Host(name, tuple(range(int(match["slots"]))), f"{path}:{number}")
@@ -349,14 +346,14 @@ def select_hosts(
         ConfigError: an option is malformed, names an unknown host or slot, or leaves nothing.
     """
     if include is not None:
-        named = _filter("--include", include, hosts)
-        hosts = [replace(host, slots=named[host.name]) for host in hosts if host.name in named]
+        selected = _parse_filter("--include", include, hosts)
+        hosts = [replace(h, slots=selected[h.name]) for h in hosts if h.name in selected]
     if exclude is not None:
-        named = _filter("--exclude", exclude, hosts)
+        selected = _parse_filter("--exclude", exclude, hosts)
         hosts = [
-            replace(host, slots=tuple(each for each in host.slots if each not in left_out))
+            replace(host, slots=tuple(slot for slot in host.slots if slot not in excluded))
             for host in hosts
-            for left_out in [named.get(host.name, ())]
+            for excluded in [selected.get(host.name, ())]
         ]
         hosts = [host for host in hosts if host.slots]
         require(bool(hosts), f"--exclude {exclude} leaves no host")
@@ -368,16 +365,16 @@ def select_hosts(
             require(
                 num_gpus <= len(host.slots),
                 f"--num-gpus {num_gpus} exceeds the {len(host.slots)} slots of {host.name}"
-                f" ({host.place})",
+                f" ({host.location})",
             )
         hosts = [replace(host, slots=host.slots[:num_gpus]) for host in hosts]
     return list(hosts)
 
 
-def _filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
+def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
     """Slots by host in the notation `worker-0@worker-1:0,2`."""
     known = {host.name: host for host in hosts}
-    named: dict[str, tuple[int, ...]] = {}
+    selected: dict[str, tuple[int, ...]] = {}
     for part in text.split("@"):
         match = re.fullmatch(r"([^:\s]+)(?::(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*))?", part.strip())
         if match is None:
@@ -387,18 +384,18 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple
             raise ConfigError(
                 f"{option} {text}: there is no host {name}; {suggestion(name, known)}"
             )
-        require(name not in named, f"{option} {text}: {name} is listed twice")
+        require(name not in selected, f"{option} {text}: {name} is listed twice")
         host = known[name]
         chosen = host.slots
         if slots is not None:
-            spans = [each.partition("-") for each in slots.split(",")]
-            numbers = {n for a, _, b in spans for n in range(int(a), int(b or a) + 1)}
+            ranges = [item.partition("-") for item in slots.split(",")]
+            numbers = {n for a, _, b in ranges for n in range(int(a), int(b or a) + 1)}
             missing = sorted(numbers - set(host.slots))
             require(
                 not missing and bool(numbers),
                 f"{option} {text}: {name} has no slot {missing[0] if missing else slots}, only"
-                f" {len(host.slots)} of them{f' ({host.place})' if host.place else ''}",
+                f" {len(host.slots)} of them{f' ({host.location})' if host.location else ''}",
             )
             chosen = tuple(sorted(numbers))
-        named[name] = chosen
-    return named
+        selected[name] = chosen
+    return selected

@@ -17,7 +17,7 @@ from pipeline.system.errors import ConfigError
 CPU_PROCESSES = 2
 """Default number of processes on a machine without a GPU."""
 
-PASSED_ON = re.compile(
+FORWARDED = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS)_\w+"
     r"|(WANDB|TRACKIO|MLFLOW)_\w+|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+"
     r"|CUBLAS_WORKSPACE_CONFIG|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
@@ -44,11 +44,10 @@ def list_gpus(*, hidden: bool = False) -> list[str]:
     """Indices or names of the GPUs that this process may use, or of all if `hidden`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
-        return [gpu for each in visible.split(",") if (gpu := each.strip()) not in ("", "-1")]
+        return [gpu for name in visible.split(",") if (gpu := name.strip()) not in ("", "-1")]
     if shutil.which("nvidia-smi") is None:  # as in some containers
-        return sorted(
-            each.name.removeprefix("nvidia") for each in Path("/dev").glob("nvidia[0-9]*")
-        )
+        devices = Path("/dev").glob("nvidia[0-9]*")
+        return sorted(device.name.removeprefix("nvidia") for device in devices)
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     return [str(number) for number in range(count)]
@@ -76,6 +75,6 @@ def query_gpus() -> list[Gpu]:
     ]
 
 
-def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of this machine that remote processes also get."""
-    return {name: value for name, value in environment.items() if PASSED_ON.fullmatch(name)}
+    return {name: value for name, value in environment.items() if FORWARDED.fullmatch(name)}

@@ -27,36 +27,36 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pipeline.cli.options import remark
 from pipeline.launch.commands import REMOTE, node_command, shell_line
 from pipeline.launch.layout import Layout
-from pipeline.launch.local import passed_on
-from pipeline.launch.ray_cluster import NODE_LOST, PATIENCE_SECONDS, connected, process_resource
-from pipeline.launch.remote import LOST, RemoteCommand, run_everywhere
+from pipeline.launch.local import forwarded_variables
+from pipeline.launch.ray_cluster import NODE_LOST, TIMEOUT_SECONDS, process_resource, ray_connection
+from pipeline.launch.remote import EXIT_LOST, RemoteCommand, run_on_all_hosts
 
 
-def run_on_ray(step: Sequence[str], where: Layout) -> int:
+def run_on_ray(step: Sequence[str], layout: Layout) -> int:
     """Run a step on the nodes; return its exit code."""
-    with connected():
-        nodes = _reserve(where)
-        places = ray.get([node.find_place.remote() for node in nodes])
-        where = replace(where, address=places[0][0], port=places[0][1])
+    with ray_connection():
+        nodes = _reserve_nodes(layout)
+        addresses = ray.get([node.find_address.remote() for node in nodes])
+        layout = replace(layout, address=addresses[0][0], port=addresses[0][1])
         remotes = [
             RemoteCommand(
                 f"{host.name} ({address})",
-                ["sh", "-c", shell_line([*REMOTE, *node_command(step, where, rank)])],
-                passed_on(os.environ),
+                ["sh", "-c", shell_line([*REMOTE, *node_command(step, layout, rank)])],
+                forwarded_variables(os.environ),
                 start=partial(_Process, nodes[rank]),
-                lost=NODE_LOST,
+                lost_message=NODE_LOST,
             )
-            for rank, (host, (address, _)) in enumerate(zip(where.hosts, places, strict=True))
+            for rank, (host, (address, _)) in enumerate(zip(layout.hosts, addresses, strict=True))
         ]
-        return run_everywhere(remotes)
+        return run_on_all_hosts(remotes)
 
 
-def _reserve(where: Layout) -> list[Any]:
+def _reserve_nodes(layout: Layout) -> list[Any]:
     """Wait for free nodes; return an actor on each."""
-    device, number = process_resource([ray.cluster_resources()]), len(where.hosts[0].slots)
-    group = placement_group([{device: number}] * len(where.hosts), strategy="STRICT_SPREAD")
-    if not group.wait(PATIENCE_SECONDS):
-        remark(f"waiting for {len(where.hosts)} nodes of Ray with {number} free {device} each")
+    device, number = process_resource([ray.cluster_resources()]), len(layout.hosts[0].slots)
+    group = placement_group([{device: number}] * len(layout.hosts), strategy="STRICT_SPREAD")
+    if not group.wait(TIMEOUT_SECONDS):
+        remark(f"waiting for {len(layout.hosts)} nodes of Ray with {number} free {device} each")
         ray.get(group.ready())
     # By value, since the Python of the cluster may have no other package than Ray.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -70,14 +70,14 @@ def _reserve(where: Layout) -> list[Any]:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
         )
         .remote()
-        for rank in range(len(where.hosts))
+        for rank in range(len(layout.hosts))
     ]
 
 
 class _Node:
     """The actor on a node."""
 
-    def find_place(self) -> tuple[str, int]:
+    def find_address(self) -> tuple[str, int]:
         """The address of the node, and a port that is free there."""
         with socket.socket() as server:
             server.bind(("", 0))
@@ -121,7 +121,7 @@ class _Process:
         self.wait = thread.join
 
     def _read(self, *sinks: int) -> None:
-        code = LOST
+        code = EXIT_LOST
         with suppress(RayError):
             for reference in self._node.read.remote():
                 number, data = ray.get(reference)

@@ -16,19 +16,19 @@ from importlib import metadata
 from pathlib import Path
 
 from pipeline.cli.options import complain
-from pipeline.launch.commands import MISSING, host_command
+from pipeline.launch.commands import MISSING_REASONS, host_command
 from pipeline.launch.layout import Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import OWN_PACKAGES, ROOT
 
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 """Seconds for a machine to reply; starting Python from a slow file system takes time."""
 
-IN_USE = 0.1
+MAX_USED_FRACTION = 0.1
 """Fraction of used GPU memory above which another job is assumed to use the GPU."""
 
-MARK = "rlhf machine: "
+REPORT_PREFIX = "rlhf machine: "
 """Prefix of the JSON line, since a login shell may print a greeting first."""
 
 CODE = "the code of this repository"
@@ -48,36 +48,36 @@ class Machine:
     """Whether the machine sees the launcher's file in the output directory."""
 
 
-def check_machines(where: Layout, deployment: Deployment, directory: Path) -> None:
+def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> None:
     """Check the machines; pods, which have one image and one volume, are not checked.
 
     Args:
-        where: the machines.
+        layout: the machines.
         deployment: the options.
         directory: output directory, which need not exist.
 
     Raises:
         ConfigError: there are problems; the message has a sentence for each.
     """
-    if where.by == "pod":
+    if layout.launcher == "pod":
         return
     directory = directory.expanduser().absolute()
     directory = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     try:  # machines that see this file share the directory
-        mark = tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=directory)  # noqa: SIM115
+        marker = tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=directory)  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"{directory} is not writable: {error}") from None
-    with mark, ThreadPoolExecutor(len(where.hosts)) as pool:
-        command = (sys.executable, "-m", "pipeline.launch.preflight", mark.name)
-        commands = [host_command(command, host, where, deployment) for host in where.hosts]
-        replies = dict(zip(where.hosts, pool.map(_probe, where.hosts, commands), strict=True))
+    with marker, ThreadPoolExecutor(len(layout.hosts)) as pool:
+        command = (sys.executable, "-m", "pipeline.launch.preflight", marker.name)
+        commands = [host_command(command, host, layout, deployment) for host in layout.hosts]
+        replies = dict(zip(layout.hosts, pool.map(_probe, layout.hosts, commands), strict=True))
     machines = {host: reply for host, reply in replies.items() if isinstance(reply, Machine)}
     problems = [reply for reply in replies.values() if isinstance(reply, str)]
     for host, machine in machines.items():
         first = next(iter(machines.values()))
-        any_gpus = any(other.gpus for other in machines.values())
-        problems += _compare_versions(host, machine, where.hosts[0], first)
-        problems += _check_devices(host, machine) if any_gpus else []
+        has_gpus = any(other.gpus for other in machines.values())
+        problems += _compare_versions(host, machine, layout.hosts[0], first)
+        problems += _check_devices(host, machine) if has_gpus else []
         if not machine.shared:
             problems.append(
                 f"{host.name} can't access this machine's {directory}; put --output-dir on a file"
@@ -91,32 +91,34 @@ def check_machines(where: Layout, deployment: Deployment, directory: Path) -> No
 
 def _probe(host: Host, command: Sequence[str]) -> Machine | str:
     """The report of a machine, or the reason for a missing one and its fix."""
-    place = f" ({host.place})" if host.place else ""
-    by_hand = f"`{' '.join(command[:-1])} true`"
+    location = f" ({host.location})" if host.location else ""
+    manual = f"`{' '.join(command[:-1])} true`"
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"{host.name}{place} has not answered within {PATIENCE_SECONDS:.0f} s; try {by_hand}"
-    for line in ended.stdout.splitlines():
-        if line.startswith(MARK):
-            values = json.loads(line.removeprefix(MARK))
+        return (
+            f"{host.name}{location} has not answered within {TIMEOUT_SECONDS:.0f} s; try {manual}"
+        )
+    for line in result.stdout.splitlines():
+        if line.startswith(REPORT_PREFIX):
+            values = json.loads(line.removeprefix(REPORT_PREFIX))
             return Machine(**values | {"gpus": [Gpu(*gpu) for gpu in values["gpus"]]})
-    message = (ended.stderr.strip().splitlines() or [""])[-1].strip()
-    code = ended.returncode
+    message = (result.stderr.strip().splitlines() or [""])[-1].strip()
+    code = result.returncode
     if code == 255:
         return (
-            f"{host.name}{place} can't be reached: {message or 'ssh failed'}; {by_hand} must work"
+            f"{host.name}{location} can't be reached: {message or 'ssh failed'}; {manual} must work"
             " without a password"
         )
-    if code in MISSING:
-        return f"{host.name} {MISSING[code]}"
+    if code in MISSING_REASONS:
+        return f"{host.name} {MISSING_REASONS[code]}"
     return (
         f"{host.name} can't run this code (exit code {code}): {message or 'no message'}; install"
         " the same environment and check out the same commit there, at the same paths"
@@ -139,13 +141,13 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
     if max(host.slots) >= len(machine.gpus):
         yield (
             f"{host.name} has {len(machine.gpus)} GPUs, but slot {max(host.slots)} is"
-            f" requested{f' ({host.place})' if host.place else ''}; correct its slots, or check its"
-            " driver with nvidia-smi"
+            f" requested{f' ({host.location})' if host.location else ''}; correct its slots, or"
+            " check its driver with nvidia-smi"
         )
         return
     for slot in host.slots:
         gpu = machine.gpus[slot]
-        if gpu.used_mib > IN_USE * gpu.total_mib:
+        if gpu.used_mib > MAX_USED_FRACTION * gpu.total_mib:
             yield (
                 f"GPU {slot} of {host.name} has {gpu.used_mib / 1024:.1f} of"
                 f" {gpu.total_mib / 1024:.0f} GiB in use; stop that job, or exclude the GPU with"
@@ -156,15 +158,15 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
 # The report of a machine
 
 
-def main(mark: Path) -> None:
-    """Print the report of this machine; `mark` is the launcher's file in the output directory."""
+def main(marker: Path) -> None:
+    """Print the report of this machine; `marker` is the launcher's file in the output directory."""
     packages = {name: _package_version(name) for name in PACKAGES}
     machine = Machine(
         versions={"Python": platform.python_version(), **packages, CODE: _code_hash()},
         gpus=query_gpus(),
-        shared=mark.is_file(),
+        shared=marker.is_file(),
     )
-    sys.stdout.write(f"{MARK}{json.dumps(asdict(machine))}\n")
+    sys.stdout.write(f"{REPORT_PREFIX}{json.dumps(asdict(machine))}\n")
 
 
 def _code_hash() -> str:

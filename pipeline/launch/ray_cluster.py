@@ -13,19 +13,19 @@ from pipeline.cli.options import complain
 from pipeline.launch.local import CPU_PROCESSES
 from pipeline.system.errors import EXIT_FAILED, ConfigError, require
 
-PATIENCE_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 """Seconds to connect, and to wait for free nodes before a message."""
 
 NODE_LOST = "the node was lost; --resume continues on the nodes that remain"
 
 
 @contextmanager
-def connected() -> Iterator[None]:
+def ray_connection() -> Iterator[None]:
     """Connect to the cluster at RAY_ADDRESS, else to that of this machine, or raise ConfigError."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
     try:
-        if port.isdigit() and not _listens(host.rpartition("/")[2], int(port)):
+        if port.isdigit() and not _is_listening(host.rpartition("/")[2], int(port)):
             raise ConnectionError  # noqa: TRY301  # Ray itself retries for many minutes
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
@@ -42,28 +42,28 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def _listens(host: str, port: int) -> bool:
-    with suppress(OSError), socket.create_connection((host, port), PATIENCE_SECONDS):
+def _is_listening(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), TIMEOUT_SECONDS):
         return True
     return False
 
 
 def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
     """The number of nodes and of processes on each: as given, else all that the cluster has."""
-    with connected():
+    with ray_connection():
         resources = [
             node["Resources"]
             for node in ray.nodes()  # Ray takes half a minute to notice a lost one
-            if node["Alive"] and _listens(node["NodeManagerAddress"], node["NodeManagerPort"])
+            if node["Alive"] and _is_listening(node["NodeManagerAddress"], node["NodeManagerPort"])
         ]
     device = process_resource(resources)
-    counts = sorted((int(each.get(device, 0)) for each in resources), reverse=True)
-    counts = [each for each in counts if each >= (processes or 1)][:nodes]
+    counts = sorted((int(node.get(device, 0)) for node in resources), reverse=True)
+    counts = [count for count in counts if count >= (processes or 1)][:nodes]
     require(bool(counts), f"no node of the Ray cluster has {processes or 1} {device}s")
-    most = counts[-1] if device == "GPU" else min(counts[-1], CPU_PROCESSES)
-    return nodes or len(counts), processes or most
+    max_processes = counts[-1] if device == "GPU" else min(counts[-1], CPU_PROCESSES)
+    return nodes or len(counts), processes or max_processes
 
 
 def process_resource(resources: Sequence[Mapping[str, float]]) -> str:
     """The resource of one process: a GPU, or a CPU in a cluster without GPUs."""
-    return "GPU" if any(each.get("GPU") for each in resources) else "CPU"
+    return "GPU" if any(node.get("GPU") for node in resources) else "CPU"

@@ -23,28 +23,28 @@ import psutil
 
 from pipeline.cli.options import EXIT_USER_ERROR, complain
 from pipeline.launch.child import SIGNALS
-from pipeline.launch.commands import MISSING
+from pipeline.launch.commands import MISSING_REASONS
 from pipeline.system.signals import STOP_SIGNALS
 
 HEARTBEAT_SECONDS = 10.0
 """Seconds between two lines to a remote process."""
 
-LOST_SECONDS = 60.0
+HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a line after which a remote process assumes that the launcher is lost."""
 
-HEARING_SECONDS = 15.0
+FAILURE_GRACE_SECONDS = 15.0
 """Seconds for the other machines to end after a failure, before they get a signal."""
 
 GRACE_SECONDS = 30.0
 """Seconds for a command to end after a signal, before it or the connection is ended."""
 
-SAVING_SECONDS = 600.0
+SAVE_GRACE_SECONDS = 600.0
 """Seconds for processes to save their state after Ctrl-C or a scheduler's signal."""
 
-LOST = 255
+EXIT_LOST = 255
 """ssh's exit code if the connection, not the command, failed."""
 
-TICK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class RemoteCommand:
     start: Callable[..., Any] = subprocess.Popen
     """Starts the command, with the arguments of `subprocess.Popen`."""
 
-    lost: str = "the connection failed or was lost"
+    lost_message: str = "the connection failed or was lost"
     """Clause for a lost machine."""
 
 
-def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
+def run_on_all_hosts(remotes: Sequence[RemoteCommand]) -> int:
     """Run all commands to completion; return the exit code of the first failure, else 0.
 
     Output lines are prefixed with the host's name, and signals are forwarded to the commands.
@@ -73,14 +73,14 @@ def run_everywhere(remotes: Sequence[RemoteCommand]) -> int:
     """
     group = _Group()
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, group.note_signal) for number in handled}
+    previous_handlers = {number: signal.signal(number, group.record_signal) for number in handled}
     try:
-        group.commands = [_Command(each, prefixed=len(remotes) > 1) for each in remotes]
+        group.commands = [_Command(remote, prefixed=len(remotes) > 1) for remote in remotes]
         return group.wait()
     finally:
         for command in group.commands:
             command.close()
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -90,12 +90,12 @@ class _Group:
     def __init__(self) -> None:
         self.commands: list[_Command] = []
         self._signals: list[signal.Signals] = []
-        self._passed_on = 0
-        self._failed: _Command | None = None
+        self._num_forwarded = 0
+        self._first_failure: _Command | None = None
         self._deadline = float("inf")
         """Time at which running commands are signalled or, if they already were, disconnected."""
 
-    def note_signal(self, number: int, _frame: object) -> None:
+    def record_signal(self, number: int, _frame: object) -> None:
         """Store a signal for the loop to forward."""
         if number == signal.SIGHUP and self._signals:
             return  # closing a terminal sends more than one
@@ -103,50 +103,50 @@ class _Group:
 
     def wait(self) -> int:
         """Wait for all commands to end; return the exit code."""
-        beat = time.monotonic()
-        while running := [each for each in self.commands if each.poll() is None]:
-            self._pass_on(running)
-            if time.monotonic() >= beat:
-                beat += HEARTBEAT_SECONDS
+        next_heartbeat = time.monotonic()
+        while running := [command for command in self.commands if command.poll() is None]:
+            self._forward_signals(running)
+            if time.monotonic() >= next_heartbeat:
+                next_heartbeat += HEARTBEAT_SECONDS
                 for command in running:
                     command.send("")
-            self._note_failures(running)
+            self._handle_failures(running)
             if time.monotonic() >= self._deadline:
                 self._deadline = time.monotonic() + GRACE_SECONDS
                 for command in running:
-                    command.end()
-            time.sleep(TICK_SECONDS)
-        self._note_failures([])
+                    command.terminate()
+            time.sleep(POLL_SECONDS)
+        self._handle_failures([])
         for command in self.commands:
-            command.finish_output()
-        if self._failed is not None:
-            return self._failed.exit_code
+            command.drain_output()
+        if self._first_failure is not None:
+            return self._first_failure.exit_code
         if self._signals:
-            return next((each.exit_code for each in self.commands if each.exit_code), 0)
+            return next(filter(None, (command.exit_code for command in self.commands)), 0)
         return self.commands[0].exit_code
 
-    def _pass_on(self, running: Sequence["_Command"]) -> None:
-        for number in self._signals[self._passed_on :]:
-            self._passed_on += 1
+    def _forward_signals(self, running: Sequence["_Command"]) -> None:
+        for number in self._signals[self._num_forwarded :]:
+            self._num_forwarded += 1
             name = number.name if number in STOP_SIGNALS else signal.SIGINT.name
-            aborts = number == signal.SIGINT and self._passed_on > 1
-            self._deadline = time.monotonic() + (GRACE_SECONDS if aborts else SAVING_SECONDS)
+            aborts = number == signal.SIGINT and self._num_forwarded > 1
+            self._deadline = time.monotonic() + (GRACE_SECONDS if aborts else SAVE_GRACE_SECONDS)
             for command in running:
                 command.send(name)
 
-    def _note_failures(self, running: Sequence["_Command"]) -> None:
+    def _handle_failures(self, running: Sequence["_Command"]) -> None:
         for command in self.commands:
-            if not command.code or command.noticed:
+            if not command.code or command.failure_handled:
                 continue
-            command.noticed = True
-            command.finish_output()
-            if self._signals or (self._failed is not None and command.code != LOST):
+            command.failure_handled = True
+            command.drain_output()
+            if self._signals or (self._first_failure is not None and command.code != EXIT_LOST):
                 continue
             if command.code != EXIT_USER_ERROR:  # it has printed its error
                 complain(f"{command.describe()}{'; stopping the others' if running else ''}")
-            if self._failed is None:
-                self._failed = command
-                self._deadline = time.monotonic() + HEARING_SECONDS
+            if self._first_failure is None:
+                self._first_failure = command
+                self._deadline = time.monotonic() + FAILURE_GRACE_SECONDS
 
 
 class _Command:
@@ -155,9 +155,9 @@ class _Command:
     def __init__(self, remote: RemoteCommand, *, prefixed: bool) -> None:
         self.host = remote.host
         self.code: int | None = None
-        self.noticed = False
-        self._asked_to_end = False
-        self._lost = remote.lost
+        self.failure_handled = False
+        self._terminated = False
+        self._lost_message = remote.lost_message
         pipe = subprocess.PIPE
         self._process = remote.start(
             remote.command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0
@@ -166,7 +166,7 @@ class _Command:
         prefix = f"{remote.host}: ".encode() if prefixed else b""
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._threads = [
-            threading.Thread(target=_pass_lines, args=(source, sink, prefix), daemon=True)
+            threading.Thread(target=_forward_lines, args=(source, sink, prefix), daemon=True)
             for source, sink in streams
         ]
         for thread in self._threads:
@@ -181,7 +181,7 @@ class _Command:
     def exit_code(self) -> int:
         """The launcher's exit code, if this command determines it."""
         code = self.code or 0
-        if code == LOST:
+        if code == EXIT_LOST:
             return 1
         return code if code >= 0 else 128 - code
 
@@ -192,25 +192,25 @@ class _Command:
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Ask the command to end; a second call closes the connection."""
-        if self._asked_to_end:
+        if self._terminated:
             self.close()
-        self._asked_to_end = True
+        self._terminated = True
         self.send(signal.SIGTERM.name)
 
     def describe(self) -> str:
         """A clause that describes how it ended."""
-        if self.code == LOST:
-            return f"{self.host}: {self._lost}"
+        if self.code == EXIT_LOST:
+            return f"{self.host}: {self._lost_message}"
         code = self.exit_code
-        if code in MISSING:
-            return f"{self.host} {MISSING[code]}"
+        if code in MISSING_REASONS:
+            return f"{self.host} {MISSING_REASONS[code]}"
         if code > 128 and (number := code - 128) in set(signal.Signals):
             return f"{self.host} exited first, by {signal.Signals(number).name}"
         return f"{self.host} exited first, with exit code {code}"
 
-    def finish_output(self) -> None:
+    def drain_output(self) -> None:
         """Forward all output, before the command's end is reported."""
         for thread in self._threads:
             thread.join(timeout=5)
@@ -229,7 +229,7 @@ class _Command:
                 self._process.wait()
 
 
-def _pass_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
+def _forward_lines(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
     """Forward complete lines, so that lines from several machines don't mix."""
     for line in source:
         sink.buffer.write(prefix + line.rstrip(b"\n") + b"\n")  # pyrefly: ignore[missing-attribute]
@@ -243,34 +243,34 @@ STDIN = 0
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code, or 128 + n if signal n ended it."""
-    rest, is_open = b"", True
-    while b"\n" not in rest and is_open:
-        rest += (received := os.read(STDIN, 2**16))
+    buffer, is_open = b"", True
+    while b"\n" not in buffer and is_open:
+        buffer += (received := os.read(STDIN, 2**16))
         is_open = bool(received)
-    line, _, rest = rest.partition(b"\n")
+    line, _, buffer = buffer.partition(b"\n")
     command = subprocess.Popen(
         argv,
         env={**os.environ, **json.loads(line or "{}")},
         stdin=subprocess.DEVNULL,
         process_group=0,
     )
-    heard = time.monotonic()
+    last_received = time.monotonic()
     while command.poll() is None:
-        *lines, rest = rest.split(b"\n")
+        *lines, buffer = buffer.split(b"\n")
         for name in filter(None, lines):
             command.send_signal(signal.Signals[name.decode().strip()])
-        if not is_open or time.monotonic() - heard > LOST_SECONDS:
-            _end(command)
+        if not is_open or time.monotonic() - last_received > HEARTBEAT_TIMEOUT_SECONDS:
+            _terminate(command)
             with suppress(OSError):  # the reader may be gone too
                 sys.stderr.write("the launcher is gone; its processes here were stopped\n")
-        elif select.select([STDIN], [], [], TICK_SECONDS)[0]:
-            rest += (received := os.read(STDIN, 2**16))
-            is_open, heard = bool(received), time.monotonic()
+        elif select.select([STDIN], [], [], POLL_SECONDS)[0]:
+            buffer += (received := os.read(STDIN, 2**16))
+            is_open, last_received = bool(received), time.monotonic()
     code = command.returncode
     return code if code >= 0 else 128 - code
 
 
-def _end(command: subprocess.Popen[bytes]) -> None:
+def _terminate(command: subprocess.Popen[bytes]) -> None:
     """Ask the command to stop; after a grace period, kill all processes that it started."""
     started = psutil.Process(command.pid).children(recursive=True)
     command.terminate()

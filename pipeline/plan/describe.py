@@ -19,7 +19,7 @@ from pipeline.budget.machine import data_sheet_peak, describe_machine, measured_
 from pipeline.budget.memory import line, table
 from pipeline.budget.models import CountedModel, read_models
 from pipeline.config import StepConfig
-from pipeline.launch.commands import launch_command, node_command, step_words
+from pipeline.launch.commands import launch_command, node_command, step_arguments
 from pipeline.launch.local import query_gpus
 from pipeline.parallel.schedules import bubble
 from pipeline.plan.checks import Preview
@@ -140,7 +140,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
     previews = previews or {}
     steps = "step" if len(plan.stages) == 1 else "steps"
     lines = [
-        f"The plan: {len(plan.stages)} {steps}, {plan.where}, into"
+        f"The plan: {len(plan.stages)} {steps}, {plan.layout}, into"
         f" {plan.request.output_dir}. Nothing is run.",
         *plan.notes,
     ]
@@ -275,16 +275,16 @@ def _commands(plan: Plan) -> Iterator[str]:
             if name.partition(".")[0] not in config.unused_roles
             for word in (f"--{name}", *words)
         ]
-        module, *rest = step_words(stage.module, Path("FILE"))[1:]
+        module, *rest = step_arguments(stage.module, Path("FILE"))[1:]
         words = ["-m", module, *options, *rest[2:]]
         yield ""
-        yield from _wrapped(launch_command(words, plan.where, plan.request))
-        if plan.where.by == "ssh":
-            for rank, host in enumerate(plan.where.hosts):
+        yield from _wrapped(launch_command(words, plan.layout, plan.request))
+        if plan.layout.launcher == "ssh":
+            for rank, host in enumerate(plan.layout.hosts):
                 yield f"  on {host.name}"
-                command = node_command(words, plan.where, rank)
+                command = node_command(words, plan.layout, rank)
                 slots = ",".join(str(slot) for slot in host.slots)
-                shown = [] if host.is_whole else [f"CUDA_VISIBLE_DEVICES={slots}"]
+                shown = [] if host.has_first_slots else [f"CUDA_VISIBLE_DEVICES={slots}"]
                 yield from _wrapped([*shown, *command])
 
 

@@ -9,7 +9,7 @@ from pipeline.budget.machine import Machine, describe_machine, parse_machine, th
 from pipeline.budget.memory import StepMemory, step_memory
 from pipeline.config import StepConfig
 from pipeline.launch.commands import list_devices, step_command, step_environment
-from pipeline.launch.layout import Host, Layout, is_this_machine, layout
+from pipeline.launch.layout import Host, Layout, is_this_machine, resolve_layout
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, RESULT, finished_steps
@@ -38,7 +38,7 @@ class Plan:
     finished: frozenset[str]
     """Names of the steps that `--resume` skips."""
 
-    where: Layout
+    layout: Layout
     """Placement of the processes of each step."""
 
     machine: Machine
@@ -75,16 +75,16 @@ class Plan:
     @property
     def environment(self) -> Mapping[str, str]:
         """Environment variables of the steps, which check memory themselves if the plan can't."""
-        environment = step_environment(self.where, self.request)
+        environment = step_environment(self.layout, self.request)
         has_looked = self.machine.is_known or self.request.plan == "off"
         return {**environment, PLANNED: "1"} if has_looked else environment
 
     def command(self, stage: Stage) -> list[str]:
         """The command that runs the step."""
-        where = self.where
-        if where.by == "pod":  # a pod may start a step before the first pod ends the one before
-            where = replace(where, port=where.port + self.stages.index(stage))
-        return step_command(stage.module, self.config_file(stage), where, self.request)
+        layout = self.layout
+        if layout.launcher == "pod":  # a pod may start a step before pod 0 ends the one before
+            layout = replace(layout, port=layout.port + self.stages.index(stage))
+        return step_command(stage.module, self.config_file(stage), layout, self.request)
 
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
@@ -114,11 +114,11 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         if stage.number <= max(request.step) or _has_part(stage, command_line)
     )
     imagined = None if request.plan_for is None else parse_machine(request.plan_for)
-    where = layout(request) if imagined is None else _imagined(imagined)
-    world = where.processes or 1
+    layout = resolve_layout(request) if imagined is None else _imagined(imagined)
+    world = layout.processes or 1
     command_line, configs = resolve_run(command_line, stages, known=known, world=world)
     request = command_line.request
-    machine = imagined or _machine(where, request)
+    machine = imagined or _machine(layout, request)
     requested = tuple(stage for stage in stages if stage.number in request.step)
     resolver = Resolver(command_line, stages, world)
     chosen: Mapping[str, Settings] = {}
@@ -132,7 +132,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         stages=requested,
         configs=configs,
         finished=frozenset(finished),
-        where=where,
+        layout=layout,
         machine=machine,
         chosen=chosen,
         given={stage.name: resolver.given(stage, files=False) for stage in stages},
@@ -212,14 +212,14 @@ def _choose(
     return chosen
 
 
-def _machine(where: Layout, request: Request) -> Machine:
+def _machine(layout: Layout, request: Request) -> Machine:
     """This machine if it is part of the job, else one of unknown memory; all are assumed alike."""
-    if where.by == "process":
+    if layout.launcher == "process":
         return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
-    each = max(len(host.slots) for host in where.hosts)
-    world = where.processes or 1
-    for host in where.hosts:
-        if where.by in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
+    each = max(len(host.slots) for host in layout.hosts)
+    world = layout.processes or 1
+    for host in layout.hosts:
+        if layout.launcher in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
             return this_machine(processes=each, world=world, gpus=list_devices(host, request))
     return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
 

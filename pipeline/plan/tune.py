@@ -204,8 +204,8 @@ class _Tuning:
         write_config(trial_settings(config, out, steps=steps, world=plan.machine.world), out / MARK)
         with log.open("wb") as output:
             ending = run_child(
-                step_command(self.stage.module, out / MARK, plan.where, plan.request),
-                {**step_environment(plan.where, plan.request), PLANNED: "1"},
+                step_command(self.stage.module, out / MARK, plan.layout, plan.request),
+                {**step_environment(plan.layout, plan.request), PLANNED: "1"},
                 output=output,
             )
         if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:

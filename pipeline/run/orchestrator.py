@@ -103,11 +103,11 @@ def _follow(plan: Plan) -> None:
 
 def _write_job_set(request: Request, argv: Sequence[str]) -> None:
     """Write the manifest of a run on Kubernetes, or print it for `--dry-run`."""
-    from pipeline.launch.kubernetes import job_set
+    from pipeline.launch.kubernetes import job_set_manifest
 
     own = ("deployment_type", "image", "volume", "resume", "dry_run")
     file = request.output_dir / JOB_SET
-    text = job_set(request, request.output_dir, without_options(argv, own))
+    text = job_set_manifest(request, request.output_dir, without_options(argv, own))
     if not request.dry_run:
         write_output({file: text}, option="--output-dir")
     say(text if request.dry_run else f"kubectl apply -f {shlex.quote(str(file))}")
@@ -158,8 +158,8 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
         say("\n".join(memory_lines(plan)))
     check_rows(plan, downloads=True)
     if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
-        check_machines(plan.where, plan.request, plan.request.output_dir)
-    if plan.where.rank > 0:
+        check_machines(plan.layout, plan.request, plan.request.output_dir)
+    if plan.layout.rank > 0:
         _follow(plan)
         return
     with only_job(plan.request.output_dir):
@@ -182,7 +182,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
     command = plan.command(stage)
     while True:
         ending = run_child([*command, *(["--resume"] if goes_on else [])], plan.environment)
-        if not ending.ran_out_of_memory or plan.where.by == "pod":  # others don't learn of it
+        if not ending.ran_out_of_memory or plan.layout.launcher == "pod":  # no pod retries alone
             return ending
         planned = line(plan.memory(stage, config), plan.machine)
         took = f"; its largest process used {in_words(ending.peak_bytes)[0]} of host memory"

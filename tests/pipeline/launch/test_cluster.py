@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from pipeline.launch.cluster import parse
+from pipeline.launch.cluster import parse_arguments
 from pipeline.launch.commands import srun_command
-from pipeline.launch.layout import Deployment, layout
+from pipeline.launch.layout import Deployment, resolve_layout
 from pipeline.system.errors import ConfigError
 
 STEP = ["-m", "step1_sft.train", "--seed", "7"]
@@ -24,13 +24,13 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NOD
 )
 def test_an_option_on_the_wrong_side_of_the_module_is_refused(argv: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        parse(argv.split())
+        parse_arguments(argv.split())
 
 
 def test_in_an_allocation_each_machine_gets_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/echo")
-    where = layout(Deployment(deployment_type="multi_node"), SLURM)
-    *_, shell, flag, line = srun_command(STEP, where)
+    layout = resolve_layout(Deployment(deployment_type="multi_node"), SLURM)
+    *_, shell, flag, line = srun_command(STEP, layout)
 
     for rank in ("0", "1"):  # as srun does
         said = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch.commands import host_command, launch_command, node_command, step_environment
-from pipeline.launch.layout import Deployment, Host, Layout, layout
+from pipeline.launch.layout import Deployment, Host, Layout, resolve_layout
 
 STEP = ["-m", "step1_sft.train", "--config", "out/config.yaml"]
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_GPUS_ON_NODE": "8"}
@@ -29,7 +29,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def deployed(**options: object) -> tuple[Layout, Deployment]:
     deployment = Deployment(**options)  # type: ignore[arg-type]
-    return layout(deployment, {}), deployment
+    return resolve_layout(deployment, {}), deployment
 
 
 def line(**options: object) -> str:
@@ -37,9 +37,9 @@ def line(**options: object) -> str:
 
 
 def on_nodes(**options: object) -> list[str]:
-    where, _ = deployed(deployment_type="multi_node", **options)
-    ranks = range(len(where.hosts))
-    return [shlex.join(node_command(STEP, where, rank)) for rank in ranks]
+    layout, _ = deployed(deployment_type="multi_node", **options)
+    ranks = range(len(layout.hosts))
+    return [shlex.join(node_command(STEP, layout, rank)) for rank in ranks]
 
 
 def test_one_machine_runs_torchrun() -> None:
@@ -74,11 +74,11 @@ def test_each_machine_runs_torchrun_with_its_number(hosts: str) -> None:
 
 
 def test_ssh_gets_one_line_for_the_hosts_shell(hosts: str, tmp_path: Path) -> None:
-    where, deployment = deployed(
+    layout, deployment = deployed(
         deployment_type="multi_node", hostfile=Path(hosts), ssh_command="ssh -p 2222"
     )
 
-    command = host_command(["/env/bin/python", "-m", "x"], where.hosts[1], where, deployment)
+    command = host_command(["/env/bin/python", "-m", "x"], layout.hosts[1], layout, deployment)
 
     assert command[:-1] == ["ssh", "-p", "2222", "worker-1"]
     root = Path(__file__).parents[3]
@@ -90,9 +90,9 @@ def test_ssh_gets_one_line_for_the_hosts_shell(hosts: str, tmp_path: Path) -> No
 
 def test_one_machine_of_an_allocation_is_reached_by_srun() -> None:
     deployment = Deployment(deployment_type="multi_node")
-    where = layout(deployment, SLURM)
+    layout = resolve_layout(deployment, SLURM)
 
-    command = host_command(["/env/bin/python", "-m", "x"], where.hosts[1], where, deployment)
+    command = host_command(["/env/bin/python", "-m", "x"], layout.hosts[1], layout, deployment)
 
     assert shlex.join(command[:-1]) == (
         "srun --nodes 1 --ntasks 1 --nodelist gpu08 --overlap --cpu-bind none sh -c"
@@ -101,9 +101,9 @@ def test_one_machine_of_an_allocation_is_reached_by_srun() -> None:
 
 def test_slurm_starts_torchrun_once_on_each_machine() -> None:
     deployment = Deployment(deployment_type="multi_node")
-    where = layout(deployment, SLURM)
+    layout = resolve_layout(deployment, SLURM)
 
-    command = launch_command(STEP, where, deployment)
+    command = launch_command(STEP, layout, deployment)
 
     assert shlex.join(command[:-1]) == (
         "srun --nodes 2 --ntasks-per-node 1 --label --kill-on-bad-exit=1 --quit-on-interrupt"
@@ -117,6 +117,6 @@ def test_slurm_starts_torchrun_once_on_each_machine() -> None:
 
 
 def test_the_gpus_of_this_machine_that_are_asked_for_are_shown() -> None:
-    where, deployment = deployed(deployment_type="single_node", include="localhost:1")
+    layout, deployment = deployed(deployment_type="single_node", include="localhost:1")
 
-    assert step_environment(where, deployment)["CUDA_VISIBLE_DEVICES"] == "1"
+    assert step_environment(layout, deployment)["CUDA_VISIBLE_DEVICES"] == "1"

@@ -9,11 +9,11 @@ from pipeline.launch.layout import (
     Deployment,
     Host,
     expand_nodelist,
-    layout,
     read_hostfile,
+    resolve_layout,
     select_hosts,
 )
-from pipeline.launch.local import list_gpus, passed_on
+from pipeline.launch.local import forwarded_variables, list_gpus
 from pipeline.system.errors import ConfigError
 
 TWO = [Host(f"worker-{n}", (0, 1, 2, 3), f"hosts:{n + 1}") for n in range(2)]
@@ -89,10 +89,10 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def test_machines_of_a_file_meet_at_the_first_one(hostfile: Path) -> None:
-    where = layout(Deployment(deployment_type=MANY, hostfile=hostfile), SLURM)
+    layout = resolve_layout(Deployment(deployment_type=MANY, hostfile=hostfile), SLURM)
 
-    assert (where.by, where.address, where.port) == ("ssh", "worker-0", 29500)
-    assert (where.processes, str(where)) == (6, "6 processes each on 2 machines")
+    assert (layout.launcher, layout.address, layout.port) == ("ssh", "worker-0", 29500)
+    assert (layout.processes, str(layout)) == (6, "6 processes each on 2 machines")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_missing_option_is_named(
     options: dict[str, object], environment: dict[str, str], missing: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        layout(Deployment(deployment_type=MANY, **options), environment)  # type: ignore[arg-type]
+        resolve_layout(Deployment(deployment_type=MANY, **options), environment)  # type: ignore[arg-type]
 
     assert missing in str(error.value)
 
@@ -153,11 +153,11 @@ def test_variables_of_libraries_are_passed_on_and_nothing_else() -> None:
         "MY_NCCL_DEBUG": "x",
     }
 
-    assert passed_on({**listed, **own}) == listed
+    assert forwarded_variables({**listed, **own}) == listed
 
 
 def test_ray_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
 
     with pytest.raises(ConfigError, match=r"needs the package ray: pip install"):
-        layout(Deployment(deployment_type="ray", num_nodes=2, num_gpus=8))
+        resolve_layout(Deployment(deployment_type="ray", num_nodes=2, num_gpus=8))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch.layout import Deployment, layout
+from pipeline.launch.layout import Deployment, resolve_layout
 from pipeline.launch.preflight import check_machines
 from pipeline.system.errors import ConfigError
 
@@ -30,7 +30,7 @@ def problems(
     file.write_text("".join(f"{host} slots=1\n" for host in hosts))
     deployment = Deployment(deployment_type="multi_node", hostfile=file, ssh_command=str(ssh))
     with pytest.raises(ConfigError) as error:
-        check_machines(layout(deployment, {}), deployment, directory / "out" / "deep")
+        check_machines(resolve_layout(deployment, {}), deployment, directory / "out" / "deep")
     return [*capsys.readouterr().err.splitlines(), str(error.value)]
 
 

@@ -175,14 +175,14 @@ time.sleep(60)
 RUNS = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-from pipeline.launch.remote import RemoteCommand, run_everywhere
+from pipeline.launch.remote import RemoteCommand, run_on_all_hosts
 
 node = [sys.executable, "-m", "pipeline.launch.remote", sys.executable, "-c"]
 remotes = [
     RemoteCommand(f"worker-{number}", [*node, program], {"NUMBER": str(number)})
     for number, program in enumerate(PROGRAMS)
 ]
-sys.exit(run_everywhere(remotes))
+sys.exit(run_on_all_hosts(remotes))
 """
 
 
