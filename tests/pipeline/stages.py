@@ -1,4 +1,4 @@
-"""The steps as train.py names them, each run by the toy step where a test runs them."""
+"""The steps of train.py, and the same steps run by the toy step."""
 
 from dataclasses import replace
 
@@ -7,4 +7,4 @@ from train import STAGES
 
 TOY_STAGES = tuple(replace(stage, module="tests.pipeline.toy_step") for stage in STAGES)
 THREE_STEPS = without_unchosen(STAGES, (1, 2, 3), ())
-"""As a run without step 0 has them."""
+"""The steps of a run without step 0."""

@@ -1,4 +1,4 @@
-"""A step that trains nothing: it leaves what a real one leaves, or ends as TOY says."""
+"""A step that trains nothing: it writes a real step's files, or fails in the way that TOY names."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from train import STAGES
 
 def main(argv: Sequence[str]) -> None:
     out = Path(argv[1]).parent  # --config OUT/<step>/config.yaml
-    # Each of several methods has a separate directory; those that run here are of PPO's step.
+    # Each method has a separate directory; those that run here belong to PPO's step.
     stage = next(stage for stage in STAGES if stage.name[:5] == out.name[:5])
     config = parse_step(stage.config_class, argv)
     match os.environ.get("TOY") if os.environ.get("TOY_STEP") in (None, out.name) else None:
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> None:
         case "killed":
             os.kill(os.getpid(), 9)
         case "out of memory" | "too large" as case:
-            with (out / "tried").open("a") as tried:
-                tried.write(f"{config.micro_batch_size} ")
+            with (out / "tried").open("a") as file:
+                file.write(f"{config.micro_batch_size} ")
             if case == "too large":
                 (Path(os.environ["GROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
                 assert b"x" * (config.micro_batch_size * 100 * 2**20)

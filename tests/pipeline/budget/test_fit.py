@@ -1,4 +1,4 @@
-"""Phases against the memory of a machine."""
+"""Memory of phases compared with that of a machine."""
 
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.machine import Machine
@@ -15,7 +15,7 @@ TRAIN = Phase(
 )
 
 
-def test_an_adaptive_cache_needs_one_slot() -> None:
+def test_adaptive_cache_requires_only_one_slot() -> None:
     cache = Item("kv_cache", 640, least=10)
     generate = Phase("generate", (Item("weights", 100), cache))
     memory = StepMemory((generate,))

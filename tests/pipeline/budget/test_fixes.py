@@ -12,12 +12,12 @@ from pipeline.config import StepConfig, TrainedModelConfig
 from step1_sft.config import SFTConfig
 
 
-def config(**settings: Any) -> SFTConfig:
+def make_config(**settings: Any) -> SFTConfig:
     model = TrainedModelConfig(path="embedded", **settings.pop("model", {}))
     return SFTConfig(model=model, batch_size=32, **settings)
 
 
-def toy(config: StepConfig, machine: Machine) -> StepMemory:
+def compute_toy_memory(config: StepConfig, machine: Machine) -> StepMemory:
     """100 for the model's state, sharded from stage 2 on; 10 for each row, or 2 recomputed."""
     model: TrainedModelConfig = config.model
     state = 100 if model.lora is None else 5 if model.quantize == "none" else 0
@@ -30,7 +30,7 @@ def toy(config: StepConfig, machine: Machine) -> StepMemory:
     return StepMemory((Phase("train", (Item("weights", state / tp + rows),)),))
 
 
-def gpus(count: int, size: int) -> Machine:
+def make_machine(count: int, size: int) -> Machine:
     return Machine(count, count, size, None)
 
 
@@ -47,25 +47,25 @@ RECOMPUTED = {"model.gradient_checkpointing": True}
         (1, 1, None),
     ],
 )
-def test_one_change_is_tried_first_and_then_all_up_to_it(
-    count: int, size: int, settings: Any
-) -> None:
-    machine = gpus(count, size)
+def test_fix_prefers_one_change_to_several(count: int, size: int, settings: Any) -> None:
+    machine = make_machine(count, size)
 
-    found = suggest_fix(config(micro_batch_size=8), machine, lambda each: toy(each, machine))
+    fix = suggest_fix(
+        make_config(micro_batch_size=8), machine, lambda config: compute_toy_memory(config, machine)
+    )
 
-    assert found == settings
+    assert fix == settings
 
 
-def test_a_machine_without_main_memory_shards_rather_than_offloads() -> None:
-    def both(config: StepConfig) -> StepMemory:
+def test_fix_shards_if_host_memory_is_too_small_to_offload() -> None:
+    def compute_memory(config: StepConfig) -> StepMemory:
         model: TrainedModelConfig = config.model
         state = 100 // (4 if model.zero_stage >= 2 else 1)
         offloads = model.zero.offload.optimizer == "cpu"
         items = (Item("weights", 0 if offloads else state),)
         return StepMemory((Phase("train", (*items, Item("moments", offloads * state, "host"))),))
 
-    start = config(micro_batch_size=1, model={"gradient_checkpointing": True})
-    machine = replace(gpus(4, 25), host_bytes=10)
+    start = make_config(micro_batch_size=1, model={"gradient_checkpointing": True})
+    machine = replace(make_machine(4, 25), host_bytes=10)
 
-    assert suggest_fix(start, machine, both) == {"model.zero_stage": 2}
+    assert suggest_fix(start, machine, compute_memory) == {"model.zero_stage": 2}

@@ -16,13 +16,13 @@ from pipeline.system.memory import available_bytes
         ("4x24-gb+64GB", 4, 4, 24 * GIB, 64 * GIB),
     ],
 )
-def test_a_machine_is_written_in_a_word(
+def test_machine_description_is_parsed(
     text: str, processes: int, world: int, gpu: int, host: int | None
 ) -> None:
     assert parse_machine(text) == Machine(processes, world, gpu, host, name=text)
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_available_memory_respects_the_cgroup_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 200000\nfile 400000\n")
@@ -30,20 +30,20 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     assert available_bytes([tmp_path]) == 1000000 - 700000 + 200000
 
 
-def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, *free: str) -> None:
-    """A tool that reports the free memory of the requested GPUs."""
+def install_fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, *free: str) -> None:
+    """Install a tool that reports the free memory, in MiB, of the requested GPUs."""
     tool = directory / "nvidia-smi"
-    cases = "\n".join(f"{number}) echo '{each}';;" for number, each in enumerate(free))
-    each_asked = f'for id in $asked; do case "$id" in\n{cases}\nesac; done\n'
-    tool.write_text(f"#!/bin/sh\nasked=${{1#--id=}}\nIFS=,\n{each_asked}")
+    cases = "\n".join(f"{number}) echo '{mebibytes}';;" for number, mebibytes in enumerate(free))
+    for_each = f'for id in $requested; do case "$id" in\n{cases}\nesac; done\n'
+    tool.write_text(f"#!/bin/sh\nrequested=${{1#--id=}}\nIFS=,\n{for_each}")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(directory))
 
 
-def test_the_fullest_of_the_gpus_that_are_used_counts(
+def test_gpu_memory_is_that_of_the_fullest_used_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver(tmp_path, monkeypatch, "80000", "100", "70000")
+    install_fake_nvidia_smi(tmp_path, monkeypatch, "80000", "100", "70000")
 
     assert free_gpu_bytes(["0", "2"]) == 70000 * MIB
     assert free_gpu_bytes(["1"]) == 100 * MIB

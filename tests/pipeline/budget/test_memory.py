@@ -1,4 +1,4 @@
-"""The memory formulas, by hand, and against runs that were measured."""
+"""The memory formulas, compared with hand-computed numbers and measured runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from step3_ppo.config import PPOConfig
 BLOCK = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
 ROOT = 2 * 1000 * 64 + 64
 LAYERS = 3
-NUMBERS = ROOT + LAYERS * BLOCK
+NUM_PARAMETERS = ROOT + LAYERS * BLOCK
 
 GPU = Machine(1, 1, 2**40, None)
 CPU = Machine(1, 1, None, 2**40)
@@ -26,14 +26,14 @@ EIGHT = Machine(8, 8, 2**40, None)
 
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
-    """A configuration; nothing is loaded."""
+    """A directory with a configuration and no weights."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000}
     LlamaConfig(**shape, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
     return str(tmp_path)
 
 
-def train_kinds(
+def get_training_bytes(
     path: str, machine: Machine, place: Place = "device", *, model: Any = None, **step: Any
 ) -> dict[str, int]:
     """Bytes of the training phase by kind."""
@@ -44,71 +44,71 @@ def train_kinds(
     return dict(next(p for p in memory.phases if p.name == "train").by_kind(place))
 
 
-def test_states_of_a_single_process(llama: str) -> None:
-    on_cpu, on_gpu = train_kinds(llama, CPU), train_kinds(llama, GPU)
+def test_memory_of_model_states_in_one_process(llama: str) -> None:
+    on_cpu, on_gpu = get_training_bytes(llama, CPU), get_training_bytes(llama, GPU)
 
-    assert on_cpu["weights"] == 4 * NUMBERS
+    assert on_cpu["weights"] == 4 * NUM_PARAMETERS
     assert "masters" not in on_cpu
-    assert on_cpu["moments"] == 8 * NUMBERS
-    assert on_cpu["gradients"] == 4 * NUMBERS
-    assert (on_gpu["weights"], on_gpu["masters"]) == (2 * NUMBERS, 2 * NUMBERS)
+    assert on_cpu["moments"] == 8 * NUM_PARAMETERS
+    assert on_cpu["gradients"] == 4 * NUM_PARAMETERS
+    assert (on_gpu["weights"], on_gpu["masters"]) == (2 * NUM_PARAMETERS, 2 * NUM_PARAMETERS)
 
 
 @pytest.mark.parametrize(
     ("stage", "weights", "states"), [(0, 1, 1), (1, 1, 8), (2, 1, 8), (3, 8, 8)]
 )
-def test_a_stage_shards_states(llama: str, stage: int, weights: int, states: int) -> None:
-    kinds = train_kinds(llama, EIGHT, model={"zero_stage": stage})
+def test_zero_stages_shard_states(llama: str, stage: int, weights: int, states: int) -> None:
+    kinds = get_training_bytes(llama, EIGHT, model={"zero_stage": stage})
 
-    assert kinds["weights"] == 2 * NUMBERS // weights
-    assert kinds["moments"] == 8 * NUMBERS // states
-    assert kinds["gradients"] == 4 * NUMBERS // 8
+    assert kinds["weights"] == 2 * NUM_PARAMETERS // weights
+    assert kinds["moments"] == 8 * NUM_PARAMETERS // states
+    assert kinds["gradients"] == 4 * NUM_PARAMETERS // 8
     assert kinds.get("gathered", 0) == (2 * (ROOT + 2 * BLOCK) if stage == 3 else 0)
 
 
-def test_offload_moves_states_to_main_memory(llama: str) -> None:
+def test_offload_moves_states_to_host_memory(llama: str) -> None:
     config = TrainedModelConfig(path=llama)
     offloaded = changed(config, OFFLOADED)
     settings = {"zero": offloaded.zero}
 
-    device = train_kinds(llama, GPU, model=settings)
-    host = train_kinds(llama, GPU, "host", model=settings)
+    device = get_training_bytes(llama, GPU, model=settings)
+    host = get_training_bytes(llama, GPU, "host", model=settings)
 
     assert not {"masters", "moments", "gradients"} & device.keys()
-    assert host["masters"] == host["gradients"] == 4 * NUMBERS
-    assert host["moments"] == 8 * NUMBERS
+    assert host["masters"] == host["gradients"] == 4 * NUM_PARAMETERS
+    assert host["moments"] == 8 * NUM_PARAMETERS
 
 
-def test_the_check_of_an_export_takes_a_copy_on_the_cpu(llama: str) -> None:
-    cpu = train_kinds(llama, CPU, micro_batch_size=1, data=DataConfig(max_length=8))
+def test_export_check_needs_a_copy_of_the_weights_on_the_cpu(llama: str) -> None:
+    cpu = get_training_bytes(llama, CPU, micro_batch_size=1, data=DataConfig(max_length=8))
 
-    assert cpu["activations"] + cpu["logits"] + cpu["export"] == 4 * NUMBERS
+    assert cpu["activations"] + cpu["logits"] + cpu["export"] == 4 * NUM_PARAMETERS
     assert cpu["slack"] == 2**28  # the least that the allocator keeps
-    assert train_kinds(llama, GPU, "host")["export"] == 2 * NUMBERS
+    assert get_training_bytes(llama, GPU, "host")["export"] == 2 * NUM_PARAMETERS
 
 
-def test_tensor_and_pipeline_parallelism_divide_a_model(llama: str) -> None:
+def test_tensor_and_pipeline_parallelism_shard_the_weights(llama: str) -> None:
     def weights(**parallel: Any) -> float:
         step = {"parallel": ParallelConfig(**parallel), "micro_batch_size": 1}
-        return train_kinds(llama, EIGHT, **step)["weights"] / 2
+        return get_training_bytes(llama, EIGHT, **step)["weights"] / 2
 
-    assert weights(tp=2) == NUMBERS / 2
+    assert weights(tp=2) == NUM_PARAMETERS / 2
     assert weights(pp=2) == pytest.approx(LAYERS * BLOCK / 2 + ROOT / 2, abs=1)
-    assert weights(replicas=2) == NUMBERS
+    assert weights(replicas=2) == NUM_PARAMETERS
 
 
-def ppo(actor: str, small: str, **settings: Any) -> PPOConfig:
+def make_ppo_config(actor: str, small_model: str, **settings: Any) -> PPOConfig:
     return PPOConfig(
         actor=TrainedModelConfig(path=actor),
-        critic=TrainedModelConfig(path=small),
-        reward=FrozenModelConfig(path=small),
+        critic=TrainedModelConfig(path=small_model),
+        reward=FrozenModelConfig(path=small_model),
         **settings,
     )
 
 
-def test_ppo_of_opt_on_an_h200_is_what_was_measured() -> None:
-    """85.5 GB were allocated at most."""
-    config = ppo(
+def test_planned_memory_of_opt_ppo_matches_the_measured_one() -> None:
+    """The measured peak on an H200 was 85.5 GB."""
+    config = make_ppo_config(
         "facebook/opt-1.3b",
         "facebook/opt-350m",
         rollout_size=512,
@@ -121,13 +121,13 @@ def test_ppo_of_opt_on_an_h200_is_what_was_measured() -> None:
 
     assert memory.peak("device") == pytest.approx(85.5e9, rel=0.15)
     # CUDA graphs keep one decoding pass: logits, and of a block norms, attention and MLP, in bf16.
-    kept = 2 * (50_272 + 2 * 2 * 2048 + 4 * 2048 + 4 * 2048)
+    bytes_per_row = 2 * (50_272 + 2 * 2 * 2048 + 4 * 2048 + 4 * 2048)
     (generate,) = (phase for phase in memory.phases if phase.name == "generate")
-    assert generate.by_kind("device")["graphs"] == 512 * kept + 2**25
+    assert generate.by_kind("device")["graphs"] == 512 * bytes_per_row + 2**25
 
 
 FITS = {
-    # DeepSpeed-Chat's tables (Yao et al. 2023): the largest actor of step 3 that has a time.
+    # DeepSpeed-Chat's tables (Yao et al. 2023): the largest actor of step 3 with a measured time.
     "1xV100-32GB+512GB": "1.3b",
     "1xA6000-48GB+512GB": "6.7b",
     "1xA100-80GB+512GB": "13b",
@@ -137,9 +137,9 @@ FITS = {
 
 
 @pytest.mark.parametrize("machine", FITS)
-def test_what_fits_deepspeed_chat_fits_here(machine: str) -> None:
+def test_models_that_fit_deepspeed_chat_fit_here(machine: str) -> None:
     parsed = parse_machine(machine)
-    config = ppo(
+    config = make_ppo_config(
         f"facebook/opt-{FITS[machine]}",
         "facebook/opt-350m",
         micro_batch_size=1,

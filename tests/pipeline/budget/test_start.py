@@ -1,4 +1,4 @@
-"""A step that is started directly checks memory too, once."""
+"""Memory check of a step that is started directly."""
 
 import pytest
 
@@ -17,13 +17,13 @@ HUGE = SFTConfig(
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unset_process_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", PLANNED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.mark.jobs
-def test_it_refuses_in_its_own_words() -> None:
+def test_step_that_exceeds_machine_memory_raises() -> None:
     with pytest.raises(ConfigError, match=r"^this step takes \d+\.\d GiB on each machine to"):
         check_memory(HUGE)

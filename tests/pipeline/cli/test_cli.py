@@ -19,29 +19,29 @@ from step3_ppo.config import PPOConfig
 from tests.sources import ROOT
 
 
-def test_a_step_takes_a_deepspeed_file_between_its_files_and_its_options(
+def test_deepspeed_file_overrides_config_and_options_override_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ds.json").write_text(
         '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2},'
         ' "gradient_clipping": 0.5, "steps_per_print": 1}'
     )
-    (tmp_path / "own.yaml").write_text("{batch_size: 7, epochs: 2, model: {zero_stage: 1}}")
+    (tmp_path / "config.yaml").write_text("{batch_size: 7, epochs: 2, model: {zero_stage: 1}}")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
 
-    files = ["--zero-config", str(tmp_path / "ds.json"), "--config", str(tmp_path / "own.yaml")]
+    files = ["--zero-config", str(tmp_path / "ds.json"), "--config", str(tmp_path / "config.yaml")]
     config = parse_step(SFTConfig, [*files, "--model.optim.max_grad_norm", "2"])
 
     assert (config.batch_size, config.epochs, config.model.zero_stage) == (8, 2.0, 2)
     assert config.model.optim.max_grad_norm == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"these keys of {tmp_path}/ds.json have no effect here: steps_per")
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith(f"these keys of {tmp_path}/ds.json have no effect here: steps_per")
+    assert output.out == ""
 
 
 @pytest.mark.parametrize("config_class", [SFTConfig, RewardConfig, PPOConfig])
-def test_what_is_written_repeats_the_run(tmp_path: Path, config_class: type) -> None:
+def test_written_config_parses_to_the_same_settings(tmp_path: Path, config_class: type) -> None:
     config = config_class(seed=7, output_dir=tmp_path)
     write_config(config, tmp_path / "deep" / "config.yaml")
 
@@ -49,20 +49,20 @@ def test_what_is_written_repeats_the_run(tmp_path: Path, config_class: type) -> 
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["config.yaml"]
 
 
-def exit_code_after(ending: BaseException | None) -> object:
-    """That of a command whose function ends so."""
+def get_exit_code(exception: BaseException | None) -> object:
+    """Exit code of a command whose function raises this exception."""
 
     def main(_argv: object) -> None:
-        if ending is not None:
-            raise ending
+        if exception is not None:
+            raise exception
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         run_main(main, [])
-    return end.value.code
+    return exit_info.value.code
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "printed"),
+    ("exception", "code", "printed"),
     [
         (None, 0, ""),
         (DataError("rows.jsonl\nis empty"), 2, "error: rows.jsonl is empty\n"),
@@ -70,19 +70,19 @@ def exit_code_after(ending: BaseException | None) -> object:
         (KeyboardInterrupt("stopped at step 3"), 130, "stopped at step 3\n"),
     ],
 )
-def test_a_command_ends_with_its_code_and_at_most_one_line(
-    ending: BaseException | None, code: int, printed: str, capsys: pytest.CaptureFixture[str]
+def test_command_exits_with_its_code_and_at_most_one_line(
+    exception: BaseException | None, code: int, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code_after(ending) == code
+    assert get_exit_code(exception) == code
     assert capsys.readouterr().err == printed
 
 
-def test_only_the_first_process_speaks(
+def test_only_rank_0_prints_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
 
-    assert exit_code_after(DataError("no rows")) == 2
+    assert get_exit_code(DataError("no rows")) == 2
     assert capsys.readouterr().err == ""
 
 
@@ -95,10 +95,10 @@ def test_only_the_first_process_speaks(
     ],
     ids=["Python", "CUDA", "CPU"],
 )
-def test_where_memory_ran_out_the_exit_code_says_so(
+def test_out_of_memory_exits_with_its_own_code(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code_after(error) == EXIT_OUT_OF_MEMORY
+    assert get_exit_code(error) == EXIT_OUT_OF_MEMORY
     assert capsys.readouterr().err.startswith("out of memory: ")
 
 
@@ -109,14 +109,14 @@ def test_where_memory_ran_out_the_exit_code_says_so(
         SafetensorError("I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_one_sentence_with_an_exit_code_of_its_own(
+def test_full_disk_prints_one_sentence_and_exits_with_its_own_code(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code_after(error) == EXIT_DISK_FULL
+    assert get_exit_code(error) == EXIT_DISK_FULL
     assert capsys.readouterr().err == f"error: the disk is full: {error}; free some space\n"
 
 
-def test_ctrl_c_while_a_step_imports_pytorch_is_no_traceback() -> None:
+def test_ctrl_c_during_the_pytorch_import_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "step1_sft.train", "--data.max_eval_rows", "0"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as step:
         maps = Path(f"/proc/{step.pid}/maps")
@@ -128,12 +128,12 @@ def test_ctrl_c_while_a_step_imports_pytorch_is_no_traceback() -> None:
     assert (step.returncode, errors) == (130, "interrupted\n")
 
 
-def test_a_step_shortens_the_spinning_of_threads_before_it_imports_pytorch() -> None:
+def test_openmp_spin_count_is_set_before_pytorch_is_imported() -> None:
     program = (
         "from pipeline.cli.options import before_imports, os, sys\n"
         "before_imports(object)\n"
         "print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
     )
     environment = {name: value for name, value in os.environ.items() if name not in SPINNING}
-    said = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment)
-    assert said in (b"False 0\n", b"False 10000\n")
+    output = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment)
+    assert output in (b"False 0\n", b"False 10000\n")

@@ -15,15 +15,15 @@ from tests.sources import ROOT
 @pytest.mark.parametrize("command", ["-m step1_sft.train", "-m step3_ppo.train", "train.py"])
 def test_help_imports_no_large_package(command: str) -> None:
     argv = [sys.executable, "-X", "importtime", *command.split(), "--help"]
-    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
 
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert ended.stdout.startswith("usage: python ")
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert result.stdout.startswith("usage: python ")
     assert "pipeline.settings" in imported
     assert not {"torch", "transformers", "numpy", "datasets"} & imported
 
 
-def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sections() -> None:
+def test_step_help_lists_own_settings_then_common_ones_then_sections() -> None:
     lines = step_help(PPOConfig).splitlines()
     first, second, third = (
         next(number for number, line in enumerate(lines) if line.startswith(title))
@@ -34,7 +34,7 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
         return re.findall(r"^  --([\w.]+)", "\n".join(lines[start:end]), re.MULTILINE)
 
     declared = vars(PPOConfig) | vars(RewardSettings) | vars(GuardSettings)
-    own = [each.name for each in list_settings(PPOConfig) if each.name in declared]
+    own = [field.name for field in list_settings(PPOConfig) if field.name in declared]
     assert len(lines) < 220
     assert options(first, second)[0] == "method"
     assert set(options(first, second)) <= set(own)
@@ -42,5 +42,5 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     assert options(second, third)[:3] == ["output_dir", "seed", "max_steps"]
     roles = ("actor", "critic", "reference", "teacher", "reward", "base")
     assert options(third, len(lines)) == [
-        f"{each}.SETTING" for each in ("gold", "data", "parallel", *roles)
+        f"{section}.SETTING" for section in ("gold", "data", "parallel", *roles)
     ]

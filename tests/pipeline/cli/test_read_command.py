@@ -16,7 +16,7 @@ from pipeline.system.errors import ConfigError, require
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of a program."""
+    """Settings of a program."""
 
     best_of: int = 4
     """Answers to each prompt."""
@@ -31,7 +31,7 @@ class Settings:
         require(self.best_of > 1, f"--best-of must be at least 2, got {self.best_of}")
 
 
-def read(*argv: str) -> Settings:
+def parse(*argv: str) -> Settings:
     return read_command(
         Settings,
         argv,
@@ -41,17 +41,17 @@ def read(*argv: str) -> Settings:
     )
 
 
-def test_a_list_may_be_one_option_or_several() -> None:
-    assert read("--stop", "a", "b").stop == read("--stop", "a", "--stop", "b").stop == ("a", "b")
+def test_list_option_can_be_repeated() -> None:
+    assert parse("--stop", "a", "b").stop == parse("--stop", "a", "--stop", "b").stop == ("a", "b")
 
 
-def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
-    assert read("--best-of", "3", "--out", "a") == Settings(best_of=3, output=Path("a"))
-    assert read("--best_of=3", "--output", "a") == Settings(best_of=3, output=Path("a"))
+def test_dashes_underscores_and_aliases_are_equivalent() -> None:
+    assert parse("--best-of", "3", "--out", "a") == Settings(best_of=3, output=Path("a"))
+    assert parse("--best_of=3", "--output", "a") == Settings(best_of=3, output=Path("a"))
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "message"),
     [
         ("--best-of x", "--best-of must be an integer, got x"),
         ("--best_of x", "--best-of must be an integer, got x"),
@@ -63,10 +63,10 @@ def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
         ("--nonsense", "there is no option --nonsense; --help lists the options"),
     ],
 )
-def test_a_sentence_names_the_option(words: str, sentence: str) -> None:
+def test_error_names_the_invalid_option(argv: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(*words.split())
-    assert str(error.value).startswith(sentence)
+        parse(*argv.split())
+    assert str(error.value).startswith(message)
 
 
 COMMAND = """
@@ -77,29 +77,29 @@ read_command(GenerateConfig, sys.argv[1:], usage="", about="")
 import torch
 print(torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"])
 """
-NEEDED = ("--path", "a", "--prompts", "b", "--out", "c")
+REQUIRED_OPTIONS = ("--path", "a", "--prompts", "b", "--out", "c")
 
 
 @pytest.mark.parametrize(
-    ("words", "variables"),
+    ("argv", "environment"),
     [
         (("--threads", "1"), {"RLHF_THREADS": "2", "GOMP_SPINCOUNT": "7"}),
         ((), {"RLHF_THREADS": "1"}),
     ],
 )
-def test_a_command_computes_with_the_threads_that_are_asked_for(
-    words: tuple[str, ...], variables: dict[str, str]
+def test_command_uses_the_requested_number_of_threads(
+    argv: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if "OMP_" not in name}
-    command = [sys.executable, "-c", COMMAND, *NEEDED, *words]
+    inherited = {name: value for name, value in os.environ.items() if "OMP_" not in name}
+    command = [sys.executable, "-c", COMMAND, *REQUIRED_OPTIONS, *argv]
 
-    said = subprocess.check_output(command, env=environment | variables, text=True)
+    stdout = subprocess.check_output(command, env=inherited | environment, text=True)
 
-    threads, spins = said.split()
+    threads, spins = stdout.split()
     assert threads == "1"
-    assert spins in ([variables["GOMP_SPINCOUNT"]] if words else ["0", "10000"])
+    assert spins in ([environment["GOMP_SPINCOUNT"]] if argv else ["0", "10000"])
 
 
-def test_no_thread_is_refused() -> None:
+def test_zero_threads_raise() -> None:
     with pytest.raises(ConfigError, match=r"^--threads must be a number of threads above 0"):
-        read_command(GenerateConfig, [*NEEDED, "--threads", "0"], usage="", about="")
+        read_command(GenerateConfig, [*REQUIRED_OPTIONS, "--threads", "0"], usage="", about="")

@@ -58,25 +58,25 @@ DEEPSPEED_CHAT: dict[str, Any] = {
 }
 
 
-def written(directory: Path, content: dict[str, Any] | str) -> Path:
+def write_json(directory: Path, content: dict[str, Any] | str) -> Path:
     path = directory / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return path
 
 
-def applied(path: Path, settings: dict[str, Any] | None = None, *, world: int = 1) -> SFTConfig:
-    layers = [Layer(settings or {}, "below"), deepspeed_layer(SFTConfig, path, world=world)]
+def build(path: Path, settings: dict[str, Any] | None = None, *, world: int = 1) -> SFTConfig:
+    layers = [Layer(settings or {}, "base"), deepspeed_layer(SFTConfig, path, world=world)]
     return build_config(SFTConfig, layers)
 
 
-def test_auto_takes_our_settings(tmp_path: Path) -> None:
-    ours = {
+def test_auto_values_come_from_our_settings(tmp_path: Path) -> None:
+    settings = {
         "batch_size": 30,
         "micro_batch_size": 7,
         "model": {"precision": "bf16", "optim": {"lr": 2e-5, "betas": [0.9, 0.98]}},
     }
 
-    config = applied(written(tmp_path, HUGGING_FACE_ZERO2), ours, world=8)
+    config = build(write_json(tmp_path, HUGGING_FACE_ZERO2), settings, world=8)
 
     model = config.model
     assert (config.batch_size, config.micro_batch_size, model.precision) == (30, 7, "bf16")
@@ -90,9 +90,9 @@ def test_auto_takes_our_settings(tmp_path: Path) -> None:
     assert (model.fp16.initial_scale_power, model.fp16.loss_scale_window) == (12, 500)
 
 
-def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
-    path = written(tmp_path, DEEPSPEED_CHAT)
-    config = applied(path, world=4)
+def test_deepspeed_chat_config_is_read(tmp_path: Path) -> None:
+    path = write_json(tmp_path, DEEPSPEED_CHAT)
+    config = build(path, world=4)
 
     assert (config.batch_size, config.micro_batch_size) == (64, 4)
     assert (config.model.precision, config.model.fp16.loss_scale_window) == ("fp16", 100)
@@ -116,16 +116,16 @@ def test_deepspeed_chat_configuration(tmp_path: Path) -> None:
         ({"train_batch_size": 5e8, "gradient_accumulation_steps": 1}, 1, (500_000_000,) * 2),
     ],
 )
-def test_batch_sizes(
+def test_batch_sizes_follow_from_the_deepspeed_keys(
     tmp_path: Path, content: dict[str, Any], world: int, sizes: tuple[int, int]
 ) -> None:
-    config = applied(written(tmp_path, content), world=world)
+    config = build(write_json(tmp_path, content), world=world)
 
     assert (config.batch_size, config.micro_batch_size) == sizes
 
 
-def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
-    path = written(
+def test_scheduler_section_replaces_all_schedule_settings(tmp_path: Path) -> None:
+    path = write_json(
         tmp_path,
         {
             "optimizer": {"type": "adam", "params": {"lr": 1e-4, "torch_adam": True}},
@@ -141,11 +141,11 @@ def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
             },
         },
     )
-    below = {
+    base = {
         "model": {"optim": {"schedule": "polynomial", "warmup_steps": 10, "final_lr_ratio": 0.1}}
     }
 
-    optim = applied(path, below).model.optim
+    optim = build(path, base).model.optim
 
     assert optim.schedule == "linear"
     assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, 7, 0.0)
@@ -165,16 +165,16 @@ def test_a_schedule_replaces_another_completely(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_schedules_have_deepspeeds_defaults(
+def test_schedules_use_deepspeed_defaults(
     tmp_path: Path, schedule: dict[str, Any], expected: tuple[object, ...]
 ) -> None:
-    optim = applied(written(tmp_path, {"scheduler": schedule})).model.optim
+    optim = build(write_json(tmp_path, {"scheduler": schedule})).model.optim
 
     assert (optim.schedule, optim.lr, optim.warmup_steps, optim.final_lr_ratio) == expected
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not available"),
         ({"stage": 2}, "did you mean zero_optimization.stage"),
@@ -191,7 +191,7 @@ def test_schedules_have_deepspeeds_defaults(
             {"scheduler": {"type": "WarmupLR", "params": {"power": 2}}},
             "scheduler.params.power in FILE is not available here",
         ),
-        # Values are checked as our settings.
+        # Values are checked like our settings.
         ({"zero_optimization": {"stage": 4}}, "model.zero_stage in FILE must be one of 0, 1, 2, 3"),
         (
             {"optimizer": {"type": "Lamb"}},
@@ -215,13 +215,13 @@ def test_schedules_have_deepspeeds_defaults(
         ("[]", "must contain one JSON object"),
     ],
 )
-def test_what_can_not_be_used_is_refused(
-    tmp_path: Path, content: dict[str, Any] | str, sentence: str
+def test_invalid_deepspeed_file_raises(
+    tmp_path: Path, content: dict[str, Any] | str, message: str
 ) -> None:
-    path = written(tmp_path, content)
+    path = write_json(tmp_path, content)
 
-    with pytest.raises(ConfigError, match=re.escape(sentence.replace("FILE", str(path)))):
-        applied(path)
+    with pytest.raises(ConfigError, match=re.escape(message.replace("FILE", str(path)))):
+        build(path)
 
 
 @pytest.mark.parametrize(
@@ -233,23 +233,23 @@ def test_what_can_not_be_used_is_refused(
         ("zero_optimization.mics_shard_size", 4),
     ],
 )
-def test_a_feature_that_is_not_available_is_refused_unless_it_is_off(
+def test_unavailable_feature_raises_unless_disabled(
     tmp_path: Path, key: str, value: object
 ) -> None:
     def content(value: object) -> dict[str, Any]:
-        for word in reversed(key.split(".")):
-            value = {word: value}
+        for part in reversed(key.split(".")):
+            value = {part: value}
         assert isinstance(value, dict)
         return value
 
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json is not available"):
-        read_notice(written(tmp_path, content(value)))
-    for off in (None, False, {"enabled": False}):
-        assert read_notice(written(tmp_path, content(off))) is None
-    assert read_notice(written(tmp_path, {"zero_optimization": {"mics_shard_size": -1}})) is None
+        read_notice(write_json(tmp_path, content(value)))
+    for disabled in (None, False, {"enabled": False}):
+        assert read_notice(write_json(tmp_path, content(disabled))) is None
+    assert read_notice(write_json(tmp_path, {"zero_optimization": {"mics_shard_size": -1}})) is None
 
 
-def test_the_documentation_shows_every_key() -> None:
+def test_documentation_lists_every_key() -> None:
     text = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 
     assert [key for key in (*ACTING, *IGNORED) if f"`{key}`" not in text] == []

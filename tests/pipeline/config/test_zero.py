@@ -6,21 +6,21 @@ from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.system.errors import ConfigError
 
 
-@pytest.mark.parametrize("place", [{"optimizer": "nvme"}, {"params": "nvme"}])
-def test_nvme_needs_a_directory(place: dict[str, str]) -> None:
-    name = next(iter(place))
+@pytest.mark.parametrize("offload", [{"optimizer": "nvme"}, {"params": "nvme"}])
+def test_nvme_offload_requires_a_path(offload: dict[str, str]) -> None:
+    name = next(iter(offload))
 
     with pytest.raises(ConfigError, match=rf"^offload\.{name} nvme needs offload\.nvme_path"):
-        OffloadConfig(**place)
-    OffloadConfig(**place, nvme_path=Path("disk"))
+        OffloadConfig(**offload)
+    OffloadConfig(**offload, nvme_path=Path("disk"))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("settings", "message"),
     [({"max_skipped_steps": 0}, "zero.max_skipped_steps must be above 0, got 0")],
 )
-def test_settings_out_of_range_are_refused(wrong: dict[str, object], sentence: str) -> None:
+def test_out_of_range_setting_raises(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        ZeroConfig(**wrong)
+        ZeroConfig(**settings)
 
-    assert str(error.value) == sentence
+    assert str(error.value) == message

@@ -21,7 +21,7 @@ def inspect(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_1_marks_trained_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "rows.jsonl")
 
     out = inspect(capsys, "--data-path", path, "--rows", "1", "--data-split", "1,0,0")
@@ -40,7 +40,7 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert " are trained, 0 dialogues are longer than 512 tokens" in out
 
 
-def test_step_2_shows_the_ends_of_pairs_and_step_3_prompts(
+def test_step_2_shows_the_ends_of_pairs_and_step_3_shows_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("--data-path", write(tmp_path / "rows.jsonl"), "--max-length", "6", "--rows", "2")

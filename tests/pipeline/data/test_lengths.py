@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pipeline.config import DataConfig, TrainedModelConfig
-from pipeline.data.examples import Example, Message
 from pipeline.system.errors import DataError
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
@@ -17,12 +16,8 @@ from step2_reward.train import train as train_reward
 from tests.step3_ppo.toy import save_models
 
 
-def rows(*sizes: int) -> list[Example]:
-    return [Example((Message("user", "Q"),), (Message("assistant", "x" * n),)) for n in sizes]
-
-
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_step_that_would_learn_nothing_does_not_begin(step: int, tmp_path: Path) -> None:
+def test_step_without_trainable_tokens_raises_before_training(step: int, tmp_path: Path) -> None:
     save_models(tmp_path)
     path = tmp_path / "rows.jsonl"
     question = "What is the capital of the country? " * 3
@@ -42,7 +37,7 @@ def test_a_step_that_would_learn_nothing_does_not_begin(step: int, tmp_path: Pat
     with pytest.raises(DataError) as raised:
         run()
 
-    things = "rows have nothing left to train on" if step == 1 else "pairs have equal responses"
-    assert f" training {things} at data.max_length " in str(raised.value)
+    reason = "rows have nothing left to train on" if step == 1 else "pairs have equal responses"
+    assert f" training {reason} at data.max_length " in str(raised.value)
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == b""
     assert not (tmp_path / "out" / "trained_prompts.hashes").exists()

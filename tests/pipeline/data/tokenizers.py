@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that differ at the seams of a dialogue."""
+"""Small tokenizers that differ at the boundaries between turns."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ SHARED_DATA = Path(
 
 
 def byte_level(*, bos: bool = False) -> PreTrainedTokenizerBase:
-    """GPT-2's kind: pad = end of sequence. With `bos`, OPT's: it begins every text with a token."""
+    """Like GPT-2's, with pad = eos. With `bos`, like OPT's: every text begins with <s>."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,14 +48,14 @@ def byte_level(*, bos: bool = False) -> PreTrainedTokenizerBase:
 
 
 def metaspace(scheme: str = "always") -> PreTrainedTokenizerBase:
-    """Sentencepiece's kind, in the form of current Llama tokenizers: texts begin with <s> and ▁."""
+    """SentencePiece as in current Llama tokenizers: texts begin with <s> and ▁."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     return _sentencepiece(backend, [decoders.Metaspace(prepend_scheme=scheme, split=False)])
 
 
 def prepending() -> PreTrainedTokenizerBase:
-    """Sentencepiece's kind, in the form of older Llama tokenizers: a normalizer that prepends ▁."""
+    """SentencePiece as in older Llama tokenizers: a normalizer prepends ▁."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -64,14 +64,14 @@ def prepending() -> PreTrainedTokenizerBase:
     return _sentencepiece(backend, [decoders.Replace("▁", " "), decoders.Fuse(), strip])
 
 
-def _sentencepiece(backend: Tokenizer, ends: list) -> PreTrainedTokenizerBase:
+def _sentencepiece(backend: Tokenizer, last_decoders: list) -> PreTrainedTokenizerBase:
     trainer = trainers.BpeTrainer(
         vocab_size=340,
         special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False,
     )
     backend.train_from_iterator(TEXTS, trainer)
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), *ends])
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), *last_decoders])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )

@@ -9,7 +9,7 @@ from step2_reward.config import RewardConfig
 from train import STAGES
 
 
-def test_an_option_of_deepspeed_chat_is_refused_with_what_to_pass_instead() -> None:
+def test_deepspeed_chat_option_raises_with_its_replacement() -> None:
     hint = "DeepSpeed-Chat's option corresponds to --lora or --MODEL.lora.rank"
     with pytest.raises(ConfigError, match=f"^there is no option --lora-dim; {hint}"):
         parse_request(["--lora_dim", "1"], STAGES)

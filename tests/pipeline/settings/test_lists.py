@@ -11,7 +11,7 @@ from step3_ppo.config import PPOConfig
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("value", "message"),
     [
         ("math", 'rewards.* must be a list as .*"name": .*got math'),
         ('[{"kind": "math"}]', "rewards.* lacks its name"),
@@ -23,15 +23,15 @@ from step3_ppo.config import PPOConfig
         ('[{"name": "score", "kind": "math"}]', "metric reward_score already exists"),
     ],
 )
-def test_a_wrong_item_is_answered_in_a_sentence(given: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / "wrong.yaml").write_text(f"rewards: {given}\n")
+def test_invalid_list_item_raises(value: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text(f"rewards: {value}\n")
 
-    for argv in (["--rewards", given], ["--config", str(tmp_path / "wrong.yaml")]):
-        with pytest.raises(ConfigError, match=sentence):
+    for argv in (["--rewards", value], ["--config", str(tmp_path / "wrong.yaml")]):
+        with pytest.raises(ConfigError, match=message):
             parse_step(PPOConfig, argv)
 
 
-def test_a_word_stands_for_a_list_of_guards_in_a_file_and_on_the_command_line(
+def test_guard_preset_works_in_a_file_and_on_the_command_line(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "words.yaml").write_text("guards: strict\nsave_every: 5\n")
@@ -41,8 +41,10 @@ def test_a_word_stands_for_a_list_of_guards_in_a_file_and_on_the_command_line(
     assert config == parse_step(PPOConfig, ["--config", str(tmp_path / "words.yaml")])
     actions = {str(guard): guard.action for guard in config.guards}
     assert actions["divergence>2"] == actions["repetition>0.3"] == "rollback"
-    assert actions["ratio_max>20"] == "warn"  # of a single iteration
-    assert {each.action for each in parse_step(PPOConfig, ["--guards", "none"]).guards} == {"none"}
+    assert actions["ratio_max>20"] == "warn"  # concerns a single iteration
+    assert all(
+        guard.action == "none" for guard in parse_step(PPOConfig, ["--guards", "none"]).guards
+    )
     assert parse_step(PPOConfig, ["--guards", "warn"]) == parse_step(PPOConfig, [])
     assert as_options(parse_step(PPOConfig, [])) == []
     options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]

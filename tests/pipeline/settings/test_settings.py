@@ -32,13 +32,13 @@ class Outer:
     flag: bool = False
 
 
-def layer(**settings: object) -> Layer:
+def make_layer(**settings: object) -> Layer:
     return Layer(settings, "my.yaml")
 
 
-def test_later_layers_win_and_sections_merge() -> None:
-    low = layer(count=2, inner={"rate": 3}, words={"a": "b"})
-    high = layer(inner={"rate": 4}, words={"c": "d"})
+def test_later_layers_override_and_sections_merge() -> None:
+    low = make_layer(count=2, inner={"rate": 3}, words={"a": "b"})
+    high = make_layer(inner={"rate": 4}, words={"c": "d"})
 
     config = build_config(Outer, [low, high])
 
@@ -46,21 +46,21 @@ def test_later_layers_win_and_sections_merge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("values", "expected"),
     [(["a", "b c"], ("a", "b c")), (["a,b"], ("a,b",)), (['["x", "y"]'], ("x", "y"))],
 )
-def test_a_list_of_text_is_words_or_json(words: list[str], expected: tuple[str, ...]) -> None:
-    assert build_config(Outer, [], [("names", words)]).names == expected
+def test_string_list_accepts_words_or_json(values: list[str], expected: tuple[str, ...]) -> None:
+    assert build_config(Outer, [], [("names", values)]).names == expected
 
 
-def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() -> None:
+def test_optional_section_is_enabled_by_its_name_or_a_setting() -> None:
     assert build_config(Outer, [], [("maybe", [])]).maybe == Inner()
     assert build_config(Outer, [], [("maybe.rate", ["7"])]).maybe == Inner(rate=7.0)
-    assert build_config(Outer, [layer(maybe={"rate": 7})], [("maybe", ["null"])]).maybe is None
+    assert build_config(Outer, [make_layer(maybe={"rate": 7})], [("maybe", ["null"])]).maybe is None
 
 
 @pytest.mark.parametrize(
-    ("option", "words", "sentence"),
+    ("option", "values", "message"),
     [
         ("count", ["x"], "s.count must be an integer, got x"),
         ("count", ["1.5"], "s.count must be an integer, got 1.5"),
@@ -81,16 +81,16 @@ def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() 
         ("zzz", ["1"], "there is no setting s.zzz; --help lists the settings"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_with_the_full_name(
-    option: str, words: list[str], sentence: str
+def test_error_has_the_full_name_of_the_setting(
+    option: str, values: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        build_config(Outer, [], [(option, words)], section="s.")
+        build_config(Outer, [], [(option, values)], section="s.")
 
-    assert str(error.value) == sentence
+    assert str(error.value) == message
 
 
-def test_a_contradiction_names_the_setting_by_its_full_path() -> None:
+def test_contradiction_error_has_the_full_name_of_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"^ppo\.batch_size 64 is larger than ppo\.rollout"):
         build_config(PPOConfig, [], [("rollout_size", ["8"])], section="ppo.")
 

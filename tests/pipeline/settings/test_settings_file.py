@@ -6,7 +6,7 @@ from pipeline.cli.options import parse_step
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
-SENTENCES = (
+MESSAGES = (
     ("a:\n  b: [c, d\ne: 1", "--config {} is not valid YAML in line 3: "),
     ("- 1", "--config {} must contain settings, `name: value`, got [1]"),
     ("3: 4", "there is no setting 3 in {}"),
@@ -20,17 +20,15 @@ SENTENCES = (
     ("seed: null", "seed in {} must be an integer, got null"),
     ("a: " + 3000 * "[", "--config {} is nested too deeply"),
 )
-"""Contents of a file, and the sentence about it, with the file in place of {}."""
+"""Contents of a settings file and the message about it, with {} for the path."""
 
 
-@pytest.mark.parametrize(("text", "sentence"), SENTENCES)
-def test_a_file_that_cant_be_used_is_named_with_the_line(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
+@pytest.mark.parametrize(("text", "message"), MESSAGES)
+def test_error_names_the_settings_file_and_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
 
     with pytest.raises(ConfigError) as error:
         parse_step(SFTConfig, ["--config", str(file)])
 
-    assert sentence.replace("{}", str(file)) in str(error.value)
+    assert message.replace("{}", str(file)) in str(error.value)

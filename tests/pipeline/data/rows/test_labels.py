@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import DataConfig, RowColumns
-from pipeline.data.examples import Example, Message
+from pipeline.data.examples import Example
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
 from pipeline.data.sharing.steps import load_examples
 
 LABELS = RowColumns(labels=True)
-SYSTEM, A, B, C = Message("system", "S"), *(Message("user", text) for text in "ABC")
-ONE, TWO = Message("assistant", "1"), Message("assistant", "2")
 
 
 def read(*, kept: RowColumns = LABELS, **columns: Any) -> Example:
@@ -21,12 +19,8 @@ def read(*, kept: RowColumns = LABELS, **columns: Any) -> Example:
     return example
 
 
-def said(turns: tuple[Message, ...]) -> str:
-    return "".join(turn.content for turn in turns)
-
-
-def test_a_label_is_a_class_a_number_or_true_or_false_as_csv_files_have_it() -> None:
-    for written, value in (
+def test_label_is_parsed_as_a_class_a_number_or_a_boolean() -> None:
+    for value_in_row, expected in (
         ("spam", "spam"),
         (" 3 ", 3),
         ("3.0", 3),
@@ -35,16 +29,17 @@ def test_a_label_is_a_class_a_number_or_true_or_false_as_csv_files_have_it() -> 
         (False, False),
         (0, 0),
     ):
-        found = read(prompt="Q", label=written).label
-        assert (type(found), found) == (type(value), value)
+        label = read(prompt="Q", label=value_in_row).label
+        assert (type(label), label) == (type(expected), expected)
     assert read(prompt="Q").label is None
     assert read(text="plain", label="essay").label == "essay"
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
     labelled = read(messages=turns, label=0)
-    assert (said(labelled.prompt), said(labelled.chosen), labelled.label) == ("Q", "R", 0)
+    assert (labelled.prompt[0].content, labelled.chosen[0].content) == ("Q", "R")
+    assert labelled.label == 0
 
 
-def test_ties_are_read_from_their_column() -> None:
+def test_tie_column_is_read() -> None:
     assert read(prompt="Q", chosen="x", rejected="y", tie="true").tie
     assert not read(prompt="Q", chosen="x", rejected="y", tie=0).tie
 
@@ -58,7 +53,7 @@ def test_ties_are_not_trained_on(tmp_path: Path) -> None:
     config = DataConfig(path=(str(file),), split=(0, 1, 0))
 
     for kept in (None, LABELS):
-        found = load_examples(config, step=2, seed=0, kept=kept)
+        data = load_examples(config, step=2, seed=0, kept=kept)
 
-        assert not any(row.tie for row in (*found.train, *found.eval))
-        assert any(", or with a tie, left to other steps" in note for note in found.notes)
+        assert not any(row.tie for row in (*data.train, *data.eval))
+        assert any(", or with a tie, left to other steps" in note for note in data.notes)

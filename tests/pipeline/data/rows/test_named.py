@@ -10,9 +10,9 @@ from pipeline.data.rows.sources import Row
 
 
 def read(name: str, row: dict[str, Any]) -> Example | None:
-    found = named_set(name)
-    assert found is not None
-    return found.read(Row(row, "row 1"))
+    data_set = named_set(name)
+    assert data_set is not None
+    return data_set.read(Row(row, "row 1"))
 
 
 def texts(example: Example | None) -> tuple[list[str], list[str], list[str]]:
@@ -104,7 +104,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_in_the_real_schema_reads(name: str) -> None:
+def test_row_in_the_real_schema_is_read(name: str) -> None:
     row, expected = ROWS[name]
 
     example = read(name, row)
@@ -113,7 +113,7 @@ def test_a_row_in_the_real_schema_reads(name: str) -> None:
     assert NAMED[name].has_rejected == bool(expected[2])
 
 
-def test_the_better_answer_is_the_second_one_where_the_row_says_so() -> None:
+def test_scores_or_labels_select_the_chosen_answer() -> None:
     swapped = {**WEBGPT, "score_0": -0.5, "score_1": 1.0}
     for name, row, other in (
         ("stanfordnlp/SHP", SHP, {**SHP, "labels": 0}),
@@ -131,6 +131,6 @@ def test_the_better_answer_is_the_second_one_where_the_row_says_so() -> None:
         assert read(name, row) is None
 
 
-def test_every_named_set_is_tested_and_there_are_sixteen_with_the_local_files() -> None:
+def test_all_sixteen_named_sets_are_tested() -> None:
     assert set(NAMED) - set(ROWS) == {"Cohere/miracl-ja"}  # DeepSpeed-Chat's short name
     assert len({*ROWS, "local/jsonfile"}) == 16

@@ -25,7 +25,7 @@ def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-SAME_PREFERENCE = {
+PREFERENCE_FORMATS = {
     "strings": {"prompt": "Q", "chosen": " good", "rejected": "bad"},
     "DeepSpeed-Chat": {"prompt": " Human: Q Assistant:", "chosen": " good", "rejected": " bad"},
     "rm-static": {"prompt": "\n\nHuman: Q\n\nAssistant:", "chosen": " good", "rejected": " bad"},
@@ -38,7 +38,7 @@ SAME_PREFERENCE = {
         "chosen": turns(("user", "Q"), ("assistant", "good")),
         "rejected": turns(("assistant", "bad")),
     },
-    "hh-rlhf beside its prompt": {
+    "hh-rlhf with a prompt column": {
         "prompt": "Q",
         "chosen": "\n\nHuman: Q\n\nAssistant: good",
         "rejected": "\n\nHuman: Q\n\nAssistant: bad",
@@ -75,12 +75,12 @@ SAME_PREFERENCE = {
     },
 }
 
-SAME_DEMONSTRATION = {
+DEMONSTRATION_FORMATS = {
     "messages": {"messages": turns(("user", "Q"), ("assistant", "good"))},
     "ShareGPT": {
         "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]
     },
-    "ShareGPT cut from a longer chat": {
+    "ShareGPT without its first user turn": {
         "conversations": [
             {"from": "gpt", "value": "before"},
             {"from": "human", "value": "Q"},
@@ -97,21 +97,21 @@ SAME_DEMONSTRATION = {
         "prompt": turns(("user", "Q")),
         "completion": turns(("assistant", "good")),
     },
-    "with capitals": {"messages": turns(("User", "Q"), ("Assistant", "good"))},
-    "begun by the assistant": {
+    "capitalized roles": {"messages": turns(("User", "Q"), ("Assistant", "good"))},
+    "assistant turn first": {
         "messages": turns(("assistant", "Hi!"), ("user", "Q"), ("assistant", "good"))
     },
-    "turns as Python prints them": {
+    "turns as Python literals": {
         "prompt": "[{'role': 'user', 'content': 'Q'}]",
         "response": "{'role': 'assistant', 'content': 'good'}",
     },
-    "turns as a printed tuple": {
+    "turns as a Python tuple": {
         "messages": str(tuple(turns(("user", "Q"), ("assistant", "good"))))
     },
     "turns as indented JSON": {
         "messages": json.dumps(turns(("user", "Q"), ("assistant", "good")), indent=2)
     },
-    "text in parts": {
+    "content as a list of parts": {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Q"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "good"}]},
@@ -120,16 +120,16 @@ SAME_DEMONSTRATION = {
 }
 
 
-@pytest.mark.parametrize("name", SAME_PREFERENCE)
-def test_every_form_of_preference_reads_the_same(name: str) -> None:
-    assert read(**SAME_PREFERENCE[name]) == Example(
+@pytest.mark.parametrize("name", PREFERENCE_FORMATS)
+def test_all_preference_formats_yield_the_same_example(name: str) -> None:
+    assert read(**PREFERENCE_FORMATS[name]) == Example(
         (QUESTION,), (GOOD,), (BAD,), origin="rows.jsonl line 17"
     )
 
 
-@pytest.mark.parametrize("name", SAME_DEMONSTRATION)
-def test_every_form_of_demonstration_reads_the_same(name: str) -> None:
-    assert read(**SAME_DEMONSTRATION[name]) == Example(
+@pytest.mark.parametrize("name", DEMONSTRATION_FORMATS)
+def test_all_demonstration_formats_yield_the_same_example(name: str) -> None:
+    assert read(**DEMONSTRATION_FORMATS[name]) == Example(
         (QUESTION,), (GOOD,), origin="rows.jsonl line 17"
     )
 
@@ -144,7 +144,7 @@ def test_every_form_of_demonstration_reads_the_same(name: str) -> None:
         {"prompt": "Q", "response": None},
     ],
 )
-def test_every_form_of_prompt_reads_the_same(columns: dict[str, Any]) -> None:
+def test_all_prompt_formats_yield_the_same_example(columns: dict[str, Any]) -> None:
     assert read(**columns) == Example((QUESTION,), origin="rows.jsonl line 17")
 
 
@@ -152,7 +152,7 @@ def test_every_form_of_prompt_reads_the_same(columns: dict[str, Any]) -> None:
     "columns",
     [
         {"messages": turns(("system", "S"), ("user", "Q"), ("assistant", "good"))},
-        {**SAME_DEMONSTRATION["ShareGPT"], "system": "S"},
+        {**DEMONSTRATION_FORMATS["ShareGPT"], "system": "S"},
         {"conversations": [
             {"from": "system", "value": "S"},
             {"from": "human", "value": "Q"},
@@ -164,7 +164,7 @@ def test_every_form_of_prompt_reads_the_same(columns: dict[str, Any]) -> None:
         {"prompt": "S\n\nHuman: Q\n\nAssistant:", "response": "good"},
     ],
 )  # fmt: skip
-def test_the_system_message_comes_first(columns: dict[str, Any]) -> None:
+def test_system_message_comes_first(columns: dict[str, Any]) -> None:
     example = read(**columns)
 
     assert example is not None
@@ -179,7 +179,7 @@ def test_the_system_message_comes_first(columns: dict[str, Any]) -> None:
         " Human: Q Assistant: a Human: R Assistant: ",
     ],
 )
-def test_a_dialogue_as_text_may_have_several_turns(text: str) -> None:
+def test_text_dialogue_is_split_into_turns(text: str) -> None:
     example = read(prompt=text, response="good")
 
     assert example is not None
@@ -188,42 +188,38 @@ def test_a_dialogue_as_text_may_have_several_turns(text: str) -> None:
     assert read(prompt=f"Human: {name} Assistant:") == read(prompt=name)
 
 
-def test_a_response_that_is_labelled_bad_is_no_demonstration_but_a_rejected_response() -> None:
+def test_response_labelled_false_is_read_as_rejected() -> None:
     reading = Reading()
     row = {"prompt": "Q", "completion": "bad"}
 
-    def label(**columns: Any) -> Example | None:
+    def parse(**columns: Any) -> Example | None:
         return read_row(Row({**row, **columns}, ""), {}, reading)
 
-    assert label(label=True) == label(label="true") == label() == Example((QUESTION,), (BAD,))
+    assert parse(label=True) == parse(label="true") == parse() == Example((QUESTION,), (BAD,))
     bad = Example((QUESTION,), rejected=(BAD,))
-    assert label(label=False) == label(label="False") == bad
-    assert label(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
-    tagged = read(conversations=SAME_DEMONSTRATION["ShareGPT"]["conversations"], kto_tag=False)
+    assert parse(label=False) == parse(label="False") == bad
+    assert parse(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
+    tagged = read(conversations=DEMONSTRATION_FORMATS["ShareGPT"]["conversations"], kto_tag=False)
     assert tagged == Example((QUESTION,), rejected=(GOOD,), origin="rows.jsonl line 17")
     assert reading.no_demonstrations == {"whose label marks the response as bad": 2}
 
 
-def test_weight_0_keeps_a_turn_from_being_learned() -> None:
-    said = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
-    unlearned = read(
-        messages=[said[0], {**said[1], "weight": 0}, said[2], {**said[3], "weight": 1}]
-    )
-    nothing = read(messages=[said[0], {**said[1], "weight": 0}])
+def test_turn_with_weight_0_is_not_trained() -> None:
+    ask, answer, *rest = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
+    example = read(messages=[ask, {**answer, "weight": 0}, rest[0], {**rest[1], "weight": 1}])
+    untrained = read(messages=[ask, {**answer, "weight": 0}])
 
-    assert unlearned is not None
-    assert nothing is not None
-    assert [turn.trained for turn in (*unlearned.prompt, *unlearned.chosen)] == [
-        *(True, False, True),
-        True,
-    ]
-    assert nothing.chosen == ()
+    assert example is not None
+    assert untrained is not None
+    trained = [turn.trained for turn in (*example.prompt, *example.chosen)]
+    assert trained == [True, False, True, True]
+    assert untrained.chosen == ()
 
 
 SCHEMA = {"name": "weather", "parameters": {"type": "object"}}
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 TEXT_CALL = {**CALL, "arguments": '{"city": "Oslo"}'}
-WITH_TOOLS = {
+TOOL_CALL_FORMATS = {
     "TRL": {
         "messages": [
             *turns(("user", "Q")),
@@ -240,7 +236,7 @@ WITH_TOOLS = {
         ],
         "tools": str([{"type": "function", "function": SCHEMA}]),  # as pandas writes it
     },
-    "OpenAI, earlier": {
+    "OpenAI function_call": {
         "messages": [
             *turns(("user", "Q")),
             {"role": "assistant", "content": None, "function_call": TEXT_CALL},
@@ -274,12 +270,12 @@ WITH_TOOLS = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
-def test_every_form_of_tool_calls_reads_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_all_tool_call_formats_yield_the_same_example(name: str) -> None:
     calls = {"tool_calls": [{"type": "function", "function": CALL}]}
     tools = {"tools": [{"type": "function", "function": SCHEMA}]}
 
-    assert read(**WITH_TOOLS[name]) == Example(
+    assert read(**TOOL_CALL_FORMATS[name]) == Example(
         (
             Message("user", "Q", keys=json.dumps(tools)),
             Message("assistant", "", keys=json.dumps(calls)),
@@ -290,7 +286,7 @@ def test_every_form_of_tool_calls_reads_the_same(name: str) -> None:
     )
 
 
-def test_a_call_of_a_tool_is_a_response_and_calls_one_after_another_are_one_turn() -> None:
+def test_consecutive_tool_calls_are_one_response_turn() -> None:
     calls = [{"role": "tool_call", "content": json.dumps({**CALL, "name": n})} for n in ("a", "b")]
     example = read(messages=[*turns(("user", "Q")), *calls])
 
@@ -310,21 +306,21 @@ def test_a_call_of_a_tool_is_a_response_and_calls_one_after_another_are_one_turn
         ({"messages": [{"role": "function_call", "content": "search()"}]}, "line 17: a tool call"),
     ],
 )  # fmt: skip
-def test_tools_that_can_not_be_read_are_refused(row: dict[str, Any], message: str) -> None:
+def test_invalid_tools_raise(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(**{"messages": turns(("user", "Q"), GOOD_PAIR), **row})
 
 
 @pytest.mark.parametrize("key", ["weight", "loss", "train", "training"])
-def test_a_turn_that_its_row_marks_is_not_learned(key: str) -> None:
-    said = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
-    example = read(messages=[said[0], {**said[1], key: False}, said[2], {**said[3], key: True}])
+def test_turn_marked_as_untrained_is_not_trained(key: str) -> None:
+    ask, answer, *rest = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
+    example = read(messages=[ask, {**answer, key: False}, rest[0], {**rest[1], key: True}])
 
     assert example is not None
     assert [turn.trained for turn in example.prompt] == [True, False, True]
     assert example.chosen[0].trained
     with pytest.raises(DataError, match=f"line 17: messages has a turn of {key} 'no'"):
-        read(messages=[said[0], {**said[1], key: "no"}])
+        read(messages=[ask, {**answer, key: "no"}])
 
 
 @pytest.mark.parametrize(
@@ -337,17 +333,17 @@ def test_a_turn_that_its_row_marks_is_not_learned(key: str) -> None:
         {"content": [{"type": "reasoning", "text": "why"}, {"type": "text", "text": "good"}]},
     ],
 )
-def test_reasoning_in_a_turn_is_read(turn: dict[str, Any]) -> None:
+def test_reasoning_of_a_turn_is_read(turn: dict[str, Any]) -> None:
     example = read(messages=[*turns(("user", "Q")), {"role": "assistant", **turn}])
 
     assert example is not None
     assert example.chosen == (Message("assistant", "good", reasoning="why"),)
 
 
-def test_keys_of_turns_that_nothing_reads_are_reported_like_columns() -> None:
+def test_unused_keys_of_turns_are_reported_like_columns() -> None:
     reading = Reading()
-    said = {"role": "user", "content": "Q", "strain": 3, "thinking": None, "reasoning": "no"}
-    row = {"messages": [said, {**turns(GOOD_PAIR)[0], "loss": True}], "t": "x"}
+    user_turn = {"role": "user", "content": "Q", "strain": 3, "thinking": None, "reasoning": "no"}
+    row = {"messages": [user_turn, {**turns(GOOD_PAIR)[0], "loss": True}], "t": "x"}
 
     assert read_row(Row(row, ""), {}, reading) == Example((QUESTION,), (GOOD,))
     assert reading.columns - reading.used == {*("messages[].strain", "messages[].reasoning", "t")}
@@ -362,24 +358,24 @@ def test_keys_of_turns_that_nothing_reads_are_reported_like_columns() -> None:
         "array([{'role': 'user', 'content': 'Q'}], dtype=object)",
     ],
 )
-def test_turns_as_text_that_can_not_be_read_are_refused(text: str) -> None:
+def test_unparsable_string_of_turns_raises(text: str) -> None:
     for name in ("prompt", "messages"):
         with pytest.raises(DataError, match=f"line 17: {name} has turns as a string"):
             read(**{name: text, "response": "good"})
 
 
 @pytest.mark.parametrize("text", ["[{x}]", "[1, 2]", '{"from": "Rome", "to": "Bari"}', "{'a': 1}"])
-def test_other_text_in_brackets_stays_text(text: str) -> None:
+def test_other_text_in_brackets_is_plain_text(text: str) -> None:
     example = read(prompt=text, response=text)
 
     assert example is not None
     assert (example.prompt[0].content, example.chosen[0].content) == (text, text)
 
 
-def test_a_prompt_that_ends_in_an_assistant_turn_is_continued() -> None:
+def test_response_continues_the_assistant_turn_of_the_prompt() -> None:
     reading = Reading()
-    begun = turns(("user", "Q"), ("assistant", "The"))
-    row = {"prompt": begun, "response": " answer "}
+    prompt = turns(("user", "Q"), ("assistant", "The"))
+    row = {"prompt": prompt, "response": " answer "}
 
     assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) == Example(
         (QUESTION, Message("assistant", "The", trained=False)),
@@ -390,15 +386,15 @@ def test_a_prompt_that_ends_in_an_assistant_turn_is_continued() -> None:
     assert read(prompt=turns(("user", "Q"), ("assistant", " "))) == read(prompt="Q")
 
 
-def test_half_an_emoji_in_json_as_text_is_refused() -> None:
-    half = '[{"name": "\\ud83d", "role": "user", "content": "\\ud83d"}]'
-    call = {"messages": [{"role": "tool_call", "content": half}]}
-    for row in ({"prompt": half}, {"prompt": "Q", "tools": half}, call):
+def test_unpaired_surrogate_in_a_json_string_raises() -> None:
+    surrogate = '[{"name": "\\ud83d", "role": "user", "content": "\\ud83d"}]'
+    call = {"messages": [{"role": "tool_call", "content": surrogate}]}
+    for row in ({"prompt": surrogate}, {"prompt": "Q", "tools": surrogate}, call):
         with pytest.raises(DataError, match=r"line 17 has .*an unpaired surrogate"):
             read(**row)
 
 
-def test_a_number_beyond_every_float_is_refused() -> None:
+def test_margin_beyond_the_float_range_raises() -> None:
     with pytest.raises(DataError, match="line 17: margin must be a finite number"):
         read(prompt="Q", chosen="a", rejected="b", margin=10**400)
 
@@ -415,7 +411,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "message"),
     [
         ({"colour": "red"}, "no known row format has the columns colour"),
         ({"data": [{"prompt": "Q"}]}, "but data is a list of rows; save only this list"),
@@ -436,8 +432,8 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({**RATING, "choice": 2}, "kind 'pair' can't have 2 answers and choice 2"),
     ],
 )
-def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(DataError, match=f"line 17.*{sentence}"):
+def test_invalid_row_raises_with_its_line(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"line 17.*{message}"):
         read(**row)
 
 
@@ -456,12 +452,12 @@ def test_a_row_that_can_not_be_read_is_named(row: dict[str, Any], sentence: str)
         ({**RATING, "choice": None}, "prefer neither response"),
     ],
 )
-def test_a_row_without_a_response_is_left_out_and_counted(row: dict[str, Any], reason: str) -> None:
+def test_unusable_row_is_omitted_and_counted(row: dict[str, Any], reason: str) -> None:
     reading = Reading()
 
     assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) is None
-    ((found, count),) = reading.left_out.items()
-    assert (reason in found, count) == (True, 1)
+    ((actual_reason, count),) = reading.left_out.items()
+    assert (reason in actual_reason, count) == (True, 1)
 
 
 def test_margins_and_empty_turns_are_read() -> None:
@@ -478,13 +474,17 @@ def test_margins_and_empty_turns_are_read() -> None:
     assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
 
 
-def test_the_prompt_of_two_dialogues_ends_in_the_last_user_turn_that_they_share() -> None:
-    begin = ("user", "Q"), ("assistant", "a")
+def test_pair_prompt_ends_with_the_last_shared_user_turn() -> None:
+    shared = ("user", "Q"), ("assistant", "a")
     pair = read(
-        chosen=turns(*begin, ("user", "R"), ("assistant", "good"), ("user", "thanks")),
-        rejected=turns(*begin, ("user", "S"), ("assistant", "bad")),
+        chosen=turns(*shared, ("user", "R"), ("assistant", "good"), ("user", "thanks")),
+        rejected=turns(*shared, ("user", "S"), ("assistant", "bad")),
     )
 
     assert pair is not None
-    said = [[turn.content for turn in part] for part in (pair.prompt, pair.chosen, pair.rejected)]
-    assert said == [["Q"], ["a", "R", "good"], ["a", "S", "bad"]]
+    sides = (pair.prompt, pair.chosen, pair.rejected)
+    assert [[turn.content for turn in side] for side in sides] == [
+        ["Q"],
+        ["a", "R", "good"],
+        ["a", "S", "bad"],
+    ]

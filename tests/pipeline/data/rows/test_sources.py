@@ -30,7 +30,7 @@ def columns(source: Source) -> list[dict[str, Any]]:
     return [dict(row.columns) for row in source.train]
 
 
-def refused(spec: object) -> str:
+def get_error_message(spec: object) -> str:
     with pytest.raises(DataError) as raised:
         read_source(str(spec))
     return str(raised.value)
@@ -39,7 +39,7 @@ def refused(spec: object) -> str:
 @pytest.mark.parametrize(
     "name", ["rows.json", "rows.jsonl", "rows.jsonl.gz", "rows.json.gz", "rows.parquet"]
 )
-def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -> None:
+def test_every_file_format_yields_its_rows_in_order(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name)
 
     source = read_source(str(path))
@@ -47,7 +47,7 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
     assert columns(source) == ROWS
     assert source.eval == []
     if name.endswith(".gz"):
-        path.write_bytes(gzip.decompress(path.read_bytes()))  # as by a browser
+        path.write_bytes(gzip.decompress(path.read_bytes()))  # as browsers do
         assert columns(read_source(str(path))) == ROWS
     word = "row" if name.endswith("parquet") else "line"
     assert [row.origin for row in source.train] == [f"{path} {word} 1", f"{path} {word} 2"]
@@ -64,7 +64,7 @@ def test_every_kind_of_file_gives_its_rows_in_order(name: str, tmp_path: Path) -
         "test/a.jsonl",
     ],
 )
-def test_a_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> None:
+def test_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> None:
     write(tmp_path / "train-1.jsonl", ROWS[:1])
     write(tmp_path / "evaluation_prompts.jsonl", ROWS[1:])
     write(tmp_path / test_file, [{"prompt": "held", "response": "out"}])
@@ -85,7 +85,7 @@ ULTRAFEEDBACK = (*ULTRACHAT, "train_prefs", "test_prefs")
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Makes a data set with the splits of these names, cached as one of the Hub's, and names it."""
+    """Return a function that caches a Hub data set with the given splits and returns its name."""
     import datasets
 
     cache = tmp_path / "cache"
@@ -134,13 +134,13 @@ def read_texts(name: str, step: int | None) -> tuple[list[str], list[str]]:
         (("train_sft", "train_gen", "test"), 1, "train_sft", "test"),
     ],
 )
-def test_the_step_reads_one_split_of_a_hub_set_and_its_test_split(
+def test_step_reads_its_training_and_test_splits_of_a_hub_set(
     hub: Callable[..., str], splits: tuple[str, ...], step: int | None, train: str, test: str
 ) -> None:
     assert read_texts(hub(*splits), step) == ([train], [test] if test else [])
 
 
-def test_a_directory_of_split_files_is_read_as_the_hub_set(tmp_path: Path) -> None:
+def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None:
     for split in ULTRAFEEDBACK:
         row = [{"text": split}]
         write(tmp_path / "set" / "data" / f"{split}-00000-of-00001.parquet", row)
@@ -154,20 +154,20 @@ def test_a_directory_of_split_files_is_read_as_the_hub_set(tmp_path: Path) -> No
         *("train_prefs", "test_prefs")
     ]
     assert prefs.splits == "train_prefs, for evaluation test_prefs"
-    assert "several training splits" in refused(tmp_path / "set")
+    assert "several training splits" in get_error_message(tmp_path / "set")
     plain = read_source(str(tmp_path / "plain"))
     assert [row.columns["text"] for row in plain.train] == ["train_a", "train_b"]
     assert [row.columns["text"] for row in (*named.train, *named.eval)] == ["train_b", "test"]
 
 
-def test_a_hub_name_that_can_not_be_reached_is_one_sentence(
+def test_unreachable_hub_name_raises_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
-    message = refused("nobody/nothing-of-the-kind")
+    message = get_error_message("nobody/nothing-of-the-kind")
 
     assert message.startswith("data path nobody/nothing-of-the-kind is neither a file or directory")
     assert "use a local file" in message
@@ -186,7 +186,7 @@ def test_a_hub_name_that_can_not_be_reached_is_one_sentence(
     ],
     ids=range(6),
 )
-def test_a_row_that_json_can_not_hold_is_named(line: str, reason: str, tmp_path: Path) -> None:
+def test_invalid_json_row_raises_with_its_line(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"prompt": "\\ud83d\\ude00"}}\n{line}\n')
 
@@ -194,7 +194,7 @@ def test_a_row_that_json_can_not_hold_is_named(line: str, reason: str, tmp_path:
         read_source(str(path))
 
 
-def test_objects_may_be_indented(tmp_path: Path) -> None:
+def test_json_objects_may_be_indented(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text("\n\ufeff\n".join(json.dumps(row, indent=2) for row in ROWS))
 
@@ -205,23 +205,23 @@ def test_objects_may_be_indented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['[{"a": "x", "b": NaN}]', "a,b\nx,NaN\n", "a\tb\nx\t\n"])
-def test_nan_is_a_missing_value(text: str, tmp_path: Path) -> None:
+def test_nan_is_read_as_a_missing_value(text: str, tmp_path: Path) -> None:
     path = tmp_path / ("rows.json" if text[0] == "[" else "rows.csv")
     path.write_text(text)
 
     assert columns(read_source(str(path))) == [{"a": "x", "b": None}]
 
 
-def test_text_after_a_list_of_rows_is_refused(tmp_path: Path) -> None:
+def test_text_after_a_json_list_raises(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(ROWS) + "\n" + json.dumps(ROWS[0]))
 
-    assert "line 2 follows the list of rows" in refused(path)
+    assert "line 2 follows the list of rows" in get_error_message(path)
     path.write_text(json.dumps([*ROWS, {}], indent=0).replace("{}", ""))
-    assert "line 11 is not valid JSON" in refused(path)
+    assert "line 11 is not valid JSON" in get_error_message(path)
 
 
-def test_the_index_that_pandas_writes_is_a_column_of_its_own(tmp_path: Path) -> None:
+def test_pandas_index_is_a_separate_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(",prompt,response\n0,a,b\n")
 
