@@ -22,7 +22,7 @@ from pipeline.config import LoraConfig, OptimConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.parallel.process_group import process_group
 from pipeline.system.torch_process import use_expandable_segments
-from pipeline.watchdog.process import watching
+from pipeline.watchdog.process import watch_processes
 
 SEQUENCES, PROMPT, ANSWER = 8, 16, 24
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
         replay(graph)
 
     torch.cuda.CUDAGraph.replay = count
-    with tempfile.TemporaryDirectory() as scratch, process_group(watching):
+    with tempfile.TemporaryDirectory() as scratch, process_group(watch_processes):
         vocabulary = save_models(Path(scratch), tiny=True)
         for number, name in enumerate(names, start=1):
             replays[0] = 0

@@ -57,7 +57,7 @@ from pipeline.models.hf.chat import load_chat
 from pipeline.parallel.process_group import process_group
 from pipeline.system.logs import Clock
 from pipeline.system.torch_process import use_expandable_segments
-from pipeline.watchdog.process import watching
+from pipeline.watchdog.process import watch_processes
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import check_rollout_gap, compute_advantages, rollout_gap, score_responses
 from step3_ppo.methods import METHODS
@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
 
     use_expandable_segments()  # like a training step
     fallbacks = Fallbacks()
-    with tempfile.TemporaryDirectory() as scratch, process_group(watching):
+    with tempfile.TemporaryDirectory() as scratch, process_group(watch_processes):
         vocabulary = save_models(Path(scratch), tiny=args.tiny, model=args.model)
         found = measure(Path(scratch), vocabulary, args)
     fallbacks.report()

@@ -23,9 +23,9 @@ from pipeline.parallel.device import local_device
 from pipeline.settings.build import Layer, build_config
 from pipeline.system.errors import CheckpointError, require
 from pipeline.system.torch_process import random_state, set_random_state
-from pipeline.watchdog.process import watching
+from pipeline.watchdog.process import watch_processes
 
-process_group = partial(parallel.process_group, watching)
+process_group = partial(parallel.process_group, watch_processes)
 """Context in which torchrun's processes train together; a single process needs none."""
 
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 from pipeline.cli.options import run_main
 from pipeline.parallel.process_group import process_group
 from pipeline.system.logs import configure_logging
-from pipeline.watchdog.process import watching
+from pipeline.watchdog.process import watch_processes
 from tests.distributed import PROCESSES
 
 _PATIENCE = 60
@@ -95,7 +95,7 @@ def _run(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
     def main(_argv: object) -> None:
-        with process_group(watching, timeout_seconds):
+        with process_group(watch_processes, timeout_seconds):
             configure_logging(is_main=os.environ["RANK"] == "0")
             body(*args)
 

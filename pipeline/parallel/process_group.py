@@ -26,7 +26,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     """Join the processes that torchrun started; do nothing without torchrun.
 
     NCCL on GPUs, gloo on CPUs. If a process keeps the others waiting for `timeout_seconds`, it is
-    named and all processes are ended: `watchdog` is `pipeline.watchdog.process.watching`.
+    named and all processes are ended: `watchdog` is `pipeline.watchdog.process.watch_processes`.
 
     Raises:
         JobFailed: a process failed, and the reason has been shown. On GPUs the process ends

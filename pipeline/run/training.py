@@ -33,7 +33,7 @@ from pipeline.system.errors import DivergedError, ModelError
 from pipeline.system.logs import configure_logging
 from pipeline.system.threads import set_compute_threads
 from pipeline.system.torch_process import gpu_numerics, use_expandable_segments
-from pipeline.watchdog.process import watching
+from pipeline.watchdog.process import watch_processes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
     check_memory(config)
     parallel, patience = config.parallel, config.timeout_seconds
     with (
-        process_group(watching, patience),
+        process_group(watch_processes, patience),
         cut_mesh(
             replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
         ) as mesh,

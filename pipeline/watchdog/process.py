@@ -50,29 +50,29 @@ TICK_SECONDS = 1.0
 OBSERVERS = 2
 """Number of ranks, from the first, that read all positions, so that requests grow linearly."""
 
-STANDING_STILL = 3
+STALLED_HEARTBEATS = 3
 """Heartbeats at one position after which an observer reads all positions."""
 
-SILENCE_SECONDS = 60.0
+HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a heartbeat after which a process on another machine counts as lost."""
 
-HEARING_SECONDS = 3.0
+REPORT_WAIT_SECONDS = 3.0
 """Seconds that a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
 """Seconds for a process to exit after the job failed; half of that if processes hang."""
 
-LEAVING_SECONDS = 15.0
+JOIN_TIMEOUT_SECONDS = 15.0
 """Seconds for the threads to end. A request to the store takes up to 5 s, and Python aborts if the
 interpreter exits during one."""
 
-OF_COLLECTIVES = re.compile(
+COLLECTIVE_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
 )
-ONE_SENTENCE = (UserError, DivergedError)
+SHARED_ERRORS = (UserError, DivergedError)
 """Errors that all processes may raise together, with a complete message."""
 
-PATIENCE = timedelta(seconds=5)
+STORE_TIMEOUT = timedelta(seconds=5)
 """Timeout of a request to the store, which normally takes microseconds."""
 
 
@@ -83,7 +83,7 @@ class Failure:
     rank: int
     """The process that caused the failure."""
 
-    what: str
+    message: str
     """A clause whose subject is that rank: `rank 1 failed: ValueError: ...`."""
 
     code: int
@@ -106,132 +106,130 @@ class Heartbeat(NamedTuple):
     beat: int
     """Number of heartbeats sent so far."""
 
-    left: bool = False
+    exited: bool = False
     """Whether the process exited normally."""
 
     waits_for: tuple[int, ...] = ()
     """Ranks that the process waits for; only reported by pipelines with several stages."""
 
+    def describe(self) -> str:
+        """The position of the process, as a clause."""
+        if self.number == 0:
+            return "it has entered no collective yet"
+        return f"its last was {self.label} (collective {self.number}), {self.seconds:.0f} s ago"
 
-class Notices:
-    """The notices of one job in the default store, over a separate connection."""
+
+class StatusStore:
+    """Heartbeats and the failure of one job in the default store, over a separate connection."""
 
     def __init__(self, job: str, world: Group) -> None:
         store = _get_default_store().clone()  # pyrefly: ignore[missing-attribute]
-        store.set_timeout(PATIENCE)
+        store.set_timeout(STORE_TIMEOUT)
         self._store = PrefixStore(f"watch/{job}", store)
         self.rank, self.world_size = world.rank, world.size
-        self.gone = False
+        self.is_disconnected = False
         """Whether the connection to the store is lost."""
 
-    def post(self, failure: Failure) -> Failure:
+    def report(self, failure: Failure) -> Failure:
         """Report a failure of the job; return the failure that was reported first."""
         text = json.dumps(asdict(failure))
-        first = self._try(lambda: self._store.compare_set("failure", "", text))
+        first = self._request(lambda: self._store.compare_set("failure", "", text))
         return Failure(**json.loads(first)) if first else failure
 
-    def failure(self) -> Failure | None:
+    def get_failure(self) -> Failure | None:
         """The failure that ends the job, if any."""
         text = self._get("failure")
         return None if text is None else Failure(**json.loads(text))
 
-    def appear(self, sighting: Heartbeat) -> None:
+    def publish(self, heartbeat: Heartbeat) -> None:
         """Publish the position of this process."""
-        self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(sighting)))
+        self._request(lambda: self._store.set(f"at/{self.rank}", json.dumps(heartbeat)))
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """The positions of these processes in the store."""
-        seen: dict[int, Heartbeat] = {}
+        positions: dict[int, Heartbeat] = {}
         for rank in ranks:
             if (value := self._get(f"at/{rank}")) is not None:
                 *fields, waits_for = json.loads(value)
-                seen[rank] = Heartbeat(*fields, waits_for=tuple(waits_for))
-        return seen
+                positions[rank] = Heartbeat(*fields, waits_for=tuple(waits_for))
+        return positions
 
     def _get(self, key: str) -> bytes | None:
-        return self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return self._request(lambda: self._store.get(key) if self._store.check([key]) else None)
 
-    def _try(self, query: Callable[[], T]) -> T | None:
-        if self.gone:
+    def _request(self, query: Callable[[], T]) -> T | None:
+        if self.is_disconnected:
             return None
         try:
             return query()
         except dist.DistNetworkError:  # each further attempt prints a long traceback
-            self.gone = True
+            self.is_disconnected = True
         except (RuntimeError, ValueError):  # the next request may succeed
             pass
         return None
 
 
-def find_late(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
+def find_straggler(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
     """The process that is furthest behind, if another one has waited for `timeout` seconds.
 
-    Args:
-        seen: positions of processes that enter the same collectives, by rank.
-        timeout: seconds that the other process must have waited.
+    All processes of `heartbeats`, which are by rank, enter the same collectives.
     """
-    number, rank = min(((each.number, rank) for rank, each in seen.items()), default=(0, 0))
-    ahead = {other: each for other, each in seen.items() if each.number > number and not each.left}
+    number, rank = min(((beat.number, rank) for rank, beat in heartbeats.items()), default=(0, 0))
+    ahead = {
+        other: beat
+        for other, beat in heartbeats.items()
+        if beat.number > number and not beat.exited
+    }
     waiting = max(ahead, key=lambda other: ahead[other].seconds, default=None)
-    if waiting is None or ahead[waiting].seconds < timeout or seen[rank].left:
+    if waiting is None or ahead[waiting].seconds < timeout or heartbeats[rank].exited:
         return None
     missed = min(ahead.values())
-    what = (
+    message = (
         f"rank {rank} did not reach {missed.label} (collective {missed.number}), where rank"
-        f" {waiting} waited {ahead[waiting].seconds:.0f} s for it: {whereabouts(seen[rank])}"
+        f" {waiting} waited {ahead[waiting].seconds:.0f} s for it: {heartbeats[rank].describe()}"
     )
-    return Failure(rank, what, 1, stacks=True)
+    return Failure(rank, message, 1, stacks=True)
 
 
-def find_hanging_stage(seen: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
+def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
     """The failure of the last process in a chain of waiting pipeline processes, if it hangs.
 
-    Args:
-        seen: positions of all processes, by rank.
-        timeout: seconds that the first process of the chain must have waited.
+    The first process of the chain must have waited for `timeout` seconds.
     """
-    stuck = {rank: each for rank, each in seen.items() if each.waits_for}
-    first = max(stuck, key=lambda rank: stuck[rank].seconds, default=None)
-    if first is None or stuck[first].seconds < timeout:
+    waiting = {rank: beat for rank, beat in heartbeats.items() if beat.waits_for}
+    first = max(waiting, key=lambda rank: waiting[rank].seconds, default=None)
+    if first is None or waiting[first].seconds < timeout:
         return None
     chain = [first]
     while True:
-        others = [rank for rank in stuck[chain[-1]].waits_for if rank not in chain]
-        rank = min(others, key=lambda rank: rank in stuck, default=None)
+        others = [rank for rank in waiting[chain[-1]].waits_for if rank not in chain]
+        rank = min(others, key=lambda rank: rank in waiting, default=None)
         if rank is None:
             return None
-        if rank not in stuck:
+        if rank not in waiting:
             break
         chain.append(rank)
-    place = whereabouts(seen[rank]) if rank in seen else "it has reported nothing"
-    through = "".join(f" through rank {each}" for each in chain[1:])
-    what = (
-        f"rank {rank} hangs: rank {first} waited {stuck[first].seconds:.0f} s for it{through}"
-        f" at {stuck[first].label}: {place}"
+    position = heartbeats[rank].describe() if rank in heartbeats else "it has reported nothing"
+    through = "".join(f" through rank {between}" for between in chain[1:])
+    message = (
+        f"rank {rank} hangs: rank {first} waited {waiting[first].seconds:.0f} s for it{through}"
+        f" at {waiting[first].label}: {position}"
     )
-    return Failure(rank, what, 1, stacks=True)
-
-
-def whereabouts(seen: Heartbeat) -> str:
-    """The position of a process, as a clause."""
-    if seen.number == 0:
-        return "it has entered no collective yet"
-    return f"its last was {seen.label} (collective {seen.number}), {seen.seconds:.0f} s ago"
+    return Failure(rank, message, 1, stacks=True)
 
 
 @contextmanager
-def watching(timeout_seconds: float) -> Iterator[None]:
+def watch_processes(timeout_seconds: float) -> Iterator[None]:
     """Watch the processes of the job, all of which must enter together.
 
     Raises:
-        JobFailed: an error occurred that has been printed, or is the consequence of another
-            process's.
+        JobFailed: an error was printed, or another process failed.
     """
     watchdog = Watchdog(timeout_seconds)
     watchdog.start()
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # other processes must learn of any error
+    except Exception as error:  # noqa: BLE001  # other processes must be notified of any error
         raise JobFailed(watchdog.fail(error)) from None
     finally:
         watchdog.stop()
@@ -244,10 +242,10 @@ class Watchdog:
         self.timeout = timeout_seconds
         world = current_mesh().world
         self.rank = world.rank
-        self.notices = Notices(world.gather_objects(uuid.uuid4().hex)[0], world)
+        self.store = StatusStore(world.gather_objects(uuid.uuid4().hex)[0], world)
         self.tick = min(TICK_SECONDS, timeout_seconds / 4)
-        self._beats, self._place, self._since = 0, (0, 0), time.monotonic()
-        self.notices.appear(Heartbeat(0, "none yet", 0.0, 0))
+        self._num_heartbeats, self._position, self._position_since = 0, (0, 0), time.monotonic()
+        self.store.publish(Heartbeat(0, "none yet", 0.0, 0))
         host = os.uname().nodename
         pids = world.gather_objects((host, os.getpid()))
         self._local = {
@@ -256,15 +254,15 @@ class Watchdog:
             if name == host and rank != self.rank and psutil.pid_exists(pid)
         }
         self._hosts = [name for name, _ in pids]
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_heartbeats: dict[int, tuple[int, float]] = {}
         """The last heartbeat of each process, and when it was first read."""
         self._armed_at = -float("inf")
-        self._speaking = threading.RLock()
-        self._has_spoken = False
-        self._over = threading.Event()
+        self._print_lock = threading.RLock()
+        self._has_printed = False
+        self._stopped = threading.Event()
         self._threads = [
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
-            threading.Thread(target=self._run, name="watchdog", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True),
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
         ]
 
     def start(self) -> None:
@@ -279,46 +277,47 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stop the watchdog; the others no longer expect heartbeats from this process."""
-        self._over.set()
+        self._stopped.set()
         for thread in self._threads:
-            thread.join(timeout=LEAVING_SECONDS)
-        self._appear(left=True)
+            thread.join(timeout=JOIN_TIMEOUT_SECONDS)
+        self._publish_heartbeat(exited=True)
         faulthandler.cancel_dump_traceback_later()
         if signal.getsignal(signal.SIGTERM) == self._stop_on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # Reports of this process
+    # Status of this process
 
     def fail(self, error: Exception) -> int:
         """Print the error, or its cause in another process; return the exit code."""
-        if _is_of_collectives(error):
-            failure = _within(HEARING_SECONDS, self._cause) or self._find_left()
+        if _is_collective_error(error):
+            failure = _poll(REPORT_WAIT_SECONDS, self._find_failure) or self._find_exited()
             if failure is None:
-                what = str(error)
+                message = str(error)
                 if not isinstance(error, DesyncError):
-                    what = f"rank {self.rank} failed at {HERE.last}: {_summary(error)}"
-                failure = self.notices.post(Failure(self.rank, what, 1, stacks=True))
-            self._speak(failure, error)
+                    message = f"rank {self.rank} failed at {HERE.last}: {_summary(error)}"
+                failure = self.store.report(Failure(self.rank, message, 1, stacks=True))
+            self._print_failure(failure, error)
             return failure.code
-        own = Failure(self.rank, f"rank {self.rank} failed: {_summary(error)}", exit_code(error))
-        first = self.notices.post(own)
-        same = isinstance(error, ONE_SENTENCE) and first.what.endswith(_summary(error))
-        with self._speaking:
-            if first == own:
+        summary = _summary(error)
+        failure = Failure(self.rank, f"rank {self.rank} failed: {summary}", exit_code(error))
+        first = self.store.report(failure)
+        is_same = isinstance(error, SHARED_ERRORS) and first.message.endswith(summary)
+        with self._print_lock:
+            if first == failure:
                 sentence = f"error: {' '.join(str(error).split())}"
-                _write(sentence if isinstance(error, ONE_SENTENCE) else _traceback(error))
-            elif not self._has_spoken and not same:
-                _write(f"rank {self.rank} also failed: {_summary(error)}")
-            self._has_spoken = True
+                _print_error(sentence if isinstance(error, SHARED_ERRORS) else _traceback(error))
+            elif not self._has_printed and not is_same:
+                _print_error(f"rank {self.rank} also failed: {summary}")
+            self._has_printed = True
         return first.code
 
-    def _speak(self, failure: Failure, error: Exception | None = None) -> None:
+    def _print_failure(self, failure: Failure, error: Exception | None = None) -> None:
         """Print once why this process stops, with its stacks if they are useful."""
-        with self._speaking:
-            if self._has_spoken:
+        with self._print_lock:
+            if self._has_printed:
                 return
-            self._has_spoken = True
-            lines = failure.what
+            self._has_printed = True
+            lines = failure.message
             if failure.rank == self.rank and error is None:
                 lines = f"rank {self.rank} stopped: {lines}"
             elif failure.rank != self.rank:
@@ -326,121 +325,121 @@ class Watchdog:
             if failure.stacks:
                 lines += f"\nrank {self.rank} is here:\n"
                 lines += _stacks() if error is None else _traceback(error)
-            _write(lines)
+            _print_error(lines)
 
     def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Handle SIGTERM, sent by torchrun after a failure, or by a scheduler at any time."""
-        failure = self._cause()
+        failure = self._find_failure()
         if failure is not None:
-            self._speak(failure)
+            self._print_failure(failure)
             raise JobFailed(failure.code)
-        self._appear(left=True)
+        self._publish_heartbeat(exited=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _appear(self, *, left: bool = False) -> None:
+    def _publish_heartbeat(self, *, exited: bool = False) -> None:
         now, last = time.monotonic(), HERE.last
-        if (last.number, HERE.transfers) != self._place:
-            self._place, self._since = (last.number, HERE.transfers), now
-        self._beats += 1
+        if (last.number, HERE.transfers) != self._position:
+            self._position, self._position_since = (last.number, HERE.transfers), now
+        self._num_heartbeats += 1
         in_stages = current_mesh().stages.size > 1
-        self.notices.appear(
+        self.store.publish(
             Heartbeat(
                 number=last.number,
                 label=HERE.waits_at or str(last),
-                seconds=round(now - self._since, 3),
-                beat=self._beats,
-                left=left,
+                seconds=round(now - self._position_since, 3),
+                beat=self._num_heartbeats,
+                exited=exited,
                 waits_for=HERE.waits_for if in_stages else (),
             )
         )
 
-    # Reports of the others
+    # Status of the others
 
-    def _cause(self) -> Failure | None:
+    def _find_failure(self) -> Failure | None:
         """The failure of the job: a reported one, or a lost process on this machine."""
-        failure = self.notices.failure()
-        if failure is not None:
+        if (failure := self.store.get_failure()) is not None:
             return failure
         for rank, process in self._local.items():
-            if _lives(process):
+            if _is_alive(process):
                 continue
-            # Processes report before they exit: read the store after finding that one is gone.
-            if (failure := self.notices.failure()) is not None:
+            # Processes report before they exit: read the store after finding that one has ended.
+            if (failure := self.store.get_failure()) is not None:
                 return failure
-            seen = self.notices.heartbeats([rank]).get(rank)
-            if seen is None or not seen.left:
-                what = f"rank {rank} was lost (killed? out of memory?) while rank {self.rank} was"
-                return self.notices.post(Failure(rank, f"{what} at {HERE.last}", 1))
+            heartbeat = self.store.heartbeats([rank]).get(rank)
+            if heartbeat is None or not heartbeat.exited:
+                message = (
+                    f"rank {rank} was lost (killed? out of memory?) while rank {self.rank} was"
+                )
+                return self.store.report(Failure(rank, f"{message} at {HERE.last}", 1))
         return None
 
-    def _find_left(self) -> Failure | None:
+    def _find_exited(self) -> Failure | None:
         """A process that exited normally while this one waited for it."""
-        for rank, seen in self.notices.heartbeats(range(self.notices.world_size)).items():
-            if seen.left:
-                what = f"rank {rank} exited while rank {self.rank} waited for it at {HERE.last}"
-                return self.notices.post(Failure(rank, what, 1))
+        for rank, heartbeat in self.store.heartbeats(range(self.store.world_size)).items():
+            if heartbeat.exited:
+                message = f"rank {rank} exited while rank {self.rank} waited for it at {HERE.last}"
+                return self.store.report(Failure(rank, message, 1))
         return None
 
-    def _look(self) -> Failure | None:
-        """The failure to report if this process makes no progress: a late, hung or lost process."""
+    def _check_progress(self) -> Failure | None:
+        """The failure to report if this process is stalled: a late, hanging or lost process."""
         now = time.monotonic()
-        still = now - self._since
-        if sum(self._place) == 0:
+        stalled_seconds = now - self._position_since
+        if sum(self._position) == 0:
             return None
-        if still < min(STANDING_STILL * self.tick, self.timeout):
-            self._heard.clear()
+        if stalled_seconds < min(STALLED_HEARTBEATS * self.tick, self.timeout):
+            self._last_heartbeats.clear()
             return None
-        if self.notices.gone and still >= SILENCE_SECONDS:
-            what = f"rank 0 was lost: rank {self.rank} lost its store while at {HERE.last}"
-            return Failure(0, what, 1, stacks=True)
+        if self.store.is_disconnected and stalled_seconds >= HEARTBEAT_TIMEOUT_SECONDS:
+            message = f"rank 0 was lost: rank {self.rank} lost its store while at {HERE.last}"
+            return Failure(0, message, 1, stacks=True)
         if self.rank >= OBSERVERS:
             return None
-        seen = self.notices.heartbeats(range(self.notices.world_size))
-        in_stages = current_mesh().stages.size > 1
-        find = find_hanging_stage if in_stages else find_late
-        return find(seen, self.timeout) or self._find_silent(seen, now)
+        heartbeats = self.store.heartbeats(range(self.store.world_size))
+        find = find_hanging_stage if current_mesh().stages.size > 1 else find_straggler
+        return find(heartbeats, self.timeout) or self._find_silent(heartbeats, now)
 
-    def _find_silent(self, seen: dict[int, Heartbeat], now: float) -> Failure | None:
-        for rank, each in seen.items():
-            beat, since = self._heard.get(rank, (each.beat, now))
-            self._heard[rank] = each.beat, since if beat == each.beat else now
-            silent = now - self._heard[rank][1]
+    def _find_silent(self, heartbeats: dict[int, Heartbeat], now: float) -> Failure | None:
+        for rank, heartbeat in heartbeats.items():
+            beat, since = self._last_heartbeats.get(rank, (heartbeat.beat, now))
+            self._last_heartbeats[rank] = heartbeat.beat, since if beat == heartbeat.beat else now
+            silent_seconds = now - self._last_heartbeats[rank][1]
             is_remote = rank not in (self.rank, *self._local)
-            if is_remote and silent >= SILENCE_SECONDS and not each.left:
-                what = (
-                    f"rank {rank} on {self._hosts[rank]} has sent nothing for {silent:.0f} s"
-                    f" (killed? network down?): {whereabouts(each)}"
+            if is_remote and silent_seconds >= HEARTBEAT_TIMEOUT_SECONDS and not heartbeat.exited:
+                message = (
+                    f"rank {rank} on {self._hosts[rank]} has sent nothing for"
+                    f" {silent_seconds:.0f} s (killed? network down?): {heartbeat.describe()}"
                 )
-                return Failure(rank, what, 1)
+                return Failure(rank, message, 1)
         return None
 
     # Threads
 
-    def _beat(self) -> None:
-        while not self._over.wait(self.tick):
-            self._appear()
+    def _send_heartbeats(self) -> None:
+        while not self._stopped.wait(self.tick):
+            self._publish_heartbeat()
 
-    def _run(self) -> None:
-        while not self._over.wait(self.tick):
-            self._arm()
-            failure = self._cause()
-            if failure is None and (failure := self._look()) is not None:
-                failure = self.notices.post(failure)
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.tick):
+            self._arm_fallback()
+            failure = self._find_failure()
+            if failure is None and (failure := self._check_progress()) is not None:
+                failure = self.store.report(failure)
             if failure is not None:
-                self._obey(failure)
+                self._end_process(failure)
                 return
 
-    def _obey(self, failure: Failure) -> None:
+    def _end_process(self, failure: Failure) -> None:
         """Print the reason, give the process time to exit, then end it."""
-        if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # each process may hit it on its own
-            self._over.wait(TICK_SECONDS)
-        self._speak(failure)
-        if not self._over.wait(GRACE_SECONDS / 2 if failure.stacks else GRACE_SECONDS):
+        if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # each process may raise the error
+            self._stopped.wait(TICK_SECONDS)
+        self._print_failure(failure)
+        if not self._stopped.wait(GRACE_SECONDS / 2 if failure.stacks else GRACE_SECONDS):
             sys.stderr.flush()
             os._exit(failure.code)
 
-    def _arm(self) -> None:
+    def _arm_fallback(self) -> None:
         """Make sure that the process prints its stacks and ends even if this thread stops."""
         now = time.monotonic()
         if now - self._armed_at >= self.timeout / 8:
@@ -448,38 +447,39 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, exit=True, file=2)
 
 
-def _within(seconds: float, look: Callable[[], Failure | None]) -> Failure | None:
-    """Call `look` until it returns a result, for at most a number of seconds."""
+def _poll(seconds: float, find: Callable[[], Failure | None]) -> Failure | None:
+    """Call `find` until it returns a result, for at most a number of seconds."""
     deadline = time.monotonic() + seconds
-    while (found := look()) is None and time.monotonic() < deadline:
+    while (failure := find()) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return failure
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
 
-def _is_of_collectives(error: Exception) -> bool:
-    """Whether the error may be the consequence of another process's."""
+def _is_collective_error(error: Exception) -> bool:
+    """Whether the error may be caused by a failure of another process."""
     if isinstance(error, DesyncError | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and COLLECTIVE_ERROR.search(str(error)) is not None
 
 
 def _summary(error: Exception) -> str:
     """Type and first line of an error."""
-    first = " ".join(str(error).splitlines()[:1])
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    first_line = " ".join(str(error).splitlines()[:1])
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def _traceback(error: Exception) -> str:
     """The traceback as Python shows it, without the frames of this module."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_name in ("watching", "process_group"):
+    own_frames = ("watch_processes", "process_group")
+    while frames is not None and frames.tb_frame.f_code.co_name in own_frames:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
@@ -490,10 +490,10 @@ def _stacks() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read().decode(errors="replace").split("\n\n")
-    return "\n\n".join(each for each in stacks if not each.startswith("Current thread"))
+    return "\n\n".join(stack for stack in stacks if not stack.startswith("Current thread"))
 
 
-def _write(text: str) -> None:
+def _print_error(text: str) -> None:
     """Write lines to standard error in one call."""
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()

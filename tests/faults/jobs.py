@@ -34,7 +34,7 @@ from pipeline.parallel.process_group import process_group
 from pipeline.system import faults
 from pipeline.system.logs import configure_logging
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
-from pipeline.watchdog.process import watching
+from pipeline.watchdog.process import watch_processes
 from step0_pretrain.config import PretrainConfig
 from tests.distributed import PROCESSES
 from tests.pipeline.data.store.corpus import write_rows
@@ -174,7 +174,7 @@ def _run_rank(
     faults._faults = [tuple(word.split(":")) for word in (fault or "").split(",") if word]
 
     def main(_argv: Sequence[str]) -> None:
-        with process_group(watching):
+        with process_group(watch_processes):
             configure_logging(is_main=current_mesh().is_main)
             run(config)
 

@@ -13,7 +13,7 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
-from pipeline.watchdog.process import Heartbeat, find_late
+from pipeline.watchdog.process import Heartbeat, find_straggler
 from tests.distributed import rank
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
@@ -152,13 +152,13 @@ def test_the_rank_that_is_furthest_behind_is_late() -> None:
         2: Heartbeat(5, "barrier", 6.0, 9),
     }
 
-    failure = find_late(seen, 5.0)
+    failure = find_straggler(seen, 5.0)
 
     assert failure is not None
     assert failure.rank == 2
-    assert failure.what == (
+    assert failure.message == (
         "rank 2 did not reach all_gather of a (collective 7), where rank 0 waited 5 s for it:"
         " its last was barrier (collective 5), 6 s ago"
     )
-    assert find_late(seen, 5.1) is None
-    assert find_late({0: seen[0], 1: seen[0]}, 1.0) is None
+    assert find_straggler(seen, 5.1) is None
+    assert find_straggler({0: seen[0], 1: seen[0]}, 1.0) is None
