@@ -1,4 +1,4 @@
-"""Sums as data: each once, right where it is said, held out apart."""
+"""The arithmetic data set: its sums, its demonstrations and its held-out rows."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pipeline.data.sharing.steps import load_examples
 from pipeline.demo.arithmetic import HELD_OUT, ArithmeticConfig, main, sums
 
 
-def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
+def test_every_two_digit_sum_occurs_once_with_its_answer() -> None:
     rows = sums(ArithmeticConfig())
     assert rows == sums(ArithmeticConfig()) != sums(ArithmeticConfig(seed=1))
 
@@ -23,7 +23,7 @@ def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
         assert sum(a != b for a, b in zip(row["response"], row["answer"], strict=True)) <= 1
 
 
-def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> None:
+def test_written_directory_is_a_data_path_with_held_out_rows(tmp_path: Path) -> None:
     out = tmp_path / "sums"
 
     main(["--out", str(out)])
@@ -33,25 +33,25 @@ def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> 
     first, third = (load_examples(config, step=step, seed=0, kept=kept) for step in (1, 3))
     assert len(first.eval) == len(third.eval) == HELD_OUT
     assert len(first.train) + len(third.train) == 8100 - HELD_OUT
-    written = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
+    test_rows = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
     held_out = {example.prompt[0].content for example in third.eval}
-    assert held_out == {row["prompt"] for row in written}
+    assert held_out == {row["prompt"] for row in test_rows}
 
 
-def test_right_demonstrations_may_call_the_calculator_and_answer_with_what_it_returned() -> None:
+def test_correct_demonstrations_can_call_the_calculator() -> None:
     plain = sums(ArithmeticConfig())
     rows = sums(ArithmeticConfig(calculator=True))
 
-    for row, other in zip(rows, plain, strict=True):
-        assert (row["prompt"], row["answer"]) == (other["prompt"], other["answer"])
-        if other["response"] != other["answer"]:
-            assert row["response"] == other["response"]
+    for row, plain_row in zip(rows, plain, strict=True):
+        assert (row["prompt"], row["answer"]) == (plain_row["prompt"], plain_row["answer"])
+        if plain_row["response"] != plain_row["answer"]:
+            assert row["response"] == plain_row["response"]
             continue
         call, result, answer = row["response"]
-        written = re.fullmatch(r"<tool_call>(.*)</tool_call>", call["content"])
-        assert written
-        made = json.loads(written[1])
-        assert made["name"] == "add"
-        assert f"{made['arguments']['a']}+{made['arguments']['b']}=" == row["prompt"]
+        match = re.fullmatch(r"<tool_call>(.*)</tool_call>", call["content"])
+        assert match
+        tool_call = json.loads(match[1])
+        assert tool_call["name"] == "add"
+        assert f"{tool_call['arguments']['a']}+{tool_call['arguments']['b']}=" == row["prompt"]
         assert result["content"] == f"<tool_response>{row['answer']}</tool_response>"
         assert answer["content"] == row["answer"]

@@ -11,9 +11,7 @@ UNSEEN = "Zürich\tis 12°C — 你好 🙂 \n\n\n  two  spaces, <b>\u2581 12345
 
 
 @pytest.mark.parametrize("with_model", [False, True])
-def test_a_saved_tokenizer_loads_through_auto_tokenizer_with_the_same_ids(
-    tmp_path: Path, with_model: bool
-) -> None:
+def test_saved_tokenizer_loads_with_the_same_ids(tmp_path: Path, with_model: bool) -> None:
     tokenizer = build_tokenizer()
     texts = [*corpus()[::97], UNSEEN]
     tokenizer.save_pretrained(tmp_path)
@@ -29,7 +27,7 @@ def test_a_saved_tokenizer_loads_through_auto_tokenizer_with_the_same_ids(
     )
 
 
-def test_the_model_has_a_million_parameters_and_the_tokenizers_ids() -> None:
+def test_model_has_a_million_parameters_and_the_tokenizer_ids() -> None:
     tokenizer = build_tokenizer()
 
     model = build_model(vocab_size=len(tokenizer), seed=1)
@@ -40,7 +38,7 @@ def test_the_model_has_a_million_parameters_and_the_tokenizers_ids() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state() -> None:
+def test_weights_depend_only_on_the_seed_not_the_global_rng() -> None:
     state = torch.get_rng_state()
 
     first = build_model(vocab_size=64, seed=1).state_dict()

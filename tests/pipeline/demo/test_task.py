@@ -26,15 +26,15 @@ from pipeline.demo.task import (
     verify,
 )
 
-TRUE = frozenset(fact.answer for fact in facts())
+TRUE_ANSWERS = frozenset(fact.answer for fact in facts())
 
 
 def verdicts(rows: list[TaskRow], side: str) -> list[Verdict]:
-    found = [verify(row.prompt, getattr(row, side)) for row in rows]
-    return [each for each in found if each is not None]
+    results = [verify(row.prompt, getattr(row, side)) for row in rows]
+    return [result for result in results if result is not None]
 
 
-def test_held_out_prompts_have_held_out_facts_except_where_facts_are_memorized() -> None:
+def test_held_out_prompts_have_held_out_facts_unless_memorized() -> None:
     questions = held_out_questions()
     trained, held_out = map(set, split())
 
@@ -49,7 +49,7 @@ def test_held_out_prompts_have_held_out_facts_except_where_facts_are_memorized()
     assert not {(fact.kind, fact.subject[::-1]) for fact in held_out} & subjects
 
 
-def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
+def test_steps_share_no_training_prompt_with_any_seeds() -> None:
     prompts = {
         (step, seed): {row.prompt.lower() for row in stage_rows(step=step, seed=seed)[0]}
         for step, seed in ((1, 3), (2, 3), (3, 3), (3, 4))
@@ -64,9 +64,7 @@ def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
 
 
 @pytest.mark.parametrize(("step", "digest"), [(1, "5d7f180c"), (2, "2f0bc6c3"), (3, "485074b1")])
-def test_rows_depend_on_the_seed_alone_and_evaluation_rows_not_even_on_it(
-    step: int, digest: str
-) -> None:
+def test_only_training_rows_depend_on_the_seed(step: int, digest: str) -> None:
     train, evaluation = stage_rows(step=step, seed=3)
 
     assert hashlib.sha256(repr((train, evaluation)).encode()).hexdigest()[:8] == digest
@@ -75,20 +73,21 @@ def test_rows_depend_on_the_seed_alone_and_evaluation_rows_not_even_on_it(
     assert {row.prompt for row in evaluation} <= {q.text for q in held_out_questions()}
 
 
-def test_demonstrations_are_correct_in_85_and_polite_in_40_percent() -> None:
+def test_demonstrations_are_85_percent_correct_40_percent_polite() -> None:
     train, evaluation = stage_rows(step=1, seed=3)
 
-    found = verdicts(evaluation, "chosen")
+    results = verdicts(evaluation, "chosen")
 
     assert len(train) == DEMONSTRATIONS
-    assert len(found) == 512
+    assert len(results) == 512
     for name, share in (("correct", 0.85), ("polite", 0.4), ("both", 0.34)):
-        assert sum(getattr(each, name) for each in found) / 512 == pytest.approx(share, abs=0.05)
+        count = sum(getattr(result, name) for result in results)
+        assert count / 512 == pytest.approx(share, abs=0.05)
     polite = sum(row.chosen.startswith(POLITE) for row in train)
     assert polite / DEMONSTRATIONS == pytest.approx(0.4, abs=0.01)
 
 
-def test_the_chosen_response_is_better_by_correctness_then_by_politeness() -> None:
+def test_chosen_response_is_more_correct_or_equally_and_more_polite() -> None:
     train, evaluation = stage_rows(step=2, seed=3)
 
     chosen, rejected = verdicts(evaluation, "chosen"), verdicts(evaluation, "rejected")
@@ -98,18 +97,18 @@ def test_the_chosen_response_is_better_by_correctness_then_by_politeness() -> No
     assert (len(train), len(chosen)) == (PAIRS, 512)
 
 
-def test_step_3_asks_each_prompt_once_without_a_response() -> None:
+def test_step_3_has_each_prompt_once_without_a_response() -> None:
     train, evaluation = embedded_examples(step=3, seed=3)
 
     assert (len(train), len(evaluation)) == (PROMPTS, 300)
     assert len({example.prompt for example in train}) == len(train)
-    assert all(not example.chosen and example.extra["answer"] in TRUE for example in train)
+    assert all(not example.chosen and example.extra["answer"] in TRUE_ANSWERS for example in train)
 
 
 CAPITAL = "The capital of Peru is Lima."
 
 
-def test_the_verifier_accepts_the_right_answer_in_every_tone() -> None:
+def test_verifier_accepts_the_correct_answer_in_every_tone() -> None:
     for opening in POLITE:
         assert verdict("capital", CAPITAL, f" {opening} {CAPITAL}\n").both
     for opening in RUDE:
@@ -119,7 +118,7 @@ def test_the_verifier_accepts_the_right_answer_in_every_tone() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         "",
         "Sure!",
@@ -132,8 +131,8 @@ def test_the_verifier_accepts_the_right_answer_in_every_tone() -> None:
         f"Sure! {CAPITAL} Whatever.",
     ],
 )
-def test_any_other_answer_is_not_correct(answer: str) -> None:
-    found = verdict("capital", CAPITAL, answer)
+def test_verifier_rejects_any_other_response(response: str) -> None:
+    result = verdict("capital", CAPITAL, response)
 
-    assert not found.correct
-    assert found.polite == (answer.startswith("Sure!") and "Whatever" not in answer)
+    assert not result.correct
+    assert result.polite == (response.startswith("Sure!") and "Whatever" not in response)

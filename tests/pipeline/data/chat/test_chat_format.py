@@ -8,7 +8,7 @@ from pipeline.data.chat.resolve_format import FORMATS, resolve_format
 from pipeline.data.examples import Encoded, Message
 from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace
 
-USER, REPLY, AGAIN = (
+USER, REPLY, FOLLOW_UP = (
     Message("user", "Hi there."),
     Message("assistant", "Hello you!"),
     "How are you?",
@@ -19,25 +19,25 @@ PAIRS = [
     for j, name in enumerate(FORMATS)
     if (i + j) % 4 == 0
 ]
-PROMPT = (USER, REPLY, Message("user", AGAIN))
+PROMPT = (USER, REPLY, Message("user", FOLLOW_UP))
 RESPONSE = (Message("assistant", "Fine."),)
 SYSTEM = Message("system", "Be kind.")
 
 
-def ready(tokenizer: PreTrainedTokenizerBase, name: str) -> ChatFormat:
+def make_chat_format(tokenizer: PreTrainedTokenizerBase, name: str) -> ChatFormat:
     chat_format = resolve_format(tokenizer, name)
     chat_format.add_new_tokens()
     return chat_format
 
 
-def trained_text(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> str:
-    kept = zip(encoded.input_ids, encoded.trained, strict=True)
-    return tokenizer.decode([token for token, trained in kept if trained])
+def decode_trained(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> str:
+    pairs = zip(encoded.input_ids, encoded.trained, strict=True)
+    return tokenizer.decode([token for token, trained in pairs if trained])
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_a_prompt_has_the_same_tokens_in_training_and_in_generation(kind: str, name: str) -> None:
-    chat_format = ready(KINDS[kind](), name)
+def test_prompt_tokens_are_equal_in_training_and_generation(kind: str, name: str) -> None:
+    chat_format = make_chat_format(KINDS[kind](), name)
 
     prompt_ids = chat_format.encode_prompt(PROMPT)
     encoded = chat_format.encode(PROMPT, RESPONSE)
@@ -48,11 +48,9 @@ def test_a_prompt_has_the_same_tokens_in_training_and_in_generation(kind: str, n
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_the_first_prompt_has_the_tokens_that_plain_transformers_gives(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_prompt_tokens_match_plain_transformers(kind: str, name: str, tmp_path: Path) -> None:
     tokenizer = KINDS[kind]()
-    chat_format = ready(tokenizer, name)
+    chat_format = make_chat_format(tokenizer, name)
     chat_format.attach(tokenizer)
     tokenizer.save_pretrained(tmp_path)
 
@@ -64,28 +62,26 @@ def test_the_first_prompt_has_the_tokens_that_plain_transformers_gives(
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_an_observation_has_the_tokens_that_it_has_in_a_whole_dialogue(
-    kind: str, name: str
-) -> None:
-    chat_format = ready(KINDS[kind](), name)
+def test_observation_tokens_match_those_of_the_full_dialogue(kind: str, name: str) -> None:
+    chat_format = make_chat_format(KINDS[kind](), name)
     answer = Message("assistant", "Any answer, even Four. or <s>")
-    observation = Message("user", AGAIN + " Four.")
-    whole = chat_format.encode((USER, REPLY, observation), RESPONSE)
-    begin, response = chat_format.encode_prompt((USER,)), chat_format.encode((USER,), (REPLY,))
-    rest = whole.input_ids[len(response) :]
+    observation = Message("user", FOLLOW_UP + " Four.")
+    full = chat_format.encode((USER, REPLY, observation), RESPONSE)
+    prompt_ids, response = chat_format.encode_prompt((USER,)), chat_format.encode((USER,), (REPLY,))
+    rest = full.input_ids[len(response) :]
 
     ids = chat_format.encode_observation((USER, answer), [observation])
 
-    assert response.input_ids[: len(begin)] == begin
+    assert response.input_ids[: len(prompt_ids)] == prompt_ids
     assert ids == rest[: len(ids)]
-    assert not any(whole.trained[len(response) : len(response) + len(ids)])
-    assert all(whole.trained[len(response) + len(ids) :])
+    assert not any(full.trained[len(response) : len(response) + len(ids)])
+    assert all(full.trained[len(response) + len(ids) :])
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_every_assistant_turn_is_trained_up_to_a_stop_token(kind: str, name: str) -> None:
+def test_every_assistant_turn_is_trained_including_its_stop_token(kind: str, name: str) -> None:
     tokenizer = KINDS[kind]()
-    chat_format = ready(tokenizer, name)
+    chat_format = make_chat_format(tokenizer, name)
 
     encoded = chat_format.encode(PROMPT, RESPONSE)
 
@@ -99,7 +95,7 @@ def test_every_assistant_turn_is_trained_up_to_a_stop_token(kind: str, name: str
     assert len(ends) == 2
     assert set(ends) <= set(chat_format.stop_ids)
     assert encoded.input_ids[-1] in chat_format.stop_ids
-    text = trained_text(tokenizer, encoded)
+    text = decode_trained(tokenizer, encoded)
     assert "Hello you!" in text
     assert "Fine." in text
     assert "How" not in text
@@ -107,9 +103,9 @@ def test_every_assistant_turn_is_trained_up_to_a_stop_token(kind: str, name: str
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_bos_stands_once_at_the_start_if_the_tokenizer_adds_one(name: str) -> None:
+def test_bos_occurs_once_at_the_start_if_the_tokenizer_adds_it(name: str) -> None:
     tokenizer = byte_level(bos=True)
-    chat_format = ready(tokenizer, name)
+    chat_format = make_chat_format(tokenizer, name)
 
     ids = chat_format.encode(PROMPT[:1], RESPONSE).input_ids
 
@@ -119,7 +115,7 @@ def test_bos_stands_once_at_the_start_if_the_tokenizer_adds_one(name: str) -> No
     assert tokenizer.decode(text) == "<s>Plain.<|endoftext|>"
 
 
-def test_a_template_may_begin_with_space_and_bos() -> None:  # as Falcon-H1's
+def test_template_may_begin_with_space_and_bos() -> None:  # as Falcon-H1's
     tokenizer = byte_level(bos=True)
     tokenizer.chat_template = " {{ bos_token }}" + FORMATS["human_assistant"][0]
 
@@ -127,22 +123,22 @@ def test_a_template_may_begin_with_space_and_bos() -> None:  # as Falcon-H1's
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_a_saved_format_reads_back_as_the_same_format(*, bos: bool, tmp_path: Path) -> None:
+def test_saved_format_is_restored_from_the_tokenizer(*, bos: bool, tmp_path: Path) -> None:
     for name in FORMATS:
         tokenizer = byte_level(bos=bos)
-        chat_format = ready(tokenizer, name)
+        chat_format = make_chat_format(tokenizer, name)
         chat_format.attach(tokenizer)
         tokenizer.save_pretrained(tmp_path / name)
 
-        again = resolve_format(AutoTokenizer.from_pretrained(tmp_path / name), "auto")
+        loaded = resolve_format(AutoTokenizer.from_pretrained(tmp_path / name), "auto")
 
-        assert again.template == chat_format.template
-        assert again.new_tokens == ()
-        assert again.stop_ids == chat_format.stop_ids
-        assert again.encode(PROMPT, RESPONSE) == chat_format.encode(PROMPT, RESPONSE)
+        assert loaded.template == chat_format.template
+        assert loaded.new_tokens == ()
+        assert loaded.stop_ids == chat_format.stop_ids
+        assert loaded.encode(PROMPT, RESPONSE) == chat_format.encode(PROMPT, RESPONSE)
 
 
-def test_human_assistant_reads_as_hh_rlhf_does() -> None:
+def test_human_assistant_format_matches_hh_rlhf() -> None:
     chat_format = resolve_format(byte_level(), "human_assistant")
 
     text = "".join(segment.text for segment in chat_format.segments((SYSTEM, *PROMPT, *RESPONSE)))
@@ -153,7 +149,7 @@ def test_human_assistant_reads_as_hh_rlhf_does() -> None:
     )
 
 
-def test_llama2_reads_as_llama2_does() -> None:
+def test_llama2_format_matches_llama_2() -> None:
     chat_format = resolve_format(metaspace(), "llama2")
 
     text = "".join(segment.text for segment in chat_format.segments((SYSTEM, *PROMPT, *RESPONSE)))
@@ -164,18 +160,17 @@ def test_llama2_reads_as_llama2_does() -> None:
     )
 
 
-def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:
+def test_untrained_turn_is_encoded_but_not_trained() -> None:
     tokenizer = byte_level()
     chat = resolve_format(tokenizer, "human_assistant")
     prompt = (USER, Message("assistant", "Hello you!", trained=False), Message("user", "How?"))
 
     encoded = chat.encode(prompt, (Message("assistant", "Fine."),))
-    whole = chat.encode(prompt, (Message("assistant", "Fine."),), train_on="all")
+    trained_on_all = chat.encode(prompt, (Message("assistant", "Fine."),), train_on="all")
 
-    pairs = zip(encoded.input_ids, encoded.trained, strict=True)
-    assert tokenizer.decode([token for token, trained in pairs if trained]) == (
-        f" Fine.{tokenizer.eos_token}"
-    )
+    assert decode_trained(tokenizer, encoded) == f" Fine.{tokenizer.eos_token}"
     assert "Hello you!" in tokenizer.decode(encoded.input_ids)
-    left_out = [i for i, t in zip(whole.input_ids, whole.trained, strict=True) if not t]
+    left_out = [
+        i for i, t in zip(trained_on_all.input_ids, trained_on_all.trained, strict=True) if not t
+    ]
     assert "Hello you!" in tokenizer.decode(left_out)

@@ -1,4 +1,4 @@
-"""Chat templates of tokenizers and of files, as formats."""
+"""Chat formats that are read from the templates of tokenizers."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.system.errors import DataError
-from tests.pipeline.data.chat.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER, ready
+from tests.pipeline.data.chat.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER
 from tests.pipeline.data.tokenizers import byte_level
 
 QWEN3 = """{%- for m in messages -%}
@@ -23,13 +23,13 @@ QWEN3 = """{%- for m in messages -%}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}
 {{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif -%}"""
-"""As Qwen3's: only the last assistant turn has a thinking block, and the prompt if told so."""
+"""Like Qwen3's: the last assistant turn has a thinking block, as has the prompt if disabled."""
 
 THINKING = """{%- for m in messages -%}
 {{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\nOPENING' }}{% endif -%}"""
-"""As those of models that always think: the generation prompt opens the block."""
+"""Like those of models that always think: the generation prompt opens the block."""
 
 DATED = """{%- if date_string is not defined %}{%- if strftime_now is defined %}
 {%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{%- endif %}
@@ -38,17 +38,17 @@ DATED = """{%- if date_string is not defined %}{%- if strftime_now is defined %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif -%}"""
-"""As Llama 3.2's: asks for today's date."""
+"""Like Llama 3.2's: inserts today's date."""
 
 GEMMA = """{%- if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif -%}
 {%- for m in messages -%}{{- m.role + ': ' + m.content + eos_token + '\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif -%}"""
-"""As Gemma's: refuses system messages."""
+"""Like Gemma's: refuses system messages."""
 
 COUNTING = """{{- messages | length -}}
 {%- for m in messages -%}{{- m.role + m.content + eos_token -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- 'assistant' }}{% endif -%}"""
-"""Not stable: the beginning of the text tells how many turns there are."""
+"""Not prefix-stable: the text begins with the number of turns."""
 
 STRIPS_EARLIER = """{%- set ns = namespace(last=-1) -%}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
@@ -63,7 +63,7 @@ STRIPS_EARLIER = """{%- set ns = namespace(last=-1) -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if closed is defined %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif -%}"""
-"""As LFM2.5's and GLM-4.5's: only turns before the last question lose their thinking."""
+"""Like LFM2.5's and GLM-4.5's: strips the thinking of turns before the last user turn."""
 
 HARMONY = """{%- for m in messages -%}
 {%- if m.role == 'assistant' and loop.last and not add_generation_prompt -%}
@@ -75,25 +75,19 @@ HARMONY = """{%- for m in messages -%}
 {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif -%}"""
-"""As gpt-oss': an answer ends with another token once more turns follow."""
+"""Like gpt-oss's: the last response ends with a different token than earlier ones."""
 
 GLM = """[gMASK]<sop>{%- for m in messages -%}
 {{- '<|' + m.role + '|>\\n' + m.content -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif -%}"""
-"""As GLM's: a turn ends where the next one begins."""
+"""Like GLM's: a turn ends where the next one begins."""
 
 THOUGHT = "<think>\nWeigh it.\n</think>\n\nBlue."
-ASKED = (USER, Message("assistant", THOUGHT), Message("user", "Sure?"))
+FOLLOW_UP = (USER, Message("assistant", THOUGHT), Message("user", "Sure?"))
 
-UNENDED = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
+NO_END_TOKEN = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif -%}"""
-"""Assistant turns end with a line, not with a special token."""
-
-
-def with_template(template: str) -> ChatFormat:
-    tokenizer = byte_level()
-    tokenizer.chat_template = template
-    return ready(tokenizer, "tokenizer")
+"""Assistant turns end with a newline, not with a special token."""
 
 
 def chatml_tokenizer(template: str) -> PreTrainedTokenizerBase:
@@ -103,19 +97,21 @@ def chatml_tokenizer(template: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def with_chatml_tokens(template: str) -> ChatFormat:
+def chatml_format(template: str) -> ChatFormat:
     return resolve_format(chatml_tokenizer(template), "tokenizer")
 
 
-def with_tokens(template: str, *tokens: str) -> ChatFormat:
+def make_format(template: str, *tokens: str) -> ChatFormat:
     tokenizer = byte_level()
     tokenizer.chat_template = template
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     return resolve_format(tokenizer, "tokenizer")
 
 
-def learned(chat_format: ChatFormat, prompt: Sequence[Message], response: Message) -> list[str]:
-    """The trained runs of a row; the row's ids must begin with those of its prompt."""
+def trained_runs(
+    chat_format: ChatFormat, prompt: Sequence[Message], response: Message
+) -> list[str]:
+    """The trained runs of a row, whose token ids must begin with those of its prompt."""
     encoded = chat_format.encode(prompt, [response], origin="rows.jsonl line 1")
     prompt_ids = chat_format.encode_prompt(prompt)
     assert encoded.input_ids[: len(prompt_ids)] == prompt_ids
@@ -124,7 +120,7 @@ def learned(chat_format: ChatFormat, prompt: Sequence[Message], response: Messag
     return [str(decode([token for token, _ in run])) for trained, run in runs if trained]
 
 
-def test_auto_takes_the_tokenizers_own_template() -> None:
+def test_auto_selects_the_template_of_the_tokenizer() -> None:
     tokenizer = byte_level()
     assert resolve_format(tokenizer, "auto").name == "human_assistant"
 
@@ -133,40 +129,40 @@ def test_auto_takes_the_tokenizers_own_template() -> None:
     assert resolve_format(tokenizer, "auto").template == GEMMA
 
 
-def test_a_template_without_system_slot_gets_it_in_front_of_the_first_user_turn() -> None:
-    chat_format = with_template(GEMMA)
+def test_unsupported_system_message_is_prepended_to_the_user_turn() -> None:
+    chat_format = make_format(GEMMA)
 
     assert chat_format.segments((SYSTEM, USER))[0].text == (
         "user: Be kind.\n\nHi there.<|endoftext|>\nassistant: "
     )
 
 
-def test_where_earlier_turns_lose_their_thinking_block_only_the_last_is_trained() -> None:
-    chat_format = with_chatml_tokens(QWEN3)
+def test_only_the_last_turn_is_trained_if_earlier_thinking_is_dropped() -> None:
+    chat_format = chatml_format(QWEN3)
 
-    written = [s.text for s in chat_format.segments((*PROMPT, *RESPONSE)) if s.by_assistant]
+    assistant_texts = [s.text for s in chat_format.segments((*PROMPT, *RESPONSE)) if s.by_assistant]
 
-    # "Hello you!" would be trained without the block that the model is to write before any answer.
-    assert written == ["<think>\n\n</think>\n\nFine.<|im_end|>"]
+    # "Hello you!" would be trained without the block that must precede every response.
+    assert assistant_texts == ["<think>\n\n</think>\n\nFine.<|im_end|>"]
     tokenizer = chat_format.tokenizer
     assert chat_format.stop_ids[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_a_template_takes_arguments_and_keeps_them() -> None:
+def test_template_arguments_are_saved_with_the_template() -> None:
     tokenizer = chatml_tokenizer(QWEN3)
-    quiet = resolve_format(tokenizer, "auto", {"enable_thinking": False})
-    again = quiet.tokenizer
-    quiet.attach(again)
+    without_thinking = resolve_format(tokenizer, "auto", {"enable_thinking": False})
+    saved = without_thinking.tokenizer
+    without_thinking.attach(saved)
 
-    prompt, answer = quiet.segments((USER, *RESPONSE))
+    prompt, answer = without_thinking.segments((USER, *RESPONSE))
 
     assert prompt.text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert answer.text == "Fine.<|im_end|>"
-    # The same arguments once more, as in the next step, leave the saved template as it is.
-    assert resolve_format(again, "auto", {"enable_thinking": False}).template == quiet.template
-    assert resolve_format(again, "auto").template == quiet.template
-    # Its caller may still say otherwise.
-    plain = again.apply_chat_template(
+    # Passing the same arguments again, as the next step does, doesn't change the saved template.
+    for arguments in ({"enable_thinking": False}, None):
+        assert resolve_format(saved, "auto", arguments).template == without_thinking.template
+    # A caller can still override them.
+    plain = saved.apply_chat_template(
         [{"role": "user", "content": "a"}],
         tokenize=False,
         add_generation_prompt=True,
@@ -176,27 +172,27 @@ def test_a_template_takes_arguments_and_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("template", [QWEN3, DATED])
-def test_a_prompt_may_leave_the_assistants_turn_unopened(template: str) -> None:
-    chat_format = with_chatml_tokens(template)
-    whole = chat_format.encode_prompt(PROMPT)
+def test_prompt_can_omit_the_generation_prompt(template: str) -> None:
+    chat_format = chatml_format(template)
+    full_ids = chat_format.encode_prompt(PROMPT)
 
     ids = chat_format.encode_prompt(PROMPT, generation_prompt=False)
 
-    assert whole[: len(ids)] == ids
-    assert chat_format.tokenizer.decode(whole[len(ids) :]) == "<|im_start|>assistant\n"
+    assert full_ids[: len(ids)] == ids
+    assert chat_format.tokenizer.decode(full_ids[len(ids) :]) == "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("opening", ["<think>", "<think>\\n"])
-def test_a_prompt_that_opens_thinking_is_followed_by_an_answer_that_closes_it(opening: str) -> None:
-    chat_format = with_chatml_tokens(THINKING.replace("OPENING", opening))
+def test_response_closes_the_thinking_that_the_prompt_opens(opening: str) -> None:
+    chat_format = chatml_format(THINKING.replace("OPENING", opening))
 
     prompt, _ = chat_format.segments((*PROMPT, *RESPONSE))
 
     assert prompt.text.rstrip().endswith("<|im_start|>assistant\n<think>")
-    assert learned(chat_format, PROMPT, RESPONSE[0]) == ["\n</think>\n\nFine.<|im_end|>"]
+    assert trained_runs(chat_format, PROMPT, RESPONSE[0]) == ["\n</think>\n\nFine.<|im_end|>"]
 
 
-def test_tokens_do_not_depend_on_the_day() -> None:
+def test_tokens_do_not_depend_on_the_date() -> None:
     tokenizer = chatml_tokenizer(DATED)
 
     default = resolve_format(tokenizer, "auto")
@@ -209,8 +205,8 @@ def test_tokens_do_not_depend_on_the_day() -> None:
     assert text == default.segments((USER,))[0].text
 
 
-def test_a_turn_that_nothing_ends_is_ended_by_eos() -> None:
-    chat_format = with_template(UNENDED)
+def test_turn_without_end_token_is_ended_by_eos() -> None:
+    chat_format = make_format(NO_END_TOKEN)
 
     texts = [segment.text for segment in chat_format.segments((*PROMPT, *RESPONSE))]
 
@@ -222,9 +218,9 @@ def test_a_turn_that_nothing_ends_is_ended_by_eos() -> None:
     ]
 
 
-def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
+def test_template_that_is_not_prefix_stable_raises() -> None:
     with pytest.raises(DataError, match="renders the start of a dialogue differently when more"):
-        with_template(COUNTING)
+        make_format(COUNTING)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +233,10 @@ def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
         ),
     ],
 )
-def test_an_observation_is_cut_out_where_a_template_shortens_the_answers_before_it(
+def test_observation_is_encoded_if_earlier_responses_are_shortened(
     template: str, expected: str
 ) -> None:
-    chat_format = with_chatml_tokens(template)
+    chat_format = chatml_format(template)
     ids = chat_format.encode_observation(PROMPT[:2], [Message("user", "More Four.")])
 
     assert chat_format.tokenizer.decode(ids) == expected
@@ -257,34 +253,34 @@ def test_an_observation_is_cut_out_where_a_template_shortens_the_answers_before_
         ("", "Blue.", "Blue."),
     ],
 )
-def test_thinking_that_a_template_strips_is_trained_as_given(
+def test_thinking_that_the_template_strips_is_trained_as_given(
     opening: str, content: str, target: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chat_format = with_chatml_tokens(THINKING.replace("OPENING", opening))
+    chat_format = chatml_format(THINKING.replace("OPENING", opening))
 
     for _ in range(2):
-        runs = learned(chat_format, (USER,), Message("assistant", content))
+        runs = trained_runs(chat_format, (USER,), Message("assistant", content))
         assert runs == [f"{target}<|im_end|>"]
 
     prompt = chat_format.encode_prompt((USER,))
     assert str(chat_format.tokenizer.decode(prompt)).endswith(
         f"<|im_start|>assistant\n{opening}".replace("\\n", "\n")
     )
-    warned = [each.message for each in caplog.records if "rows.jsonl line 1" in each.message]
-    assert len(warned) == ("</think>" in content)  # once
+    warnings = [record for record in caplog.records if "rows.jsonl line 1" in record.message]
+    assert len(warnings) == ("</think>" in content)  # once
 
 
-def test_an_answer_whose_thinking_is_left_out_later_is_not_trained(
+def test_turn_whose_thinking_is_stripped_later_is_not_trained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    chat_format = with_chatml_tokens(STRIPS_EARLIER)
+    chat_format = chatml_format(STRIPS_EARLIER)
     yes = "<think>\nCheck.\n</think>\n\nYes."
 
-    assert learned(chat_format, ASKED, Message("assistant", yes)) == [f"{yes}<|im_end|>"]
-    assert [each.message for each in caplog.records if "when more turns" in each.message]
-    # Without thinking in it, the earlier answer is rendered alike, and learned.
-    plain = (USER, Message("assistant", "Blue."), ASKED[2])
-    assert learned(chat_format, plain, Message("assistant", yes)) == [
+    assert trained_runs(chat_format, FOLLOW_UP, Message("assistant", yes)) == [f"{yes}<|im_end|>"]
+    assert any("when more turns" in record.message for record in caplog.records)
+    # Without thinking, the earlier response is always rendered alike, and is trained.
+    plain = (USER, Message("assistant", "Blue."), FOLLOW_UP[2])
+    assert trained_runs(chat_format, plain, Message("assistant", yes)) == [
         "Blue.<|im_end|>",
         f"{yes}<|im_end|>",
     ]
@@ -296,45 +292,47 @@ def test_an_answer_whose_thinking_is_left_out_later_is_not_trained(
         (STRIPS_EARLIER, "<think>Weigh it.</think>Blue.<|im_end|>"),
         (THINKING.replace("OPENING", "<think>\\n"), "Weigh it.\n</think>\n\nBlue.<|im_end|>"),
         (THINKING.replace("OPENING", ""), f"{THOUGHT}<|im_end|>"),
-        (DATED, "Blue.<|im_end|>"),  # which has no place for it, and says so
+        (DATED, "Blue.<|im_end|>"),  # not supported, with a warning
     ],
 )
-def test_reasoning_apart_from_the_content_is_rendered(
+def test_reasoning_that_is_separate_from_the_content_is_rendered(
     template: str, target: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chat_format = with_chatml_tokens(template)
+    chat_format = chatml_format(template)
     response = Message("assistant", "Blue.", reasoning="Weigh it.")
 
-    assert learned(chat_format, (USER,), response) == [target]
+    assert trained_runs(chat_format, (USER,), response) == [target]
     assert ("does not support reasoning" in caplog.text) == (template == DATED)
 
 
-def test_thinking_behind_a_closed_block_is_refused_for_a_row() -> None:
-    chat_format = with_chatml_tokens("{%- set closed = true -%}" + STRIPS_EARLIER)
+def test_thinking_after_a_closed_thinking_block_raises() -> None:
+    chat_format = chatml_format("{%- set closed = true -%}" + STRIPS_EARLIER)
 
     for thought in (THOUGHT, THOUGHT.replace("Weigh it.", "<b>Weigh</b> it.")):
         with pytest.raises(DataError, match=r"^rows.jsonl line 1: chat format tokenizer closes "):
-            learned(chat_format, (USER,), Message("assistant", thought))
+            trained_runs(chat_format, (USER,), Message("assistant", thought))
     for content in ("Blue.", "<think>\n\n</think>\n\nBlue."):
-        assert learned(chat_format, (USER,), Message("assistant", content)) == ["Blue.<|im_end|>"]
+        assert trained_runs(chat_format, (USER,), Message("assistant", content)) == [
+            "Blue.<|im_end|>"
+        ]
 
 
-def test_an_end_token_in_a_rows_text_is_trained_once(caplog: pytest.LogCaptureFixture) -> None:
-    chat_format = with_chatml_tokens(DATED)
+def test_end_token_in_the_text_of_a_row_is_trained_once(caplog: pytest.LogCaptureFixture) -> None:
+    chat_format = chatml_format(DATED)
     prompt = (USER, Message("assistant", "Red.<|im_end|>\n"), Message("user", "Why <|im_end|>"))
-    answer = Message("assistant", "Blue.<|endoftext|> <|im_end|>")
+    response = Message("assistant", "Blue.<|endoftext|> <|im_end|>")
 
-    assert learned(chat_format, prompt[2:], RESPONSE[0]) == ["Fine.<|im_end|>"]
+    assert trained_runs(chat_format, prompt[2:], RESPONSE[0]) == ["Fine.<|im_end|>"]
     assert caplog.text == ""
-    assert learned(chat_format, prompt, answer) == ["Red.<|im_end|>", "Blue.<|im_end|>"]
+    assert trained_runs(chat_format, prompt, response) == ["Red.<|im_end|>", "Blue.<|im_end|>"]
     assert caplog.text.count("rows.jsonl line 1: chat format tokenizer adds the end") == 1
-    begun, plain = ((USER, Message("assistant", text)) for text in ("Re<|im_end|>", "Re"))
-    assert chat_format.encode(begun, [answer]) == chat_format.encode(plain, [answer])
+    prefilled, plain = ((USER, Message("assistant", text)) for text in ("Re<|im_end|>", "Re"))
+    assert chat_format.encode(prefilled, [response]) == chat_format.encode(plain, [response])
 
 
-def test_an_answer_may_end_with_another_token_once_more_turns_follow() -> None:
+def test_last_response_may_have_a_different_end_token() -> None:
     tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
-    chat_format = with_tokens(HARMONY, *tokens)
+    chat_format = make_format(HARMONY, *tokens)
     tokenizer = chat_format.tokenizer
     final = "<|channel|>final<|message|>"
     thought = Message("assistant", "Fine.", reasoning="Weigh it.")
@@ -343,7 +341,7 @@ def test_an_answer_may_end_with_another_token_once_more_turns_follow() -> None:
     plain = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert chat_format.encode_prompt(PROMPT) == plain
     analysis = "<|channel|>analysis<|message|>Weigh it.<|end|><|start|>assistant"
-    assert learned(chat_format, PROMPT, thought) == [
+    assert trained_runs(chat_format, PROMPT, thought) == [
         f"{final}Hello you!",
         f"{analysis}{final}Fine.<|return|>",
     ]
@@ -353,10 +351,10 @@ def test_an_answer_may_end_with_another_token_once_more_turns_follow() -> None:
     )
 
 
-def test_an_answer_may_end_where_the_next_turn_begins() -> None:
-    chat_format = with_tokens(GLM, "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
+def test_response_may_end_where_the_next_turn_begins() -> None:
+    chat_format = make_format(GLM, "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
 
-    assert learned(chat_format, PROMPT, RESPONSE[0]) == ["Hello you!<|user|>", "Fine.<|user|>"]
+    assert trained_runs(chat_format, PROMPT, RESPONSE[0]) == ["Hello you!<|user|>", "Fine.<|user|>"]
     turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT]
     assert chat_format.encode_prompt(PROMPT) == chat_format.tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, return_dict=False
@@ -372,25 +370,27 @@ def test_an_answer_may_end_where_the_next_turn_begins() -> None:
     ],
 )
 @pytest.mark.parametrize("space", ["", " "])
-def test_a_prompt_may_have_the_beginning_of_the_answer(
+def test_prompt_may_contain_the_start_of_the_response(
     template: str, opening: str, space: str
 ) -> None:
-    chat_format = with_chatml_tokens(template)
+    chat_format = chatml_format(template)
     prompt = (USER, Message("assistant", f"The colour{space}"))
     rest = "is blue." if space else " is blue."
 
-    assert learned(chat_format, prompt, Message("assistant", rest)) == [f"{rest}<|im_end|>"]
+    assert trained_runs(chat_format, prompt, Message("assistant", rest)) == [f"{rest}<|im_end|>"]
     text = str(chat_format.tokenizer.decode(chat_format.encode_prompt(prompt)))
     assert text.endswith(f"{opening}{space}")
 
 
-def test_a_prompt_may_have_the_beginning_of_thinking() -> None:
+def test_prompt_may_contain_the_start_of_the_thinking() -> None:
     prompt = (USER, Message("assistant", "<think>\nWeigh"))
     for opening in ("<think>\\n", ""):
-        chat_format = with_chatml_tokens(THINKING.replace("OPENING", opening))
+        chat_format = chatml_format(THINKING.replace("OPENING", opening))
         rest = " it.\n</think>\n\nBlue."
 
-        assert learned(chat_format, prompt, Message("assistant", rest)) == [f"{rest}<|im_end|>"]
+        assert trained_runs(chat_format, prompt, Message("assistant", rest)) == [
+            f"{rest}<|im_end|>"
+        ]
         text = str(chat_format.tokenizer.decode(chat_format.encode_prompt(prompt)))
         assert text.endswith("<|im_start|>assistant\n<think>\nWeigh")
 
@@ -410,30 +410,30 @@ def turn_template(turn: str, prompt: str) -> str:
     )
 
 
-WHOLE_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
+THINKING_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
 
 
 @pytest.mark.parametrize(
     ("template", "thinking", "plain"),
     [
-        (  # Qwen3.5 and Nemotron 3: the last turn has a block, which the prompt opens
-            turn_template(WHOLE_BLOCK, "<think>\\n").replace("PARSES", "true"),
+        (  # Qwen3.5 and Nemotron 3: the last turn has a thinking block, which the prompt opens
+            turn_template(THINKING_BLOCK, "<think>\\n").replace("PARSES", "true"),
             "Weigh it.\n</think>\n\nBlue.",
             "\n</think>\n\nBlue.",
         ),
-        (  # GLM-4.7: an answer without thinking closes the block at once
+        (  # GLM-4.7: a response without thinking closes the block immediately
             turn_template(
                 "{{- ('<think>' + thought if thought else '') + '</think>' + c }}", "<think>"
             ).replace("PARSES", "true"),
             "Weigh it.</think>Blue.",
             "</think>Blue.",
         ),
-        (  # Nemotron Nano 2: a last turn is written into the opened block, whatever it has
+        (  # Nemotron Nano 2: the last turn is always written into the opened block
             turn_template("{{- '<think>\\n' + c }}", "<think>\\n").replace("PARSES", "false"),
             "Weigh it.\n</think>\n\nBlue.",
             "\n</think>\n\nBlue.",
         ),
-        (  # Kimi K2 Thinking: only reasoning apart from the content fills the block
+        (  # Kimi K2 Thinking: only a separate reasoning field fills the block
             turn_template("{{- '<think>' + thought + '</think>' + c }}", "").replace(
                 "PARSES", "false"
             ),
@@ -443,8 +443,8 @@ WHOLE_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
     ],
     ids=["Qwen3.5", "GLM-4.7", "Nemotron", "Kimi"],
 )
-def test_a_thinking_block_is_written_once(template: str, thinking: str, plain: str) -> None:
-    chat_format = with_chatml_tokens(template)
+def test_thinking_block_is_rendered_once(template: str, thinking: str, plain: str) -> None:
+    chat_format = chatml_format(template)
     prompt = str(chat_format.tokenizer.decode(chat_format.encode_prompt((USER,))))
     unfinished = "<think>\nWeigh"
     empty = THOUGHT.replace("Weigh it.", "")
@@ -455,19 +455,17 @@ def test_a_thinking_block_is_written_once(template: str, thinking: str, plain: s
         (empty, empty if thinking == THOUGHT else plain),
         (unfinished, unfinished.removeprefix(prompt.rpartition("assistant\n")[2])),
     ):
-        runs = learned(chat_format, (USER,), Message("assistant", content))
+        runs = trained_runs(chat_format, (USER,), Message("assistant", content))
         assert runs == [f"{target}<|im_end|>"]
-    without_answer = Message("assistant", THOUGHT.removesuffix("\n\nBlue."))
-    assert str(learned(chat_format, (USER,), without_answer)).count("<|im_end|>") == 1
+    without_text = Message("assistant", THOUGHT.removesuffix("\n\nBlue."))
+    assert str(trained_runs(chat_format, (USER,), without_text)).count("<|im_end|>") == 1
 
 
-def test_a_prompt_that_keeps_the_thinking_before_it_is_trained_as_it_is_generated_from() -> None:
-    # LFM2.5-Instruct: thinking is stripped from every answer but the last, answered or not.
-    chat_format = with_chatml_tokens(
-        STRIPS_EARLIER.replace("m.role == 'user'", "m.role == 'assistant'")
-    )
+def test_thinking_kept_in_the_generation_prompt_is_trained() -> None:
+    # LFM2.5-Instruct: thinking is stripped from all assistant turns but the last.
+    chat_format = chatml_format(STRIPS_EARLIER.replace("m.role == 'user'", "m.role == 'assistant'"))
 
-    runs = learned(chat_format, ASKED, Message("assistant", "Yes."))
+    runs = trained_runs(chat_format, FOLLOW_UP, Message("assistant", "Yes."))
 
     assert runs == [f"{THOUGHT}<|im_end|>", "Yes.<|im_end|>"]
 
@@ -477,36 +475,36 @@ GEMMA4 = """{%- for m in messages -%}
 {%- if m.thinking is defined %}{{- '<|channel>' + m.thinking + '<channel|>' }}{% endif -%}
 {{- m.content + '<|im_end|>\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<|channel><channel|>' }}{% endif -%}"""
-"""As Gemma 4's: its prompts have an empty thinking channel, which its answers don't."""
+"""Like Gemma 4's: its prompts have an empty thinking channel, which its responses don't."""
 
 
-def test_an_empty_channel_of_another_name_in_the_prompt_takes_no_thinking() -> None:
+def test_reasoning_after_a_closed_thinking_channel_raises() -> None:
     tokens = ("<|im_start|>", "<|im_end|>", "<|channel>", "<channel|>")
-    chat_format = with_tokens(GEMMA4, *tokens)
+    chat_format = make_format(GEMMA4, *tokens)
 
-    assert learned(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
+    assert trained_runs(chat_format, (USER,), Message("assistant", "Blue.")) == ["Blue.<|im_end|>"]
     with pytest.raises(DataError, match="closes the thinking"):
-        learned(chat_format, (USER,), Message("assistant", "Blue.", reasoning="Weigh it."))
+        trained_runs(chat_format, (USER,), Message("assistant", "Blue.", reasoning="Weigh it."))
 
 
 def tool_template(call: str, end: str, *, tools: str = "{{- tools | tojson }}") -> str:
-    """A template of ChatML's structure that has calls of tools."""
+    """A template of ChatML's structure with tool calls."""
     return (
         f"{{%- if tools %}}{tools}{{% endif -%}}{{%- for m in messages -%}}"
         "{{- '<|im_start|>' + m.role + '\\n' -}}{%- if m.tool_calls -%}"
-        f"{{%- for each in m.tool_calls %}}{call}{{% endfor %}}{{{{- '{end}' -}}}}"
+        f"{{%- for tool_call in m.tool_calls %}}{call}{{% endfor %}}{{{{- '{end}' -}}}}"
         "{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' -}}{%- endfor -%}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif -%}"
     )
 
 
-NAMED = "{{- each.function.name + ' ' + each.function.arguments | tojson -}}"
-AS_TEXT = "{{- each.function.name + ' ' + each.function.arguments -}}"
+CALL_WITH_JSON = "{{- tool_call.function.name + ' ' + tool_call.function.arguments | tojson -}}"
+CALL_WITH_TEXT = "{{- tool_call.function.name + ' ' + tool_call.function.arguments -}}"
 SCHEMA = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
-CALLED = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+TOOL_CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
 DIALOGUE = (
     Message("user", "Warm?", keys=json.dumps({"tools": [SCHEMA]})),
-    Message("assistant", "", keys=json.dumps({"tool_calls": CALLED})),
+    Message("assistant", "", keys=json.dumps({"tool_calls": TOOL_CALLS})),
     Message("tool", "22 degrees"),
 )
 YES = Message("assistant", "Yes.")
@@ -515,18 +513,18 @@ YES = Message("assistant", "Yes.")
 @pytest.mark.parametrize(
     ("template", "end", "arguments"),
     [
-        (tool_template(NAMED, "<|im_end|>"), "<|im_end|>", {"city": "Oslo"}),
-        # Harmony: a call ends with another token than an answer.
-        (tool_template(NAMED, "<|call|>"), "<|call|>", {"city": "Oslo"}),
-        # DeepSeek: arguments are text, and the content beside calls is not null.
+        (tool_template(CALL_WITH_JSON, "<|im_end|>"), "<|im_end|>", {"city": "Oslo"}),
+        # Harmony: a tool call ends with a different token than a response.
+        (tool_template(CALL_WITH_JSON, "<|call|>"), "<|call|>", {"city": "Oslo"}),
+        # DeepSeek: arguments are text, and the content next to tool calls is not null.
         (
-            tool_template("{{- m.content + " + AS_TEXT[4:], "<|im_end|>"),
+            tool_template("{{- m.content + " + CALL_WITH_TEXT[4:], "<|im_end|>"),
             "<|im_end|>",
             '{"city": "Oslo"}',
         ),
-        # Hunyuan: calls are rendered only in dialogues with tools.
+        # Hunyuan: tool calls are rendered only in dialogues with tools.
         (
-            tool_template(NAMED, "<|im_end|>").replace(
+            tool_template(CALL_WITH_JSON, "<|im_end|>").replace(
                 "m.tool_calls -", "tools and m.tool_calls -"
             ),
             "<|im_end|>",
@@ -534,14 +532,12 @@ YES = Message("assistant", "Yes.")
         ),
     ],
 )
-def test_calls_of_tools_are_trained_as_the_template_renders_them(
-    template: str, end: str, arguments: object
-) -> None:
-    chat_format = with_tokens(template, "<|im_start|>", "<|im_end|>", "<|call|>")
+def test_tool_calls_are_trained_as_rendered(template: str, end: str, arguments: object) -> None:
+    chat_format = make_format(template, "<|im_start|>", "<|im_end|>", "<|call|>")
 
     call = f'weather {{"city": "Oslo"}}{end}'
-    assert learned(chat_format, DIALOGUE, YES) == [call, "Yes.<|im_end|>"]
-    assert learned(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [call]
+    assert trained_runs(chat_format, DIALOGUE, YES) == [call, "Yes.<|im_end|>"]
+    assert trained_runs(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [call]
     function = {"name": "weather", "arguments": arguments}
     rendered = chat_format.tokenizer.apply_chat_template(
         [
@@ -556,40 +552,40 @@ def test_calls_of_tools_are_trained_as_the_template_renders_them(
     assert chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOGUE)) == rendered
 
 
-def test_a_call_may_end_where_the_result_begins() -> None:
+def test_tool_call_may_end_where_its_result_begins() -> None:
     template = GLM.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
     tokens = ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|tool|>")
-    chat_format = with_tokens("{{- tools | tojson if tools }}" + template, *tokens)
+    chat_format = make_format("{{- tools | tojson if tools }}" + template, *tokens)
 
-    call = json.dumps(CALLED)
-    assert learned(chat_format, DIALOGUE, YES) == [f"{call}<|tool|>", "Yes.<|user|>"]
+    call = json.dumps(TOOL_CALLS)
+    assert trained_runs(chat_format, DIALOGUE, YES) == [f"{call}<|tool|>", "Yes.<|user|>"]
 
 
-def test_a_call_behind_a_prompt_that_opens_thinking_closes_it() -> None:
-    template = tool_template(NAMED, "<|im_end|>").replace(
+def test_tool_call_closes_the_thinking_that_the_prompt_opens() -> None:
+    template = tool_template(CALL_WITH_JSON, "<|im_end|>").replace(
         "assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif"
     )
-    chat_format = with_chatml_tokens(template)
+    chat_format = chatml_format(template)
     thought = replace(DIALOGUE[1], reasoning="Look.")
 
     call = 'weather {"city": "Oslo"}<|im_end|>'
-    assert learned(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [f"\n</think>\n\n{call}"]
-    assert learned(chat_format, DIALOGUE[:1], thought) == [f"Look.\n</think>\n\n{call}"]
+    assert trained_runs(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [f"\n</think>\n\n{call}"]
+    assert trained_runs(chat_format, DIALOGUE[:1], thought) == [f"Look.\n</think>\n\n{call}"]
 
 
-def test_thinking_before_calls_that_an_answer_drops_changes_no_later_turn() -> None:
-    # gpt-oss: with the last answer, the thinking before its calls is left out.
-    thinks = (
+def test_thinking_before_tool_calls_is_kept_with_the_last_response() -> None:
+    # gpt-oss: once the last response follows, the thinking before its tool calls is omitted.
+    analysis = (
         "{%- if m.thinking is defined and (add_generation_prompt or loop.last) -%}"
         "{{- 'analysis ' + m.thinking + '<|end|>' }}{% endif -%}{{- '' -}}"
     )
-    template = tool_template(NAMED, "<|call|>").replace(
-        "{%- if m.tool_calls", thinks + "{%- if m.tool_calls"
+    template = tool_template(CALL_WITH_JSON, "<|call|>").replace(
+        "{%- if m.tool_calls", analysis + "{%- if m.tool_calls"
     )
-    chat_format = with_tokens(template, "<|im_start|>", "<|im_end|>", "<|call|>", "<|end|>")
+    chat_format = make_format(template, "<|im_start|>", "<|im_end|>", "<|call|>", "<|end|>")
     dialogue = (DIALOGUE[0], replace(DIALOGUE[1], reasoning="Look."), DIALOGUE[2])
 
-    assert learned(chat_format, dialogue, replace(YES, reasoning="So.")) == [
+    assert trained_runs(chat_format, dialogue, replace(YES, reasoning="So.")) == [
         'analysis Look.<|end|>weather {"city": "Oslo"}<|call|>',
         "analysis So.<|end|>Yes.<|im_end|>",
     ]
@@ -599,33 +595,35 @@ def test_thinking_before_calls_that_an_answer_drops_changes_no_later_turn() -> N
     ("template", "message"),
     [
         (DATED, "ignores `tools`"),
-        (tool_template(NAMED, "<|im_end|>", tools=""), "ignores `tools`"),
+        (tool_template(CALL_WITH_JSON, "<|im_end|>", tools=""), "ignores `tools`"),
         (
             DATED.replace("'\\n' + m.content", "'\\n' + (m.content or tools | tojson)"),
             "does not support",
         ),
     ],
 )
-def test_a_template_without_a_place_for_tools_is_refused(template: str, message: str) -> None:
+def test_template_without_tool_support_raises(template: str, message: str) -> None:
     if message == "does not support":
         template = "{{- tools | tojson if tools }}" + template
-    chat_format = with_chatml_tokens(template)
+    chat_format = chatml_format(template)
 
     with pytest.raises(DataError, match=rf"^rows.jsonl line 1: .*{message}"):
-        learned(chat_format, DIALOGUE, YES)
+        trained_runs(chat_format, DIALOGUE, YES)
 
 
-def test_text_that_a_template_leaves_out_beside_calls_is_reported(
+def test_text_omitted_next_to_tool_calls_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    chat_format = with_chatml_tokens(tool_template(NAMED, "<|im_end|>"))
-    both = replace(DIALOGUE[1], content="Let me look.")
+    chat_format = chatml_format(tool_template(CALL_WITH_JSON, "<|im_end|>"))
+    text_and_call = replace(DIALOGUE[1], content="Let me look.")
 
-    assert learned(chat_format, DIALOGUE[:1], both) == ['weather {"city": "Oslo"}<|im_end|>']
+    assert trained_runs(chat_format, DIALOGUE[:1], text_and_call) == [
+        'weather {"city": "Oslo"}<|im_end|>'
+    ]
     assert "next to tool calls" in caplog.text
-    # DeepSeek's: the calls are left out instead, which nothing can repair.
-    only = tool_template(NAMED, "<|im_end|>").replace(
+    # DeepSeek's: the tool calls are omitted instead, which is an error.
+    template = tool_template(CALL_WITH_JSON, "<|im_end|>").replace(
         "m.tool_calls -%}", "m.tool_calls and not m.content -%}"
     )
     with pytest.raises(DataError, match="omits tool calls next to text"):
-        learned(with_chatml_tokens(only), DIALOGUE[:1], both)
+        trained_runs(chatml_format(template), DIALOGUE[:1], text_and_call)

@@ -1,4 +1,4 @@
-"""Columns that a reward reads travel with the example, and change nothing else."""
+"""Columns that a reward needs are kept in `Example.extra` and change nothing else."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ GSM8K = [
 """Rows of the schema of openai/gsm8k."""
 
 
-def needed(*names: str) -> RowColumns:
+def require_columns(*names: str) -> RowColumns:
     return RowColumns(needed=frozenset(names))
 
 
@@ -29,11 +29,11 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> DataConfig:
     return DataConfig(path=(str(path),))
 
 
-def test_gsm8k_is_read_without_fields_as_demonstrations_and_as_golds(tmp_path: Path) -> None:
+def test_gsm8k_yields_demonstrations_or_prompts_with_answers(tmp_path: Path) -> None:
     config = write(tmp_path / "gsm8k.jsonl", GSM8K)
 
     demonstrations = load_examples(config, step=1, seed=0)
-    prompts = load_examples(config, step=3, seed=0, kept=needed("answer"))
+    prompts = load_examples(config, step=3, seed=0, kept=require_columns("answer"))
 
     answers = {row["question"]: row["answer"] for row in GSM8K}
     for example in (*demonstrations.train, *demonstrations.eval):
@@ -46,7 +46,7 @@ def test_gsm8k_is_read_without_fields_as_demonstrations_and_as_golds(tmp_path: P
     assert not trained & {example.prompt for example in prompts.train}
 
 
-def test_kept_columns_leave_shares_and_fingerprints_as_they_are(tmp_path: Path) -> None:
+def test_kept_columns_change_neither_the_split_nor_fingerprints(tmp_path: Path) -> None:
     config = write(tmp_path / "gsm8k.jsonl", GSM8K)
 
     plain = load_examples(config, step=3, seed=0)

@@ -1,4 +1,4 @@
-"""Rows with labels are shared out alike by a step that learns them and by the others."""
+"""The step that uses labels and the others split labelled rows in the same way."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ LABELLED = {
 }
 
 
-def prompts_of_steps(path: Path, labels: tuple[Any, ...], *, known: bool) -> dict[int, set[str]]:
-    """Training rows of each step; a fifth of the rows are pairs."""
+def load_prompts(path: Path, labels: tuple[Any, ...]) -> dict[int, set[str]]:
+    """Training prompts of each step; a fifth of the rows are pairs."""
     rows = [
         {"prompt": f"q {n}", "response": f"a {n}", "label": labels[n % len(labels)]}
         if n % 5
@@ -26,11 +26,11 @@ def prompts_of_steps(path: Path, labels: tuple[Any, ...], *, known: bool) -> dic
         for n in range(300)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(path=(str(path),), labels=known)
+    config = DataConfig(path=(str(path),), labels=True)
     return {
         step: {
-            each.prompt[-1].content
-            for each in load_examples(
+            example.prompt[-1].content
+            for example in load_examples(
                 config, step=step, seed=0, kept=RowColumns(labels=step == 2)
             ).train
         }
@@ -39,10 +39,10 @@ def prompts_of_steps(path: Path, labels: tuple[Any, ...], *, known: bool) -> dic
 
 
 @pytest.mark.parametrize("labels", LABELLED.values(), ids=LABELLED)
-def test_no_prompt_of_a_labelled_row_is_in_two_steps(
+def test_labelled_prompts_are_used_by_one_step_only(
     labels: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    first, second, third = prompts_of_steps(tmp_path / "a.jsonl", labels, known=True).values()
+    first, second, third = load_prompts(tmp_path / "a.jsonl", labels).values()
 
     assert min(map(len, (first, second, third))) > 20
     assert not first & second

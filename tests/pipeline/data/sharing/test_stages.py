@@ -2,6 +2,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,19 @@ def prompts(examples: list[Example]) -> list[str]:
     return [example.prompt[-1].content for example in examples]
 
 
-def test_the_steps_and_the_evaluation_share_no_row_and_lose_none(tmp_path: Path) -> None:
+def test_steps_and_evaluation_partition_the_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", pairs(200))
 
     steps = [load(path, step=step) for step in (1, 2, 3)]
 
-    parts = [prompts(data.train) for data in steps]
+    trained = [prompts(data.train) for data in steps]
     held_out = prompts(steps[0].eval)
-    everything = [prompt for part in (*parts, held_out) for prompt in part]
-    assert sorted(everything) == sorted(row["prompt"] for row in pairs(200))
+    all_prompts = [*chain(*trained), *held_out]
+    assert sorted(all_prompts) == sorted(row["prompt"] for row in pairs(200))
     assert all(prompts(data.eval) == held_out for data in steps)
 
 
-def test_rows_follow_from_the_datas_seed_alone(tmp_path: Path) -> None:
+def test_split_depends_only_on_the_data_seed(tmp_path: Path) -> None:
     rows = pairs(100)
     path = write(tmp_path / "rows.jsonl", rows)
     random.Random(1).shuffle(rows)
@@ -59,7 +60,7 @@ def test_rows_follow_from_the_datas_seed_alone(tmp_path: Path) -> None:
     assert set(prompts(first.eval)) != set(prompts(other.eval))
 
 
-def test_a_conversations_branches_stay_together(tmp_path: Path) -> None:
+def test_branches_of_a_conversation_stay_together(tmp_path: Path) -> None:
     branches = [
         {
             "messages": [
@@ -79,11 +80,11 @@ def test_a_conversations_branches_stay_together(tmp_path: Path) -> None:
 
     data = [load(path, step=step, max_eval_rows=9999) for step in (1, 3)]
 
-    sides = [topics(data[0].train), topics(data[1].train), topics(data[0].eval)]
-    assert len(set.union(*sides)) == sum(map(len, sides)) == 60
+    splits = [topics(data[0].train), topics(data[1].train), topics(data[0].eval)]
+    assert len(set.union(*splits)) == sum(map(len, splits)) == 60
 
 
-def test_the_test_split_is_the_evaluation(tmp_path: Path) -> None:
+def test_evaluation_uses_the_test_split(tmp_path: Path) -> None:
     write(tmp_path / "set" / "train.jsonl", pairs(50))
     write(tmp_path / "set" / "test.jsonl", [*pairs(5, "held"), *pairs(3)])
     write(tmp_path / "set" / "train_gen.jsonl", pairs(9, "gen"))
@@ -96,7 +97,7 @@ def test_the_test_split_is_the_evaluation(tmp_path: Path) -> None:
     assert f"{tmp_path / 'set'}: step 1 reads the split train, for evaluation test" in data.notes
 
 
-def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:
+def test_no_step_trains_on_evaluation_rows_of_another(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", pairs(100))
 
     many = load(path, step=2, split=(1.0, 1.0, 1.0), eval_fraction=0.5, max_eval_rows=50)
@@ -106,7 +107,7 @@ def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:
     assert not set(prompts(many.eval)) & set(prompts(few.train))
 
 
-def test_step_3_sees_each_prompt_once(tmp_path: Path) -> None:
+def test_step_3_uses_each_prompt_once(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [*pairs(40), *pairs(40)])
 
     data = load(path, step=3, split=(0.0, 0.0, 1.0))
@@ -115,7 +116,7 @@ def test_step_3_sees_each_prompt_once(tmp_path: Path) -> None:
     assert len(data.train) + len(data.eval) == 40
 
 
-def test_weights_are_the_shares_of_the_paths_and_repeat_no_row(tmp_path: Path) -> None:
+def test_path_weights_select_shares_without_repeating_rows(tmp_path: Path) -> None:
     evaluation = write(tmp_path / "eval.jsonl", pairs(4, "e"))
     paths = [write(tmp_path / f"{name}.jsonl", pairs(40, name)) for name in "abc"]
     all_in_step_1: dict[str, Any] = {"split": (1.0, 0.0, 0.0), "eval_path": (evaluation,)}
@@ -136,7 +137,7 @@ def test_weights_are_the_shares_of_the_paths_and_repeat_no_row(tmp_path: Path) -
     assert Counter(prompt[0] for prompt in prompts(few.train)) == {"a": 40, "b": 1}
 
 
-def test_evaluation_rows_may_have_the_usual_names_instead_of_fields(tmp_path: Path) -> None:
+def test_evaluation_rows_may_use_default_column_names(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": f"q{n}", "good": "a"} for n in range(60)])
     held_out = write(tmp_path / "eval.jsonl", pairs(3, "e"))
 

@@ -25,7 +25,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 1000)
 
 
-def packed(source: Path | list[Path], out: Path, **settings: object) -> TokenFile:
+def run_pack(source: Path | list[Path], out: Path, **settings: object) -> TokenFile:
     names = [source] if isinstance(source, Path) else source
     return pack(find_sources([str(name) for name in names]), VOCABULARY, out, **settings)
 
@@ -37,7 +37,7 @@ def read_texts(file: TokenFile) -> list[str]:
     return [encoder.decode(document[:-1], skip_special_tokens=False) for document in documents]
 
 
-def written(prefix: Path) -> list[bytes]:
+def read_output_files(prefix: Path) -> list[bytes]:
     return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json")]
 
 
@@ -45,7 +45,7 @@ def written(prefix: Path) -> list[bytes]:
     ("newline", "start", "is_ended"),
     [("\n", "", True), ("\r\n", "\ufeff", False), ("\n", "\n\n", False), ("\r\n", "", True)],
 )
-def test_documents_are_the_texts_of_the_rows_in_order(
+def test_documents_are_the_row_texts_in_order(
     newline: str, start: str, is_ended: bool, tmp_path: Path
 ) -> None:
     lines = [json.dumps({"text": text}, ensure_ascii=n % 2 == 0) for n, text in enumerate(TEXTS)]
@@ -53,64 +53,65 @@ def test_documents_are_the_texts_of_the_rows_in_order(
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
 
-    plain = packed(tmp_path / "a.jsonl", tmp_path / "plain")
-    zipped = packed(tmp_path / "a.jsonl.gz", tmp_path / "zipped")
+    plain = run_pack(tmp_path / "a.jsonl", tmp_path / "plain")
+    zipped = run_pack(tmp_path / "a.jsonl.gz", tmp_path / "zipped")
 
     assert read_texts(plain) == read_texts(zipped) == TEXTS
 
 
-def test_the_files_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+def test_output_files_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", TEXTS)
     write_rows(tmp_path / "b.jsonl", TEXTS[::-1])
 
-    files = [packed(tmp_path / "*.jsonl", tmp_path / f"{n}", workers=n) for n in (1, 2)]
+    files = [run_pack(tmp_path / "*.jsonl", tmp_path / f"{n}", workers=n) for n in (1, 2)]
 
     assert read_texts(files[0]) == [*TEXTS, *TEXTS[::-1]]
-    assert written(tmp_path / "1") == written(tmp_path / "2")
-    with ProcessPoolExecutor(1, get_context("spawn"), module._begin_worker) as pool:  # on Ctrl-C
+    assert read_output_files(tmp_path / "1") == read_output_files(tmp_path / "2")
+    # Workers ignore Ctrl-C.
+    with ProcessPoolExecutor(1, get_context("spawn"), module._begin_worker) as pool:
         assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
 
 
-def test_resume_keeps_finished_pieces_and_refuses_other_sources(tmp_path: Path) -> None:
+def test_resume_keeps_finished_pieces_and_rejects_changed_sources(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", TEXTS)
-    packed(tmp_path / "a.jsonl", tmp_path / "expected")
+    run_pack(tmp_path / "a.jsonl", tmp_path / "expected")
     bad = tmp_path / "a.jsonl"
     content = bad.read_bytes()
     bad.write_bytes(content[:-12] + b'{"txet":"l"}')
     with pytest.raises(DataError):
-        packed(bad, tmp_path / "x")
+        run_pack(bad, tmp_path / "x")
     pieces = sorted((tmp_path / "x.pieces").glob("*.npz"))
     times = [path.stat().st_mtime_ns for path in pieces]
     with pytest.raises(ConfigError, match="unfinished pack"):
-        packed(bad, tmp_path / "x")
+        run_pack(bad, tmp_path / "x")
 
-    file = packed(bad, tmp_path / "x", resume=True, skip_bad_rows=True)
+    file = run_pack(bad, tmp_path / "x", resume=True, skip_bad_rows=True)
 
     assert len(pieces) > 20
     assert times == sorted(times)
     assert read_texts(file) == TEXTS[:-1]
     assert not (tmp_path / "x.pieces").exists()
     with pytest.raises(DataError):
-        packed(bad, tmp_path / "y")
+        run_pack(bad, tmp_path / "y")
     bad.write_bytes(content)
     with pytest.raises(ConfigError, match="different source files"):
-        packed(bad, tmp_path / "y", resume=True)
+        run_pack(bad, tmp_path / "y", resume=True)
 
 
-def test_a_bad_row_is_named_by_its_line_in_the_file(
+def test_bad_row_is_reported_with_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [json.dumps({"text": "x" * 90}), '{"txet": "l"}', "[1]", '{"text": "\\ud83d"}', "{"] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
 
-    file = packed(tmp_path / "a.jsonl", tmp_path / "a", skip_bad_rows=True)
+    file = run_pack(tmp_path / "a.jsonl", tmp_path / "a", skip_bad_rows=True)
 
-    messages = [record.getMessage() for record in caplog.records]  # and progress, where it is slow
-    lines = [int(each.split(":")[1]) for each in messages if each.startswith("skipped")]
+    messages = [record.getMessage() for record in caplog.records]  # also progress, if it is slow
+    lines = [int(message.split(":")[1]) for message in messages if message.startswith("skipped")]
     assert lines == [number for number in range(1, 46) if number % 5 != 1]
     assert read_texts(file) == ["x" * 90] * 9
     assert file.origin is not None
     assert (file.origin.bad_rows, file.dtype.itemsize) == (36, 2)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"x" * 999)[:-9])
     with pytest.raises(DataError, match=r"b.jsonl.gz can't be read"):
-        packed(tmp_path / "b.jsonl.gz", tmp_path / "b")
+        run_pack(tmp_path / "b.jsonl.gz", tmp_path / "b")

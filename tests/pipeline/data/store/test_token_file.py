@@ -26,7 +26,7 @@ def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> N
     """Write documents of several sequences, as Megatron's builder does."""
     dtype = np.dtype(TYPES[code])
     sequences = [sequence for document in documents for sequence in document]
-    lengths = np.array([len(each) for each in sequences], "<i4")
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize
     firsts = np.cumsum([0, *map(len, documents)], dtype="<i8")
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sequences), len(firsts))
@@ -36,7 +36,7 @@ def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> N
     path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
 
 
-def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_written_documents_are_read_back(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "c.tokens", DOCUMENTS)
 
     assert read(tmp_path / "c.tokens") == read(tmp_path / "c.tokens.bin") == DOCUMENTS
@@ -51,7 +51,7 @@ def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [4, 5, 8])
-def test_megatrons_documents_of_several_sequences_are_joined(code: int, tmp_path: Path) -> None:
+def test_sequences_of_a_megatron_document_are_joined(code: int, tmp_path: Path) -> None:
     documents = [[[1, 2], [3]], [], [[4], [], [5, 6]]]
     write_megatron(tmp_path / "m", documents, code)
 
@@ -62,7 +62,7 @@ def test_megatrons_documents_of_several_sequences_are_joined(code: int, tmp_path
     assert file.origin is None
 
 
-def test_verify_finds_every_changed_byte(
+def test_verify_detects_every_changed_byte(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tokens(tmp_path / "c", DOCUMENTS)
@@ -82,8 +82,8 @@ def test_verify_finds_every_changed_byte(
 
 
 def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    documents = [[*draw.choices(range(EOS), k=draw.randrange(9)), EOS] for _ in range(300)]
+    rng = random.Random(0)
+    documents = [[*rng.choices(range(EOS), k=rng.randrange(9)), EOS] for _ in range(300)]
     write_tokens(tmp_path / "a", documents[:200])
     write_tokens(tmp_path / "b", documents[200:])
 
@@ -98,7 +98,7 @@ def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
     assert TokenFile(tmp_path / "1").origin == ORIGIN
 
 
-def test_pack_and_show_use_the_tokenizer_of_a_directory(
+def test_pack_and_show_use_the_tokenizer_in_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_tokenizer().save_pretrained(tmp_path / "model")
@@ -117,7 +117,7 @@ def test_pack_and_show_use_the_tokenizer_of_a_directory(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "message"),
     [
         (["show", "c", "--document", "3"], "--document must be 0 to 2, got 3"),
         (["show", "c", "--document", "-1"], "--document must be 0 to 2, got -1"),
@@ -135,8 +135,8 @@ def test_pack_and_show_use_the_tokenizer_of_a_directory(
         (["show", "type"], "unknown version 1 or token type 7"),
     ],
 )
-def test_what_a_command_can_not_do_is_one_sentence(
-    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_command_raises(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     build_tokenizer().save_pretrained("model")
@@ -152,5 +152,5 @@ def test_what_a_command_can_not_do_is_one_sentence(
     Path("version.idx").write_bytes(index[:9] + b"\2" + index[10:])
     Path("type.idx").write_bytes(index[:17] + b"\7" + index[18:])
 
-    with pytest.raises(UserError, match=sentence):
-        main(words)
+    with pytest.raises(UserError, match=message):
+        main(argv)
