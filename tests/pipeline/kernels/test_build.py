@@ -1,4 +1,4 @@
-"""Building C++ kernels: the cache, and every way to fail."""
+"""Building C++ kernels, and the cache of libraries."""
 
 import os
 from pathlib import Path
@@ -27,23 +27,23 @@ def source(tmp_path: Path) -> Path:
 
 
 def answer(source: Path, number: int = 42) -> int:
-    """Return the result of the library."""
+    """Build the library and return the result of its function."""
     built = build.build(source, {"ANSWER": number})
     assert isinstance(built, Library)
     return built.answer()
 
 
-def answer_into(cache: str, source: Path) -> int:
+def answer_with_cache(cache: str, source: Path) -> int:
     os.environ[CACHE] = cache
     return answer(source)
 
 
-def test_a_source_is_compiled_once(cache: Path, source: Path) -> None:
+def test_source_is_compiled_once(cache: Path, source: Path) -> None:
     assert answer(source) == 42
-    (kept,) = cache.iterdir()
-    written = kept.stat().st_mtime_ns
+    (library,) = cache.iterdir()
+    modified = library.stat().st_mtime_ns
     assert [answer(source), answer(source, 7)] == [42, 7]
-    assert kept.stat().st_mtime_ns == written
+    assert library.stat().st_mtime_ns == modified
     source.write_text(SOURCE.replace("ANSWER", "ANSWER + 1"))
     assert answer(source) == 43
     assert len(list(cache.iterdir())) == 3
@@ -51,14 +51,12 @@ def test_a_source_is_compiled_once(cache: Path, source: Path) -> None:
 
 
 @pytest.mark.jobs
-def test_processes_that_build_at_once_each_get_a_complete_library(
-    cache: Path, source: Path
-) -> None:
-    assert run_ranks(answer_into, str(cache), source, world_size=3) == [42] * 3
+def test_concurrent_builds_each_get_a_complete_library(cache: Path, source: Path) -> None:
+    assert run_ranks(answer_with_cache, str(cache), source, world_size=3) == [42] * 3
     assert len(list(cache.iterdir())) == 1
 
 
-def test_code_is_not_loaded_from_where_others_can_write(
+def test_cache_that_others_can_write_is_not_used(
     cache: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.mkdir()

@@ -1,4 +1,4 @@
-"""Kernels for GPUs on the CPU: their sources compute what the definitions do."""
+"""GPU kernels, run on the CPU by the emulator, match their definitions."""
 
 from importlib import import_module
 from typing import Any
@@ -16,33 +16,31 @@ QUICK = [(name, case) for name in OPERATORS for case in CASES[name].QUICK]
 GRID = [(name, case) for name in OPERATORS for case in CASES[name].GRID]
 
 
-def is_right(name: str, case: Any, emulator: Emulator) -> bool:
+def is_correct(name: str, case: Any, emulator: Emulator) -> bool:
     cases, device = CASES[name], torch.device("cpu")
     inputs = cases.make_inputs(case, device)
     with emulator.memory(*inputs.tensors(), schedule=case.schedule):
         out = cases.run(case, inputs, emulator.gpu())
-    return cases.is_right(case, cases.make_inputs(case, device), out)
+    return cases.is_correct(case, cases.make_inputs(case, device), out)
 
 
 @pytest.mark.parametrize(("name", "case"), QUICK, ids=str)
-def test_the_kernel_computes_what_the_definition_does(
-    name: str, case: Any, emulator: Emulator
-) -> None:
-    assert is_right(name, case, emulator)
+def test_kernel_matches_its_definition(name: str, case: Any, emulator: Emulator) -> None:
+    assert is_correct(name, case, emulator)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    ("name", "case"), [each for each in GRID if each not in QUICK][::7], ids=str
+    ("name", "case"), [case for case in GRID if case not in QUICK][::7], ids=str
 )
-def test_the_kernel_computes_what_the_definition_does_everywhere(
+def test_kernel_matches_its_definition_on_the_whole_grid(
     name: str, case: Any, emulator: Emulator
 ) -> None:
-    assert is_right(name, case, emulator)
+    assert is_correct(name, case, emulator)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_the_self_test_accepts_the_kernel_and_rejects_a_wrong_one(
+def test_self_test_accepts_the_kernel_and_rejects_a_wrong_one(
     name: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     self_test = import_module(f"pipeline.kernels.{name}").self_test

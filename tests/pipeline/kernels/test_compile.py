@@ -16,19 +16,19 @@ ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPE
 FEW = [
     (name, cases.SPECIALISATIONS[0 if name == "sampling" else -1]) for name, cases in CASES.items()
 ]
-"""The last of each operator, and the first of sampling, which compiles sooner."""
+"""The last of each operator, but the first of sampling, which compiles faster."""
 
 
 def capabilities() -> list[int]:
-    """Those of NVRTC, or else of nvcc."""
+    """The compute capabilities that NVRTC, or else nvcc, supports."""
     try:
-        return [each for each in gpu.supported_capabilities() if each >= OLDEST]
+        return [number for number in gpu.supported_capabilities() if number >= OLDEST]
     except KernelError:
         if shutil.which("nvcc") is None:
-            pytest.skip("there is no compiler of CUDA here")
+            pytest.skip("there is no CUDA compiler here")
         command = ["nvcc", "--list-gpu-code"]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True)
-        return sorted({int(number) for number in re.findall(r"sm_(\d+)\b", listed.stdout)})
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        return sorted({int(number) for number in re.findall(r"sm_(\d+)\b", result.stdout)})
 
 
 def compile_log(name: str, defines: Macros, capability: int, directory: Path) -> str:
@@ -43,23 +43,23 @@ def compile_log(name: str, defines: Macros, capability: int, directory: Path) ->
             raise
     command = ["nvcc", "-cubin", f"-arch=sm_{capability}", *options]
     command += [f"-I{SOURCES / 'include'}", str(source), "-o", str(directory / "cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 def check(name: str, defines: Macros, capability: int, directory: Path) -> None:
     log = compile_log(name, defines, capability, directory)
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     assert spilled, log
-    assert all(each == ("0", "0") for each in spilled), (capability, defines, log)
+    assert all(sizes == ("0", "0") for sizes in spilled), (capability, defines, log)
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(("name", "defines"), FEW, ids=[name for name, _ in FEW])
-def test_a_kernel_compiles_for_old_and_new_gpus(name: str, defines: Macros, tmp_path: Path) -> None:
-    known = capabilities()
-    for capability in {known[0], 90 if 90 in known else known[-1]}:
+def test_kernel_compiles_for_old_and_new_gpus(name: str, defines: Macros, tmp_path: Path) -> None:
+    supported = capabilities()
+    for capability in {supported[0], 90 if 90 in supported else supported[-1]}:
         check(name, defines, capability, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding on the CPU, against float64 and PyTorch."""
+"""RMSNorm and rotary embedding on the CPU, compared with float64 and PyTorch."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -30,7 +30,7 @@ def test_norm_is_at_least_as_accurate_as_pytorch(size: int) -> None:
     assert relative_error(out, exact) <= 1.1 * relative_error(norm(x, weight), exact)
 
 
-def test_rotation_of_heads_in_any_layout_is_at_least_as_accurate_as_pytorch() -> None:
+def test_rotation_in_any_layout_is_at_least_as_accurate_as_pytorch() -> None:
     x = random(1, 5, 3, 24).transpose(1, 2)
     angles = random(1, 1, 5, 24, seed=1)
     out = torch.full((1, 3, 5, 24), torch.nan)
@@ -39,8 +39,8 @@ def test_rotation_of_heads_in_any_layout_is_at_least_as_accurate_as_pytorch() ->
     assert call is not None
     call()
 
-    exact = rotated(x.double(), cos.double(), sin.double())
-    assert relative_error(out, exact) <= 1.1 * relative_error(rotated(x, cos, sin), exact)
+    exact = rotate(x.double(), cos.double(), sin.double())
+    assert relative_error(out, exact) <= 1.1 * relative_error(rotate(x, cos, sin), exact)
 
 
 def test_gate_is_at_least_as_accurate_as_pytorch_and_saturates() -> None:

@@ -1,4 +1,4 @@
-"""The allocator of tensors in host memory holds little more than the tensors took at most."""
+"""The host allocator holds little more memory than the peak of its tensors."""
 
 import json
 import shutil
@@ -26,8 +26,8 @@ for _ in range(50):
     del x
 with_layers = held()
 del layers
-pointers = {each.data_ptr() for each in [filled(60) for _ in range(8)]}
-reused = pointers == {each.data_ptr() for each in [filled(60) for _ in range(8)]}
+pointers = {x.data_ptr() for x in [filled(60) for _ in range(8)]}
+reused = pointers == {x.data_ptr() for x in [filled(60) for _ in range(8)]}
 layers = [filled(100) for _ in range(5)]
 other_sizes = held()
 del layers
@@ -39,13 +39,13 @@ print(json.dumps([reused, other_sizes, with_layers, held()]))
 @pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("c++") is None, reason="needs Linux and a compiler"
 )
-def test_freed_memory_is_reused_and_its_holes_are_returned() -> None:
-    said = subprocess.check_output([sys.executable, "-c", PROGRAM])
+def test_freed_memory_is_reused_and_can_be_returned() -> None:
+    output = subprocess.check_output([sys.executable, "-c", PROGRAM])
 
-    reused, other_sizes, with_layers, at_last = json.loads(said)
+    reused, other_sizes, with_layers, finally_held = json.loads(output)
     assert reused
-    # 256 MiB more than the highest use, of sizes rounded to a 16th; all of them would take 1,580.
-    most = (53 * 12 + 1.048576 * 256) * 17 / 16
-    assert with_layers < most
-    assert other_sizes < most
-    assert at_last < 20
+    # The peak plus 256 MiB, with sizes rounded to a 16th; all tensors together would take 1,580.
+    limit = (53 * 12 + 1.048576 * 256) * 17 / 16
+    assert with_layers < limit
+    assert other_sizes < limit
+    assert finally_held < 20

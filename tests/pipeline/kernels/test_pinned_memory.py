@@ -28,7 +28,7 @@ class Driver:
         return 0
 
 
-def test_pages_are_reused_once_no_view_is_left() -> None:
+def test_pages_are_reused_after_the_last_view_is_freed() -> None:
     driver = Driver()
     memory = PinnedMemory(driver.register, driver.unregister)
     vector = memory.empty(1000, torch.float32)

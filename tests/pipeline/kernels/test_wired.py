@@ -1,4 +1,4 @@
-"""Generation and the engine's step through the CUDA kernels, run on the CPU, as without them."""
+"""Generation with the CUDA kernels, run by the emulator, equals generation without them."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("mistral", 0.0)])
-def test_answers_are_the_same_by_the_kernels(
+def test_generation_is_the_same_with_and_without_kernels(
     family: str,
     temperature: float,
     emulator: Emulator,
@@ -32,11 +32,11 @@ def test_answers_are_the_same_by_the_kernels(
     model.register_forward_hook(lambda *_: None)  # its modules run each time, as on a GPU
     launched: list[str] = []
 
-    def emulated(_: torch.device, operator: str, *__: object) -> object:
+    def find_emulated_gpu(_: torch.device, operator: str, *__: object) -> object:
         launched.append(operator)
         return emulator.gpu()
 
-    def answers() -> list[list[int]]:
+    def generate_ids() -> list[list[int]]:
         responses = generate(
             model,
             PROMPTS,
@@ -49,13 +49,13 @@ def test_answers_are_the_same_by_the_kernels(
         )
         return [response.ids for response in responses]
 
-    expected = answers()
+    expected = generate_ids()
     monkeypatch.setattr(choice, "use_gpu", lambda *_: True)
-    monkeypatch.setattr(choice, "find", emulated)
+    monkeypatch.setattr(choice, "find", find_emulated_gpu)
     with emulator.memory(*model.parameters()):
-        ours = answers()
+        with_kernels = generate_ids()
 
-    assert ours == expected
+    assert with_kernels == expected
     # The engine looks for the sampler and for attention, and then the operators themselves do.
     passes = launched.count("sampling") // 2
     assert passes >= 8

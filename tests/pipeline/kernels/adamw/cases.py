@@ -26,7 +26,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 
 SIZES = (1, 3, BLOCK_ELEMENTS + 4, 1000, 5, 0, 2 * BLOCK_ELEMENTS - 1)
-"""Of shards: less than a vector load, more than a block, with a tail and without, and nothing."""
+"""Shard sizes: less than a vector load, more than a block, with and without a tail, and empty."""
 
 STEP = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, multiplier=0.25)
 
@@ -39,7 +39,7 @@ class Case:
     copy: torch.dtype | None = None
     split: bool = False
     shift: int = 0
-    """Elements after which the vectors begin in their memory."""
+    """Offset of the vectors in their storage, in elements."""
 
     schedule: int = 0
 
@@ -58,8 +58,8 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        vectors = [each.weights.tensors().values() for each in self.shards]
-        return [*itertools.chain(*vectors), *(each.gradient for each in self.shards)]
+        vectors = [shard.weights.tensors().values() for shard in self.shards]
+        return [*itertools.chain(*vectors), *(shard.gradient for shard in self.shards)]
 
 
 QUICK = [
@@ -81,11 +81,11 @@ SPECIALISATIONS: list[Macros] = [
     for moments in (F32, BF16)
     for copy, split in [(None, True), (None, False), (BF16, False), (F16, False)]
 ]
-"""Of the kernel for GPUs; as the engine steps bf16 weights first."""
+"""Specializations of the GPU kernel, those with split masters first."""
 
 
 def make_shard(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:
-    """Random vectors, made on the CPU, between others' numbers."""
+    """A shard of random vectors, made on the CPU and stored between other numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def vector(dtype: torch.dtype, scale: float) -> Tensor:
@@ -102,13 +102,15 @@ def make_shard(case: Case, size: int, *, seed: int, device: torch.device = CPU) 
         low_bits=low_bits,
     )
 
-    def placed(tensor: Tensor) -> Tensor:
-        room = torch.empty(len(tensor) + case.shift + 5, dtype=tensor.dtype, device=device)
-        return room[case.shift :][: len(tensor)].copy_(tensor)
+    def copy_to_device(tensor: Tensor) -> Tensor:
+        storage = torch.empty(len(tensor) + case.shift + 5, dtype=tensor.dtype, device=device)
+        return storage[case.shift :][: len(tensor)].copy_(tensor)
 
     return Shard(
-        weights=Weights(**{name: placed(each) for name, each in weights.tensors().items()}),
-        gradient=placed(vector(F32, 1.0)),
+        weights=Weights(
+            **{name: copy_to_device(tensor) for name, tensor in weights.tensors().items()}
+        ),
+        gradient=copy_to_device(vector(F32, 1.0)),
         lr=1.0 + seed,
         weight_decay=0.1 * (seed % 2),
     )
@@ -117,20 +119,20 @@ def make_shard(case: Case, size: int, *, seed: int, device: torch.device = CPU) 
 def make_shards(
     case: Case, sizes: Sequence[int] = SIZES, *, device: torch.device = CPU
 ) -> list[Shard]:
-    """One of each size."""
+    """One shard of each size."""
     return [make_shard(case, size, seed=seed, device=device) for seed, size in enumerate(sizes)]
 
 
-def copied(shard: Shard) -> Shard:
+def clone(shard: Shard) -> Shard:
     """The same numbers in other memory; the gradient is shared."""
-    tensors = {name: each.clone() for name, each in shard.weights.tensors().items()}
+    tensors = {name: tensor.clone() for name, tensor in shard.weights.tensors().items()}
     return dataclasses.replace(shard, weights=Weights(**tensors))
 
 
-def by_definition(shard: Shard, step: AdamW) -> None:
-    """A step of a shard."""
-    own = dataclasses.replace(step, lr=step.lr * shard.lr, weight_decay=shard.weight_decay)
-    reference_adamw_(shard.weights, shard.gradient, own)
+def reference_step(shard: Shard, step: AdamW) -> None:
+    """Step a shard by the definition."""
+    shard_step = dataclasses.replace(step, lr=step.lr * shard.lr, weight_decay=shard.weight_decay)
+    reference_adamw_(shard.weights, shard.gradient, shard_step)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -145,10 +147,10 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> list[Tensor]:
     return inputs.tensors()
 
 
-def is_right(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
-    """The bits of the definition on a CPU."""
+def is_correct(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
+    """Whether the bits are those of the definition on a CPU."""
     del inputs
     expected = Inputs(make_shards(case))
     for shard in expected.shards:
-        by_definition(shard, STEP)
-    return all(map(torch.equal, (each.cpu() for each in out), expected.tensors()))
+        reference_step(shard, STEP)
+    return all(map(torch.equal, (tensor.cpu() for tensor in out), expected.tensors()))

@@ -1,4 +1,4 @@
-"""Every option of AdamW by every implementation, to the bit, and against the formula in float64."""
+"""Bitwise tests of all options and implementations of AdamW, and one against float64."""
 
 import itertools
 import math
@@ -22,11 +22,11 @@ from pipeline.kernels.adamw import (
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
-ODD = (1, 15, 37, 65536 + 37)
-"""A lane and a bit, a block of the kernel and a bit."""
+SIZES = (1, 15, 37, 65536 + 37)
+"""Sizes that are no multiples of a SIMD vector or of the kernel's block."""
 
 
-def vectors(
+def make_vectors(
     numel: int,
     *,
     moments: torch.dtype = FP32,
@@ -36,57 +36,57 @@ def vectors(
     """Numbers of all magnitudes from 1e-7 to 1e7, and moments as they come from such gradients."""
     generator = torch.Generator().manual_seed(numel)
 
-    def spread() -> Tensor:
+    def random_magnitudes() -> Tensor:
         exponents = 4 * torch.randn(numel, generator=generator)
         return torch.randn(numel, generator=generator) * exponents.clamp(-16, 10).exp()
 
-    master, low_bits = spread(), None
+    master, low_bits = random_magnitudes(), None
     if split:
         master, low_bits = split_master(master)
     weights = Weights(
         master,
-        spread().to(moments),
-        spread().square().clamp(max=1e30).to(moments),
+        random_magnitudes().to(moments),
+        random_magnitudes().square().clamp(max=1e30).to(moments),
         copy=None if copy is None else torch.full((numel,), math.nan, dtype=copy),
         low_bits=low_bits,
     )
-    return weights, spread()
+    return weights, random_magnitudes()
 
 
-def copied(weights: Weights) -> Weights:
+def clone(weights: Weights) -> Weights:
     return Weights(**{name: tensor.clone() for name, tensor in weights.tensors().items()})
 
 
-def options() -> Iterator[dict[str, Any]]:
+def option_combinations() -> Iterator[dict[str, Any]]:
     kinds = ({}, {"copy": BF16}, {"copy": FP16}, {"split": True})
     for moments, kind in itertools.product((torch.float32, torch.bfloat16), kinds):
         yield {"moments": moments, **kind}
 
 
-def name(option: dict[str, Any]) -> str:
-    return ", ".join(str(each).removeprefix("torch.") for each in option.values())
+def option_id(option: dict[str, Any]) -> str:
+    return ", ".join(str(value).removeprefix("torch.") for value in option.values())
 
 
-@pytest.mark.parametrize("option", list(options()), ids=name)
-def test_kernel_and_fallback_give_the_bits_of_the_definition(option: dict[str, Any]) -> None:
-    for numel, beta1 in zip(ODD, (0.9, 0.3, 0.9, 0.9), strict=True):
-        weights, gradient = vectors(numel, **option)
+@pytest.mark.parametrize("option", list(option_combinations()), ids=option_id)
+def test_kernel_and_fallback_match_the_definition_bitwise(option: dict[str, Any]) -> None:
+    for numel, beta1 in zip(SIZES, (0.9, 0.3, 0.9, 0.9), strict=True):
+        weights, gradient = make_vectors(numel, **option)
         step = replace(STEP, betas=(beta1, 0.95))
-        ended: dict[str, Weights] = {}
+        results: dict[str, Weights] = {}
         for kernels in ("required", "off"):
-            ended[kernels] = copied(weights)
-            adamw_(ended[kernels], gradient, step, kernels=kernels)
-        expected = copied(weights)
+            results[kernels] = clone(weights)
+            adamw_(results[kernels], gradient, step, kernels=kernels)
+        expected = clone(weights)
         reference_adamw_(expected, gradient, step)
 
-        for kernels, got in ended.items():
-            for each, tensor in expected.tensors().items():
-                assert torch.equal(got.tensors()[each], tensor), (kernels, each, numel)
+        for kernels, result in results.items():
+            for name, tensor in expected.tensors().items():
+                assert torch.equal(result.tensors()[name], tensor), (kernels, name, numel)
         assert not torch.equal(expected.exp_avg, weights.exp_avg)
 
 
 @pytest.mark.parametrize("kernels", ["required", "off"])
-def test_a_step_is_that_of_the_formula_in_float64(kernels: Kernels) -> None:
+def test_step_matches_the_formula_in_float64(kernels: Kernels) -> None:
     numel = 4096 + 5
     generator = torch.Generator().manual_seed(0)
     p, m, g = (torch.randn(numel, generator=generator) for _ in range(3))
@@ -101,8 +101,8 @@ def test_a_step_is_that_of_the_formula_in_float64(kernels: Kernels) -> None:
     v64 = 0.95 * v64 + 0.05 * g64**2
     scale = 1e-3 / (1 - 0.9**3) / ((v64 / (1 - 0.95**3)).sqrt() + 1e-8)
     p64 = p64 * (1 - 1e-3 * 0.1) - scale * m64
-    # Half a unit in the last place for each of three roundings of p (of the factor, the product and
-    # the sum), and eight units for what leads to the step, whose two terms may cancel.
+    # Half a unit in the last place for each of three roundings of p (factor, product and sum),
+    # and eight units for the step, whose two terms may cancel.
     allowed = 3 * 2**-24 * (p.double().abs() + scale * largest) + 2**-20 * scale * largest
     assert ((weights.master.double() - p64).abs() <= allowed).all()
     torch.testing.assert_close(weights.exp_avg.double(), m64, rtol=1e-5, atol=1e-7)
@@ -111,10 +111,10 @@ def test_a_step_is_that_of_the_formula_in_float64(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("kernels", ["required", "off"])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.3, 0.5), (0.0, 0.0)])
-def test_the_bits_are_those_of_pytorchs_fused_adamw(
+def test_step_matches_fused_adamw_of_pytorch_bitwise(
     kernels: Kernels, betas: tuple[float, float]
 ) -> None:
-    weights, gradient = vectors(64 * 1024 + 16)
+    weights, gradient = make_vectors(64 * 1024 + 16)
     param = torch.nn.Parameter(weights.master.clone())
     optimizer = torch.optim.AdamW(
         [param], lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.1, fused=True
@@ -133,15 +133,15 @@ def test_the_bits_are_those_of_pytorchs_fused_adamw(
         assert name == "master" or torch.equal(value, optimizer.state[param][name])
 
 
-def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
-    whole, gradient = vectors(10_000, copy=BF16)
-    weights, low_bits = split_master(whole.master)
-    split = Weights(weights, whole.exp_avg.clone(), whole.exp_avg_sq.clone(), low_bits=low_bits)
+def test_split_master_matches_the_fp32_master_bitwise() -> None:
+    plain, gradient = make_vectors(10_000, copy=BF16)
+    weights, low_bits = split_master(plain.master)
+    split = Weights(weights, plain.exp_avg.clone(), plain.exp_avg_sq.clone(), low_bits=low_bits)
 
     for step in range(1, 4):
-        adamw_(whole, gradient, replace(STEP, step=step))
+        adamw_(plain, gradient, replace(STEP, step=step))
         adamw_(split, gradient, replace(STEP, step=step))
 
-    assert torch.equal(join_master(split.master, low_bits), whole.master)
-    assert whole.copy is not None
-    assert torch.equal(split.master, whole.copy)
+    assert torch.equal(join_master(split.master, low_bits), plain.master)
+    assert plain.copy is not None
+    assert torch.equal(split.master, plain.copy)

@@ -1,4 +1,4 @@
-"""AdamW: the kernel's own source, run on the CPU, against the reference to the bit."""
+"""The source of the AdamW kernel, run on the CPU, matches the reference bitwise."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from tests.pipeline.kernels.adamw.cases import (
     STEP,
     Case,
     Inputs,
-    by_definition,
-    copied,
+    clone,
     make_shards,
+    reference_step,
 )
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
 CPU = torch.device("cpu")
 
 
-def by_kernel(shards: Sequence[Shard], step: AdamW, emulator: Emulator) -> None:
+def step_with_kernel(shards: Sequence[Shard], step: AdamW, emulator: Emulator) -> None:
     with emulator.memory(*Inputs(list(shards)).tensors()):
         ShardTable(shards, emulator.gpu()).step(step_scalars(step, CPU), step)
 
 
-def assert_equal(ours: Sequence[Shard], theirs: Sequence[Shard]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        expected = other.weights.tensors()
-        for name, tensor in one.weights.tensors().items():
+def assert_equal(actual: Sequence[Shard], expected_shards: Sequence[Shard]) -> None:
+    for shard, expected_shard in zip(actual, expected_shards, strict=True):
+        expected = expected_shard.weights.tensors()
+        for name, tensor in shard.weights.tensors().items():
             assert torch.equal(tensor, expected[name]), name
 
 
@@ -36,15 +36,15 @@ def assert_equal(ours: Sequence[Shard], theirs: Sequence[Shard]) -> None:
     ("step", "betas"),
     [(1, (0.4, 0.5)), (1000, (0.0, 0.95)), (11_585, (0.9, 0.999)), (10_000_000, (0.99, 0.999999))],
 )
-def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
+def test_bias_correction_matches_the_reference_bitwise(
     step: int, betas: tuple[float, float], emulator: Emulator
 ) -> None:
-    # Multiplied by squares, 0.999999^11585 is a number whose correction has other bits in fp32.
+    # Computed by repeated squaring, 0.999999^11585 would have a different correction in fp32.
     numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=1.0)
-    ours = make_shards(Case(), sizes=(400,))
-    theirs = [copied(shard) for shard in ours]
+    shards = make_shards(Case(), sizes=(400,))
+    expected = [clone(shard) for shard in shards]
 
-    by_definition(theirs[0], numbers)
-    by_kernel(ours, numbers, emulator)
+    reference_step(expected[0], numbers)
+    step_with_kernel(shards, numbers, emulator)
 
-    assert_equal(ours, theirs)
+    assert_equal(shards, expected)

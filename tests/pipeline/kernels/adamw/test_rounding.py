@@ -13,21 +13,23 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
 
 
-STILL = replace(STEP, weight_decay=0.0)
-"""Without a gradient nothing moves."""
+NO_DECAY = replace(STEP, weight_decay=0.0)
+"""A step that moves no weight without a gradient."""
 
 
-FURTHER = {-1: 0, 0: 0, 1: 0, 0x7FFF: 0, 0x8000: 1, 0x8001: 1}
-"""fp32's last bits above a bf16, and how many bf16 further it is rounded, away from zero."""
+INCREMENTS = {-1: 0, 0: 0, 1: 0, 0x7FFF: 0, 0x8000: 1, 0x8001: 1}
+"""Last 16 bits of an fp32 number, and how many bf16 away from zero it is rounded."""
 
 
 @pytest.mark.parametrize(("split", "kernels"), [(False, "off"), (True, "required")])
-def test_bf16_weights_are_the_nearest_and_of_two_equally_near_the_larger(
+def test_bf16_weights_are_rounded_to_nearest_ties_away_from_zero(
     kernels: Kernels, *, split: bool
 ) -> None:
-    every = torch.arange(-(2**15), 2**15)
-    values = torch.cat([(every * 2**16 + rest).int() for rest in FURTHER]).view(FP32)
-    expected = torch.cat([every + further for further in FURTHER.values()]).short().view(BF16)
+    upper = torch.arange(-(2**15), 2**15)
+    values = torch.cat([(upper * 2**16 + rest).int() for rest in INCREMENTS]).view(FP32)
+    expected = (
+        torch.cat([upper + increment for increment in INCREMENTS.values()]).short().view(BF16)
+    )
     values, expected = values[values.isfinite()], expected[values.isfinite()]
     if split:
         got, low_bits = split_master(values)
@@ -36,12 +38,12 @@ def test_bf16_weights_are_the_nearest_and_of_two_equally_near_the_larger(
         got = torch.zeros(len(values), dtype=BF16)
         weights = Weights(values, *torch.zeros(2, len(values)), got)
 
-    adamw_(weights, torch.zeros(len(values)), STILL, kernels=kernels)
+    adamw_(weights, torch.zeros(len(values)), NO_DECAY, kernels=kernels)
 
     assert torch.equal(got, expected)
 
 
-def test_every_float_but_nan_survives_being_split() -> None:
+def test_splitting_and_joining_keeps_every_float_but_nan() -> None:
     bits = torch.arange(-(2**31), 2**31 - 1, 65521, dtype=torch.int64).int()
     edges = torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4028235e38, -3.4028235e38, 1e-45])
     values = torch.cat([bits.view(FP32), edges])

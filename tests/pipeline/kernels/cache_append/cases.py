@@ -1,4 +1,4 @@
-"""Cases of storing keys and values: inputs and what is right."""
+"""Cases of storing keys and values: inputs and expected results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,19 +31,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A cache of three slots, new keys and values as a model has them, and their places."""
+    """A cache of three slots, new keys and values in a model's layout, and their positions."""
 
     cache: tuple[Tensor, Tensor]
     states: tuple[Tensor, Tensor]
-    places: Tensor
+    positions: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return (*self.cache, *self.states, self.places)
+        return (*self.cache, *self.states, self.positions)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Tensors of these shapes; some places are in no slot."""
+    """Tensors of these shapes; some positions are in no slot."""
     generator = torch.Generator().manual_seed(case.tokens)
     slots, width = 3, case.tokens + 5
 
@@ -51,26 +51,26 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         return torch.randn(shape, generator=generator).to(case.dtype).to(device)
 
     cache = tuple(numbers(slots, case.heads, width, size) for size in case.sizes)
-    # One as a projection lays them, the other as a rotation does.
+    # Keys in the layout of a projection, values in that of a rotation.
     key = numbers(case.tokens, case.heads, case.sizes[0]).transpose(0, 1)
     value = numbers(case.heads, case.tokens, case.sizes[1])
-    places = torch.randperm(slots * width, generator=generator)[: case.tokens]
-    places[1:3] = torch.tensor([-1, slots * width])[: len(places[1:3])]  # in no slot
-    return Inputs((cache[0], cache[1]), (key, value), places.to(device))
+    positions = torch.randperm(slots * width, generator=generator)[: case.tokens]
+    positions[1:3] = torch.tensor([-1, slots * width])[: len(positions[1:3])]  # in no slot
+    return Inputs((cache[0], cache[1]), (key, value), positions.to(device))
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> tuple[Tensor, Tensor]:
-    """The cache, with what the kernel writes into it."""
+    """Run the kernel and return the cache."""
     del case
-    append_(inputs.cache, inputs.states, inputs.places, gpu=gpu)
+    append_(inputs.cache, inputs.states, inputs.positions, gpu=gpu)
     return inputs.cache
 
 
-def is_right(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
-    """The bits of the definition."""
+def is_correct(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
+    """Whether the bits are those of the definition."""
     del case
     expected = (inputs.cache[0].clone(), inputs.cache[1].clone())
-    reference_append(expected, inputs.states, inputs.places)
+    reference_append(expected, inputs.states, inputs.positions)
     return all(map(torch.equal, out, expected))
 
 

@@ -1,4 +1,4 @@
-"""Cases of decode attention: inputs, specializations, and what is right."""
+"""Cases of decode attention: inputs, specializations and expected results."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from pipeline.kernels.decode_attention import (
 from pipeline.kernels.gpu import Gpu, Macros
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Relative error of the norm: of fp32 sums, and of the rounding of the output."""
+"""Relative error of the norm, from fp32 sums and the rounding of the output."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a case; what no kernel may read is NaN."""
+    """Tensors of a case; elements that a kernel must not read are NaN."""
 
     query: Tensor
     key: Tensor
@@ -58,7 +58,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Pages of the sequences in any order, more than are used; what may not be read is NaN."""
+    """Shuffled and unused pages; elements that a kernel must not read are NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     batch = len(case.lengths)
     pages = make_pages(case.lengths, generator)
@@ -67,11 +67,11 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         stored = torch.full((pages.numel() + 1, case.kv_heads, PAGE, case.head_size), math.nan)
         for row, length in enumerate(case.lengths):
             for token in range(max(0, length - (case.window or length)), length):
-                live = torch.randn(case.kv_heads, case.head_size, generator=generator)
-                stored[pages[row, token // PAGE], :, token % PAGE] = live
+                state = torch.randn(case.kv_heads, case.head_size, generator=generator)
+                stored[pages[row, token // PAGE], :, token % PAGE] = state
         return stored.to(case.dtype).to(device)
 
-    # As the layers of a model give it: (1, head, sequence, size), looked at the other way round.
+    # In the layout of a model's layers: (1, head, sequence, size), transposed.
     shape = (case.heads, batch, case.head_size)
     query = torch.randn(shape, generator=generator).to(case.dtype).to(device).transpose(0, 1)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
@@ -86,9 +86,9 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 def make_pages(lengths: Sequence[int], generator: torch.Generator) -> Tensor:
     """Pages of sequences of these lengths, and one more of each, in a random order."""
-    each = max(lengths) // PAGE + 2
-    order = torch.randperm(len(lengths) * each, generator=generator) + 1
-    return order.view(-1, each).int()
+    pages_per_sequence = max(lengths) // PAGE + 2
+    order = torch.randperm(len(lengths) * pages_per_sequence, generator=generator) + 1
+    return order.view(-1, pages_per_sequence).int()
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
@@ -106,14 +106,14 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
 
 def relative_error(inputs: Inputs, out: Tensor) -> float:
     """The error relative to the norm of the definition in float64; infinite with a NaN."""
-    query, key, value = (each.double() for each in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (x.double() for x in (inputs.query, inputs.key, inputs.value))
     expected = reference_attention(query, key, value, inputs.scores)
     error = ((out.double() - expected).norm() / expected.norm()).item()
     return error if math.isfinite(error) else math.inf
 
 
-def is_right(case: Case, inputs: Inputs, out: Tensor) -> bool:
-    """The definition's numbers, but for rounding."""
+def is_correct(case: Case, inputs: Inputs, out: Tensor) -> bool:
+    """Whether the result is that of the definition, except for rounding."""
     return relative_error(inputs, out) < TOLERANCES[case.dtype]
 
 
@@ -137,7 +137,7 @@ QUICK += [
     Case(F32, 8, 8, 4, (1, 256, 700), num_splits=1, schedule=1),
     Case(F32, 256, 9, 1, (64, 200), num_splits=2, schedule=7),
 ]
-"""A little of everything, with as few specialisations as that takes."""
+"""All kinds of inputs with few specializations."""
 
 SHAPES = [
     *((size, heads, kv) for size in HEAD_SIZES for heads, kv in [(2, 2), (8, 2), (7, 1)]),
@@ -145,7 +145,7 @@ SHAPES = [
     (64, 71, 1),
 ]
 LONG = (1, 512, 513, 1100)
-"""A turn of the loop reads up to 512 keys: 128 threads with four each, of heads of 8 numbers."""
+"""The loop reads up to 512 keys per iteration: 128 threads, four keys each, head size 8."""
 
 OPTIONS: list[dict[str, Any]] = [
     {"num_splits": 1, "schedule": 0, "lengths": LONG},
@@ -165,7 +165,7 @@ LARGE = [
     Case(BF16, size, heads, kv_heads, (length, 100) * 16, num_splits=None)
     for size, heads, kv_heads, length in [(64, 32, 32, 511), (128, 32, 8, 2047), (128, 8, 1, 8191)]
 ]
-"""Of OPT-1.3B, Llama-3-8B and an eighth of Llama-3-70B, for a GPU."""
+"""Shapes of OPT-1.3B, Llama-3-8B and an eighth of Llama-3-70B, for a GPU."""
 
 SPECIALISATIONS: list[Macros] = [
     cuda_macros(dtype, Shape(heads, size, dtype.itemsize))
@@ -173,4 +173,4 @@ SPECIALISATIONS: list[Macros] = [
     for size in sorted(HEAD_SIZES, key=lambda size: size != 128)
     for heads in (8, 1, 4, 7)
 ]
-"""Of the kernels for GPUs, the commonest first."""
+"""Specializations of the GPU kernel, the most common first."""

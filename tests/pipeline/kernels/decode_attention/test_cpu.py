@@ -1,4 +1,4 @@
-"""Decode attention on the CPU, against float64 and PyTorch."""
+"""Decode attention on the CPU, compared with float64 and PyTorch."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.pipeline.kernels.numbers import random, relative_error
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def made(case: Case) -> tuple[Tensor, Tensor, Tensor, Scores]:
+def make_tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Scores]:
     inputs = make_inputs(case, torch.device("cpu"))
     return inputs.query, inputs.key, inputs.value, inputs.scores
 
@@ -27,7 +27,7 @@ def made(case: Case) -> tuple[Tensor, Tensor, Tensor, Scores]:
 @pytest.mark.parametrize("size", [2, 16, 48, 80, 128, 194, 256])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: int) -> None:
-    query, key, value, scores = made(Case(dtype, size, 4, 2, (1, 40, 700)))
+    query, key, value, scores = make_tensors(Case(dtype, size, 4, 2, (1, 40, 700)))
     assert isinstance(kernel_for(query, key, value), Library)
 
     out = decode_attention(query, key, value, scores, longest=700)
@@ -39,8 +39,8 @@ def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: 
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_windows_and_shared_heads(kv_heads: int) -> None:
-    query, key, value, scores = made(Case(F32, 64, 6, kv_heads, (3, 30, 600), window=30))
+def test_windows_and_shared_heads_match_the_definition(kv_heads: int) -> None:
+    query, key, value, scores = make_tensors(Case(F32, 64, 6, kv_heads, (3, 30, 600), window=30))
 
     out = decode_attention(query, key, value, scores, longest=600)
 
@@ -49,9 +49,9 @@ def test_windows_and_shared_heads(kv_heads: int) -> None:
 
 
 def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value, _ = made(Case(F32, 64, 4, 2, (9, 5)))
+    query, key, value, _ = make_tensors(Case(F32, 64, 4, 2, (9, 5)))
 
-    for other in (
+    for unsupported in (
         (query, key.bfloat16(), value),
         (query.double(), key.double(), value.double()),
         (query, key.transpose(2, 3).contiguous().transpose(2, 3), value),
@@ -59,6 +59,6 @@ def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
         (random(2, 4, MOST_SIZE + 1), *[random(2, 2, 9, MOST_SIZE + 1)] * 2),
         (query.clone().requires_grad_(), key, value),
     ):
-        assert kernel_for(*other) is None
+        assert kernel_for(*unsupported) is None
     monkeypatch.setenv(SWITCH, "off")
     assert kernel_for(query, key, value) is None

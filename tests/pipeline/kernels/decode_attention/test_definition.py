@@ -1,4 +1,4 @@
-"""Decode attention's definition, against attention of PyTorch and numbers by hand; its refusals."""
+"""Decode attention's definition, compared with PyTorch's attention, and the number of splits."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def ints(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
+def test_each_sequence_attends_to_its_keys_as_in_pytorch() -> None:
     query, key, value = tensors()
     scores = Scores(
         lengths=ints(67, 5),
@@ -26,9 +26,9 @@ def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
         sliding_window=4,
     )
     stored = torch.empty(2, 4, 2, 64, 64)
-    for of, whole in zip(stored, (key, value), strict=True):
-        of[3], of[1] = whole[0].split(64, dim=1)
-        of[2], of[0] = whole[1].split(64, dim=1)
+    for pages, states in zip(stored, (key, value), strict=True):
+        pages[3], pages[1] = states[0].split(64, dim=1)
+        pages[2], pages[0] = states[1].split(64, dim=1)
 
     out = decode_attention(query, *stored, scores, longest=67)
 
@@ -43,9 +43,9 @@ def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
         torch.testing.assert_close(out[row], expected[:, 0])
 
 
-def test_keys_are_split_until_the_blocks_that_registers_allow_fill_the_gpu() -> None:
-    # 132 multiprocessors with two blocks each run 4.1 parts of 64 blocks, with four 8.3.
+def test_number_of_splits_fills_the_gpu() -> None:
+    # 132 multiprocessors run 4.1 x 64 blocks with two blocks each, and 8.3 x 64 with four.
     assert choose_splits(64, 4096, at_once=132 * 2) == 5
     assert choose_splits(64, 4096, at_once=132 * 4) == 9
-    assert choose_splits(64, 300, at_once=132 * 4) == 2  # of at least 128 keys
+    assert choose_splits(64, 300, at_once=132 * 4) == 2  # at least 128 keys in each
     assert choose_splits(2048, 4096, at_once=132 * 4) == 1

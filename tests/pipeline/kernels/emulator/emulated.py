@@ -23,9 +23,6 @@ FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fPIC", "-s
 
 ENTRY = re.compile(r"__global__ .*?\b(\w+)\((\w+) \w+\) {")
 
-SCHEDULES = (0, 1, 7)
-"""Threads and blocks in order, in reverse, and shuffled."""
-
 
 def is_supported() -> bool:
     """Whether the emulator can be built on this machine."""
@@ -46,9 +43,9 @@ class Emulator:
         self.schedule = 0
         self.last_launch: tuple[str, Dim, Dim, int] | None = None
 
-    def compile(self, *words: str) -> None:
+    def compile(self, *arguments: str) -> None:
         """Run g++."""
-        subprocess.run(["g++", *FLAGS, *words], check=True, capture_output=True)
+        subprocess.run(["g++", *FLAGS, *arguments], check=True, capture_output=True)
 
     def gpu(self) -> Gpu:
         """A GPU of two multiprocessors."""
@@ -56,7 +53,7 @@ class Emulator:
 
     @contextmanager
     def memory(self, *tensors: Tensor | None, schedule: int = 0) -> Iterator[None]:
-        """Let kernels access these tensors, and those made inside, and no other memory.
+        """Let kernels access only these tensors and those created inside.
 
         Raises:
             AssertionError: the emulator found a fault.
@@ -66,7 +63,7 @@ class Emulator:
             if tensor is not None:
                 self._allow(tensor)
         try:
-            with _Made(self._allow):
+            with _ReportMode(self._allow):
                 yield
         except LaunchError as error:
             raise AssertionError(str(error)) from None
@@ -88,7 +85,7 @@ class EmulatedGpu(Gpu):
         self._emulator = emulator
 
     def kernel(self, name: str, entry: str, defines: Macros) -> "EmulatedKernel":
-        """Compile a kernel, if it is new."""
+        """Compile a kernel, unless it has been compiled already."""
         source = (SOURCES / f"{name}.cu").read_text()
         # Kernels take one struct by value; functions that take its address are added.
         for kernel, type_name in ENTRY.findall(source):
@@ -96,15 +93,15 @@ class EmulatedGpu(Gpu):
                 f'extern "C" void emulated_{kernel}(const void* params)'
                 f" {{ {kernel}(*static_cast<const {type_name}*>(params)); }}\n"
             )
-        words = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
-        digest = hashlib.sha256("\0".join([source, *words]).encode()).hexdigest()[:16]
+        macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+        digest = hashlib.sha256("\0".join([source, *macros]).encode()).hexdigest()[:16]
         library = self._emulator.directory / f"{name}-{digest}.so"
         if not library.exists():
             text = library.with_suffix(".cpp")
             text.write_text(source)
             includes = [f"-I{self._emulator.directory}", f"-I{HERE}", "-w"]
             self._emulator.compile(
-                *includes, *words, str(text), str(self._emulator.path), "-o", str(library)
+                *includes, *macros, str(text), str(self._emulator.path), "-o", str(library)
             )
         function = getattr(ctypes.CDLL(str(library)), f"emulated_{entry}")
         return EmulatedKernel(function, self._emulator, entry)
@@ -133,13 +130,13 @@ class EmulatedKernel(Kernel):
             raise LaunchError(emulator.library.emulator_error().decode())
 
     def blocks_at_once(self, threads: int, shared_bytes: int) -> int:
-        """What 255 registers a thread allow of 65,536, as on a GPU."""
+        """Number of blocks at 255 of 65,536 registers per thread, as on a GPU."""
         del shared_bytes
         return 65536 // (255 * threads)
 
 
-class _Made(TorchDispatchMode):
-    """Reports every tensor that PyTorch makes."""
+class _ReportMode(TorchDispatchMode):
+    """Reports every tensor that PyTorch creates."""
 
     def __init__(self, report: Callable[[Tensor], None]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-// Runs the thread blocks of a launch one after the other; the threads of a block are fibers that
-// switch where they wait for one another.
+// Runs the thread blocks of a launch sequentially. The threads of a block are fibers that switch
+// when they wait at a barrier or a shuffle.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -20,13 +20,13 @@ struct Index {
 };
 
 namespace {
-// Memory that kernels may touch.
+// Memory that kernels may access.
 struct Range {
   const char* first;
   size_t bytes;
 };
 
-// Schedules: threads and blocks in order, in reverse, and from there on shuffled by that seed.
+// Schedules: 0 is in order, 1 in reverse, and any other number is the seed of a shuffle.
 enum { REVERSE = 1 };
 
 struct Launch {
@@ -41,7 +41,7 @@ constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t GUARD_BYTES = 64;
 constexpr unsigned char POISON = 0xff;  // a float of such bytes is NaN
 
-// ucontext saves the signal mask, with two system calls a switch; this saves what a call must keep.
+// ucontext saves the signal mask, with two system calls per switch; this saves only callee-saved registers.
 struct Context {
   void* stack_pointer = nullptr;
 };
@@ -86,13 +86,13 @@ std::string format(const char* pattern, ...) {
   return text;
 }
 
-// One shuffle, or __syncwarp, of the lanes of one mask. Of two that follow each other, lanes may
-// still read the first while others have given to the second.
+// One shuffle, or __syncwarp, of the lanes of one mask. There are two buffers because lanes may still
+// read the values of one exchange while other lanes have begun the next.
 struct Exchange {
   unsigned arrived = 0;
   uint64_t number = 0;
   int line = 0;
-  uint64_t given[2][32] = {};
+  uint64_t values[2][32] = {};
 };
 
 struct Fiber {
@@ -124,8 +124,8 @@ struct Machine {
 };
 
 Machine& machine() {
-  static Machine only;
-  return only;
+  static Machine instance;
+  return instance;
 }
 }  // namespace
 
@@ -151,7 +151,7 @@ void run_fiber() {
   m.num_done++;
   m.progress++;
   switch_context(m.current->context, m.scheduler);
-  abort();  // nobody resumes a fiber that is done
+  abort();  // a finished fiber is never resumed
 }
 
 void open_barrier() {
@@ -259,8 +259,8 @@ void exchange(unsigned mask, const void* value, unsigned bytes, uint64_t* out, c
         format("lanes of a warp in shuffles at line %d and line %d", shuffle.line, line));
   shuffle.line = line;
   const uint64_t number = shuffle.number;
-  uint64_t* given = shuffle.given[number & 1];
-  memcpy(&given[self], value, bytes);
+  uint64_t* values = shuffle.values[number & 1];
+  memcpy(&values[self], value, bytes);
   shuffle.arrived |= 1u << self;
   m.progress++;
   if (shuffle.arrived == mask) {
@@ -268,7 +268,7 @@ void exchange(unsigned mask, const void* value, unsigned bytes, uint64_t* out, c
     shuffle.number++;
   }
   while (shuffle.number == number) wait(what, line);
-  memcpy(out, given, sizeof(shuffle.given[0]));
+  memcpy(out, values, sizeof(shuffle.values[0]));
 }
 
 int run(const Launch& launch) {

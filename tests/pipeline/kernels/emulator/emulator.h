@@ -1,10 +1,10 @@
-// What a kernel sees of a GPU when it is compiled for a CPU: one thread block at a time, each of its
-// threads a fiber. The scheduler behind it is in emulator.cpp.
+// The part of CUDA that kernels use, for kernels compiled for a CPU. Thread blocks run one at a time;
+// their threads are fibers. The scheduler is in emulator.cpp.
 //
-// Checked as it runs: every access to global memory lies in an array that the test named and is
-// aligned; shared memory is NaN until written and has a guard behind it; all threads of a block come
-// to the same barrier, all lanes of a mask to the same shuffle. What the test chooses is the order in
-// which threads and blocks run, so that a race shows as a result that depends on it.
+// Checks at run time: every access to global memory is aligned and within an array that the test
+// registered; shared memory is NaN until written and is followed by a guard; all threads of a block
+// reach the same barrier, and all lanes of a mask the same shuffle. The test chooses the order in
+// which threads and blocks run: with a race, the result depends on it.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -27,12 +27,12 @@ namespace emulator {
 struct Index {
   unsigned x, y, z;
 };
-// Of the fiber that runs now.
+// Of the running fiber.
 extern Index thread_index, block_index, block_shape, grid_shape;
 void* shared_memory();
 void check_access(const void* address, unsigned bytes, int line);
 int barrier(int predicate, int line);
-// Exchange 8 bytes among the lanes of `mask`; out[i] is what lane i gave.
+// Exchange 8 bytes among the lanes of `mask`; out[i] is the value of lane i.
 void exchange(unsigned mask, const void* value, unsigned bytes, uint64_t* out, const char* what,
               int line);
 int lane();
@@ -56,50 +56,50 @@ inline int __syncthreads_or(int predicate, int line = __builtin_LINE()) {
   return emulator::barrier(predicate, line);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
-  uint64_t given[32];
+  uint64_t values[32];
   const int nothing = 0;
-  emulator::exchange(mask, &nothing, sizeof(nothing), given, "__syncwarp", line);
+  emulator::exchange(mask, &nothing, sizeof(nothing), values, "__syncwarp", line);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int other, int line = __builtin_LINE()) {
   static_assert(sizeof(T) <= 8, "a shuffle takes up to 8 bytes");
-  uint64_t given[32];
-  emulator::exchange(mask, &value, sizeof(T), given, "__shfl_xor_sync", line);
+  uint64_t values[32];
+  emulator::exchange(mask, &value, sizeof(T), values, "__shfl_xor_sync", line);
   const int source = emulator::lane() ^ other;
   if (!(mask >> source & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
-  return emulator::as<T>(given[source]);
+  return emulator::as<T>(values[source]);
 }
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int line = __builtin_LINE()) {
   static_assert(sizeof(T) <= 8, "a shuffle takes up to 8 bytes");
-  uint64_t given[32];
-  emulator::exchange(mask, &value, sizeof(T), given, "__shfl_sync", line);
+  uint64_t values[32];
+  emulator::exchange(mask, &value, sizeof(T), values, "__shfl_sync", line);
   if (!(mask >> (source & 31) & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
-  return emulator::as<T>(given[source & 31]);
+  return emulator::as<T>(values[source & 31]);
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, int other, int line = __builtin_LINE()) {
   static_assert(sizeof(T) <= 8, "a shuffle takes up to 8 bytes");
-  uint64_t given[32];
-  emulator::exchange(mask, &value, sizeof(T), given, "__shfl_up_sync", line);
+  uint64_t values[32];
+  emulator::exchange(mask, &value, sizeof(T), values, "__shfl_up_sync", line);
   const int source = emulator::lane() - other;
   if (source < 0) return value;
   if (!(mask >> source & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
-  return emulator::as<T>(given[source]);
+  return emulator::as<T>(values[source]);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
-  uint64_t given[32];
-  emulator::exchange(mask, &predicate, sizeof(predicate), given, "__ballot_sync", line);
+  uint64_t values[32];
+  emulator::exchange(mask, &predicate, sizeof(predicate), values, "__ballot_sync", line);
   unsigned result = 0;
   for (int i = 0; i < 32; i++)
-    if (mask >> i & 1 && emulator::as<int>(given[i])) result |= 1u << i;
+    if (mask >> i & 1 && emulator::as<int>(values[i])) result |= 1u << i;
   return result;
 }
-// Of shared memory: fibers take turns, so nothing comes between.
+// In shared memory. It is atomic because fibers run one at a time.
 template <class T>
-inline T atomicAdd(T* place, T value) {
-  const T before = *place;
-  *place += value;
+inline T atomicAdd(T* address, T value) {
+  const T before = *address;
+  *address += value;
   return before;
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

@@ -1,4 +1,4 @@
-"""The emulator finds the faults it is there for, and names them."""
+"""The emulator detects faults and reports their lines."""
 
 import ctypes
 from pathlib import Path
@@ -27,18 +27,18 @@ class Params(ctypes.Structure):
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of kernel sources that is the test's own."""
+    """A temporary directory of kernel sources."""
     monkeypatch.setattr(emulated, "SOURCES", tmp_path)
     return tmp_path
 
 
 def run(body: str, sources: Path, emulator: Emulator, *, schedule: int = 0) -> Tensor:
-    """Two blocks of 64 threads with 256 bytes of shared memory; what they wrote."""
+    """Run two blocks of 64 threads with 256 bytes of shared memory and return the output."""
     (sources / "test.cu").write_text(HEAD + body + "\n}\n")
-    out, given = torch.zeros(64), torch.arange(64.0)
-    with emulator.memory(out, given, schedule=schedule):
+    out, inputs = torch.zeros(64), torch.arange(64.0)
+    with emulator.memory(out, inputs, schedule=schedule):
         kernel = emulator.gpu().kernel("test", "kernel", {"BODY": abs(hash(body))})
-        params = Params(out.data_ptr(), given.data_ptr())
+        params = Params(out.data_ptr(), inputs.data_ptr())
         kernel(params, grid=(2, 1, 1), block=(64, 1, 1), shared_bytes=256)
     return out
 
@@ -61,6 +61,6 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("message", FAULTS)
-def test_a_fault_is_named_with_its_place(message: str, sources: Path, emulator: Emulator) -> None:
+def test_fault_is_reported_with_its_line(message: str, sources: Path, emulator: Emulator) -> None:
     with pytest.raises(AssertionError, match=message):
         run(FAULTS[message], sources, emulator)

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU, against float64 and PyTorch."""
+"""Linear layers on the CPU, compared with float64 and PyTorch."""
 
 from itertools import product
 from statistics import mean
@@ -15,11 +15,11 @@ F32, BF16 = torch.float32, torch.bfloat16
 SIZES = ((48, 32), (102, 100), (2, 1), (290, 33), (1536, 576))
 """Inputs and outputs: full vectors and tiles, and remainders."""
 
-MANY = ((13, 576, 96), (64, 1538, 33), (131, 770, 18), (300, 96, 5))
+MANY_ROWS = ((13, 576, 96), (64, 1538, 33), (131, 770, 18), (300, 96, 5))
 """Rows, inputs and outputs: several tiles of rows, and inputs that are added in blocks."""
 
 
-def prepared(
+def prepare_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[Linear, torch.Tensor]:
     out = torch.full((*x.shape[:-1], len(weight)), torch.nan, dtype=x.dtype)
@@ -33,38 +33,36 @@ def prepared(
 def test_linear_is_at_least_as_accurate_as_pytorch(
     dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
-    weight, shift = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype)
-    for rows, bias in product((1, 3, 7, 8), (None, shift)):
-        ours, plain = [], []
-        for seed in range(1, 9):  # the error of one row of 32 outputs is mostly chance
+    weight, random_bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype)
+    for rows, bias in product((1, 3, 7, 8), (None, random_bias)):
+        errors, pytorch_errors = [], []
+        for seed in range(1, 9):  # the error of one row of 32 outputs is mostly noise
             x = random(rows, inputs, dtype=dtype, seed=seed)
-            linear, out = prepared(x, weight, bias)
+            linear, out = prepare_linear(x, weight, bias)
             linear()
-            exact = F.linear(
-                *(each if each is None else each.double() for each in (x, weight, bias))
-            )
-            ours.append(relative_error(out, exact))
-            plain.append(relative_error(F.linear(x, weight, bias), exact))
-        assert mean(ours) < max(1.05 * mean(plain), torch.finfo(dtype).eps / 2)
+            exact = F.linear(*(y if y is None else y.double() for y in (x, weight, bias)))
+            errors.append(relative_error(out, exact))
+            pytorch_errors.append(relative_error(F.linear(x, weight, bias), exact))
+        assert mean(errors) < max(1.05 * mean(pytorch_errors), torch.finfo(dtype).eps / 2)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), MANY)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), MANY_ROWS)
 def test_many_rows_are_at_least_as_accurate_as_pytorch(
     rows: int, inputs: int, outputs: int
 ) -> None:
     if rows > most_rows(F32):
         pytest.skip("PyTorch is faster on this processor")
     x, weight, bias = random(rows, inputs), random(outputs, inputs), random(outputs)
-    linear, out = prepared(x, weight, bias)
+    linear, out = prepare_linear(x, weight, bias)
     linear()
 
     exact = F.linear(x.double(), weight.double(), bias.double())
     assert relative_error(out, exact) <= 1.05 * relative_error(F.linear(x, weight, bias), exact)
 
 
-def test_mode_computes_the_layers_of_modules_without_gradients() -> None:
+def test_mode_replaces_linear_layers_only_without_gradients() -> None:
     layer, x = torch.nn.Linear(576, 33), random(3, 5, 576).transpose(0, 1)
-    linear, expected = prepared(x.contiguous(), layer.weight, layer.bias)
+    linear, expected = prepare_linear(x.contiguous(), layer.weight, layer.bias)
     linear()
     with LinearByKernel():
         with torch.inference_mode():
@@ -79,17 +77,17 @@ def test_mode_computes_the_layers_of_modules_without_gradients() -> None:
 
 def test_result_is_independent_of_threads_and_other_rows() -> None:
     x, weight = random(8, 96), random(3000, 96)
-    linear, out = prepared(x, weight)
+    linear, out = prepare_linear(x, weight)
     linear()
-    alone, one = prepared(x[5:6].contiguous(), weight)
+    single_row, single_out = prepare_linear(x[5:6].contiguous(), weight)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        alone()
+        single_row()
     finally:
         torch.set_num_threads(threads)
 
-    torch.testing.assert_close(one[0], out[5], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(single_out[0], out[5], atol=1e-5, rtol=1e-5)
 
 
 def test_unsupported_tensors_are_left_to_pytorch() -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities a few rows at a time have the definition's bits, in less memory."""
+"""Log-probabilities that are computed a few rows at a time match the definition bitwise."""
 
 from typing import Any
 
@@ -11,15 +11,17 @@ from pipeline.kernels.logprobs import logprobs_of, row_logprobs
 K, V = 37, 1500
 
 
-def given(dtype: torch.dtype, count: int = K, words: int = V) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets and how much each log-probability weighs."""
+def make_inputs(
+    dtype: torch.dtype, count: int = K, vocab_size: int = V
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, targets and the weights of the log-probabilities."""
     generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(count, words, generator=generator)
-    targets = torch.randint(words, (count,), generator=generator)
+    logits = 4 * torch.randn(count, vocab_size, generator=generator)
+    targets = torch.randint(vocab_size, (count,), generator=generator)
     return logits.to(dtype), targets, torch.randn(count, generator=generator)
 
 
-def learned(compute: Any, logits: Tensor, targets: Tensor, weights: Tensor, **settings: Any) -> Any:
+def run(compute: Any, logits: Tensor, targets: Tensor, weights: Tensor, **settings: Any) -> Any:
     leaf = logits.clone().requires_grad_()
     logprobs, entropies = compute(leaf, targets, **settings)
     (logprobs * weights).sum().backward()
@@ -29,37 +31,37 @@ def learned(compute: Any, logits: Tensor, targets: Tensor, weights: Tensor, **se
 @pytest.mark.parametrize("rows", [0, 1, 37])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_bit_differs_from_the_definition(
+def test_row_logprobs_match_the_definition_bitwise(
     dtype: torch.dtype, temperature: float, rows: int
 ) -> None:
-    inputs = given(dtype)
+    inputs = make_inputs(dtype)
     settings = {"temperature": temperature, "entropy": True}
 
-    ours = learned(row_logprobs, *inputs, **settings, at_once=rows * V + 1)
-    plain = learned(logprobs_of, *inputs, **settings, entropy_learns=False)
+    by_rows = run(row_logprobs, *inputs, **settings, at_once=rows * V + 1)
+    plain = run(logprobs_of, *inputs, **settings, entropy_learns=False)
 
-    for here, there in zip(ours, plain, strict=True):
-        assert here.dtype == there.dtype
-        assert torch.equal(here, there)
-    assert not ours[1].requires_grad
+    for actual, expected in zip(by_rows, plain, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    assert not by_rows[1].requires_grad
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
-    ("count", "words"), [(70, 50_000), (21, 50_000), (7, 150_000), (1, 50_000)]
+    ("count", "vocab_size"), [(70, 50_000), (21, 50_000), (7, 150_000), (1, 50_000)]
 )
-def test_real_vocabularies_keep_their_bits_on_any_threads(
-    count: int, words: int, threads: int
+def test_large_vocabularies_match_bitwise_with_any_threads(
+    count: int, vocab_size: int, threads: int
 ) -> None:
-    """PyTorch shares a single sum of that many among threads, and a turn may have no single row."""
-    inputs = given(torch.bfloat16, count, words)
+    """PyTorch splits a single sum of that size among threads; a chunk may be less than a row."""
+    inputs = make_inputs(torch.bfloat16, count, vocab_size)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        ours = learned(row_logprobs, *inputs, entropy=True)
-        plain = learned(logprobs_of, *inputs, temperature=1.0, entropy=True, entropy_learns=False)
+        by_rows = run(row_logprobs, *inputs, entropy=True)
+        plain = run(logprobs_of, *inputs, temperature=1.0, entropy=True, entropy_learns=False)
     finally:
         torch.set_num_threads(before)
 
-    for here, there in zip(ours, plain, strict=True):
-        assert torch.equal(here, there)
+    for actual, expected in zip(by_rows, plain, strict=True):
+        assert torch.equal(actual, expected)

@@ -1,4 +1,4 @@
-"""The sampler's definition, against numbers by hand and the generation engine's own."""
+"""The sampler's definition, compared with hand-computed numbers and the generation engine."""
 
 from typing import Any
 
@@ -17,12 +17,14 @@ HALVES = torch.tensor([[0.5, 0.125, 0.25, 0.125]]).double()
         ({"top_k": 2}, [0.5, 0, 0.25, 0]),
         ({"top_k": 3}, [0.5, 0.125, 0.25, 0.125]),  # the fourth is as likely as the third
         ({"top_p": 0.75}, [0.5, 0, 0.25, 0]),
-        ({"top_p": 0.76}, [0.5, 0.125, 0.25, 0]),  # of equals the first
+        ({"top_p": 0.76}, [0.5, 0.125, 0.25, 0]),  # the first of two equal ones
         ({"top_k": 2, "top_p": 0.6}, [0.5, 0, 0, 0]),  # 0.6 of 0.75 is less than 0.5
         ({"min_p": 0.5}, [0.5, 0, 0.25, 0]),
     ],
 )
-def test_tokens_are_cut_off(settings: dict[str, Any], expected: list[float]) -> None:
+def test_truncation_keeps_the_likeliest_tokens(
+    settings: dict[str, Any], expected: list[float]
+) -> None:
     assert kept(HALVES, Draw(seed=0, temperature=1.0, **settings)).tolist() == [expected]
 
 
@@ -36,7 +38,7 @@ def test_tokens_are_cut_off(settings: dict[str, Any], expected: list[float]) -> 
         {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
     ],
 )
-def test_tokens_are_those_of_the_generation_engine(settings: dict[str, Any]) -> None:
+def test_tokens_match_those_of_the_generation_engine(settings: dict[str, Any]) -> None:
     logits = 3 * torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
     keys, positions = list(range(200)), [row % 7 for row in range(200)]
 
