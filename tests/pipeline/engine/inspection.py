@@ -1,4 +1,4 @@
-"""State of an engine that only tests read."""
+"""Access to an engine's state for tests."""
 
 from torch import Tensor
 
@@ -10,15 +10,15 @@ def get_gradients(engine: Engine) -> dict[str, Tensor]:
     """Return the accumulated gradients by name, fp32, times the loss scale; on all ranks."""
     engine.zero.check_ready()
     engine.zero.reduce()
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     for group in engine.groups:
         full = group._gathered(group._gradient())
-        found |= {name: view.clone() for name, view in group.flat.cut(full).items()}
+        gradients |= {name: view.clone() for name, view in group.flat.cut(full).items()}
         group.gradients.pool.give_back(full)
-    return found
+    return gradients
 
 
 def count_gathered_bytes(zero: ZeroModel) -> int:
-    """Return the memory of the weights that are gathered now and will be freed."""
+    """Return the bytes of the weights that are gathered at present and will be freed."""
     flats = [flat for unit in zero.units for flat in unit.flats if flat.placement.shard_params]
     return sum(flat.full.untyped_storage().nbytes() for flat in flats)

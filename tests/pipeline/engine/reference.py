@@ -1,8 +1,8 @@
-"""A plain trainer on one process, the oracle of the engine's tests: no sharding, no flat vectors.
+"""A plain trainer on one process, the reference of the engine's tests.
 
-It shares no code with the engine. What it states is the order of additions: the gradient of a
-micro-batch is summed over ranks, neighbours first, then added to the sum of the micro-batches
-before it.
+It shares no code with the engine, and has neither shards nor flat vectors. It defines the order of
+additions: the gradient of a micro-batch is summed over ranks in a pairwise tree, then added to the
+sum of the previous micro-batches.
 """
 
 import math
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Trained:
+class TrainingResult:
     """Result of training."""
 
     weights: dict[str, Tensor]
     norms: list[float]
 
 
-def train_plainly(
+def train_reference(
     model: nn.Module,
     compute_loss: Callable[[nn.Module, int, int, int], Tensor],
     *,
@@ -32,10 +32,10 @@ def train_plainly(
     lr: float = 1e-2,
     weight_decay: float = 0.1,
     scale: float = 1.0,
-) -> Trained:
+) -> TrainingResult:
     """Train with AdamW; `compute_loss(model, step, micro_batch, rank)` is a share of the loss."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for param in params.values():  # also where a tied weight gets two gradients in one pass
+    for param in params.values():  # also if a tied weight gets two gradients in one pass
         param.grad_dtype = torch.float32
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in params.items()}
     kinds = [(0.0, [m for m in masters.values() if m.ndim < 2])]
@@ -53,7 +53,7 @@ def train_plainly(
                 (scale * compute_loss(model, step, micro_batch, rank)).backward()
                 by_rank.append({name: p.grad for name, p in params.items()})
                 model.zero_grad()
-            summed = {name: pairwise([grads[name] for grads in by_rank]) for name in params}
+            summed = {name: sum_pairwise([grads[name] for grads in by_rank]) for name in params}
             total = {name: total[name] + g for name, g in summed.items()} if total else summed
         squares = [g.double().square().sum().item() for g in total.values()]
         norm = math.sqrt(math.fsum(squares)) / scale
@@ -64,21 +64,21 @@ def train_plainly(
                 master.grad = total[name] * factor if factor != 1.0 else total[name]
             optimizer.step()
             for name, param in params.items():
-                param.data.copy_(rounded(masters[name].detach(), param.dtype))
-    return Trained({name: p.detach().clone() for name, p in model.named_parameters()}, norms)
+                param.data.copy_(round_to(masters[name].detach(), param.dtype))
+    return TrainingResult({name: p.detach().clone() for name, p in model.named_parameters()}, norms)
 
 
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the nearest; of two bf16 equally near to that of larger magnitude."""
+def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to nearest; in bf16 with ties away from zero."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
-    # As an integer fp32 is a magnitude, but for the sign, and bf16 its upper half.
+    # The bits of an fp32 number are its sign and magnitude; bf16 is the upper half of them.
     return ((values.view(torch.int32) + 0x8000) >> 16).short().view(torch.bfloat16)
 
 
-def pairwise(parts: Sequence[Tensor]) -> Tensor:
-    """Neighbours first, then the pairs, and so on."""
-    if len(parts) == 1:
-        return parts[0]
-    sums = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
-    return pairwise([*sums, *parts[len(sums) * 2 :]])
+def sum_pairwise(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum adjacent tensors, then adjacent sums, and so on."""
+    if len(tensors) == 1:
+        return tensors[0]
+    sums = [tensors[i] + tensors[i + 1] for i in range(0, len(tensors) - 1, 2)]
+    return sum_pairwise([*sums, *tensors[len(sums) * 2 :]])

@@ -7,13 +7,13 @@ from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_stages import build, settings, train
 
 
-def checkpointed(stage: int, way: str) -> str:
-    model = build("qwen3", "bf16", checkpointing=way)
+def train_digest(stage: int, checkpointing: str) -> str:
+    model = build("qwen3", "bf16", checkpointing=checkpointing)
     return digest(train(model, settings(stage, max_norm=0.5), accumulation=2).weights)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_reentrant_or_not_checkpointing_changes_no_bit(stage: int) -> None:
-    ended = [run_ranks(checkpointed, stage, way) for way in ("none", "full", "reentrant")]
+def test_activation_checkpointing_changes_no_bit(stage: int) -> None:
+    results = [run_ranks(train_digest, stage, kind) for kind in ("none", "full", "reentrant")]
 
-    assert len({weights for ranks in ended for weights in ranks}) == 1
+    assert len({weights for ranks in results for weights in ranks}) == 1

@@ -1,7 +1,7 @@
-"""The engine on the device there is, in one process: a GPU where one is found.
+"""The engine in one process, on a GPU if there is one.
 
-What differs from the tests of the stages: the reference is the engine itself at stage 0, because a
-GPU's own kernels round unlike the CPU's.
+Unlike in `test_stages.py`, the reference is the engine itself at stage 0, because kernels of a GPU
+round differently than those of the CPU.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def settings(stage: int, *, reduction: str = "fast", **offload: Any) -> TrainedM
 
 def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[str, torch.Tensor]]:
     device = local_device()
-    # Fused attention adds its gradients on a GPU in an order that is another in every run.
+    # On a GPU, the backward pass of fused attention is not deterministic.
     model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
     model.train().to(device=device, dtype=dtype)
     engine = Engine(model, config, total_steps=STEPS)
@@ -60,26 +60,26 @@ def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[
         (3, {"params": "cpu", "gradients": "cpu"}),
     ],
 )
-def test_every_stage_and_offload_gives_the_bits_of_stage_0(
+def test_every_stage_and_offload_matches_stage_0_bitwise(
     stage: int, offload: dict[str, Any], dtype: torch.dtype
 ) -> None:
     _, expected = train(settings(0), dtype)
 
-    _, got = train(settings(stage, **offload), dtype)
+    _, actual = train(settings(stage, **offload), dtype)
 
-    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, {"gradients": "cpu"})])
-def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str]) -> None:
+def test_backward_pass_never_waits_on_the_host(stage: int, offload: dict[str, str]) -> None:
     model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
     model.train().to(device=local_device(), dtype=torch.bfloat16)
     engine = Engine(model, settings(stage, **offload), total_steps=STEPS)
     hidden = torch.randn(2, 9, model.config.hidden_size, device=local_device())
-    for step in range(2):  # the first makes what is kept
+    for step in range(2):  # the first step allocates the buffers
         for _ in range(MICRO_BATCHES):
             logits = engine(inputs_embeds=hidden.bfloat16(), use_cache=False).logits
             torch.cuda.set_sync_debug_mode("error" if step else "default")

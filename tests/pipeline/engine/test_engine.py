@@ -1,4 +1,4 @@
-"""The engine against a plain loop in PyTorch; the arithmetic of precision, clipping, skipping."""
+"""The engine compared with a plain loop in PyTorch; clipping, skipped steps, learning rates."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -29,12 +29,12 @@ def inputs(count: int, *, seed: int = 1) -> Tensor:
     return torch.randn(count, 7, generator=torch.Generator().manual_seed(seed))
 
 
-def squared(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+def squared_sum(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     return model(batch).float().square().sum()
 
 
 class Weight(nn.Module):
-    """One parameter whose gradient is what it is multiplied by."""
+    """One parameter whose gradient is the input."""
 
     def __init__(self, value: float, dtype: torch.dtype, *, size: int = 1) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Weight(nn.Module):
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_training_equals_a_plain_loop_with_adamw(max_grad_norm: float | None) -> None:
-    plain, trained = network(), network()
+def test_training_matches_a_plain_loop_with_adamw(max_grad_norm: float | None) -> None:
+    plain, sharded = network(), network()
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -57,13 +57,13 @@ def test_training_equals_a_plain_loop_with_adamw(max_grad_norm: float | None) ->
         fused=True,
     )
     config = settings(weight_decay=0.1, max_grad_norm=max_grad_norm)
-    engine = Engine(trained, config, total_steps=5)
+    engine = Engine(sharded, config, total_steps=5)
     norms = []
 
     for step in range(5):
-        for part in inputs(8, seed=step).split(4):
-            squared(plain, part).backward()
-            engine.backward(squared(engine, part))
+        for batch in inputs(8, seed=step).split(4):
+            squared_sum(plain, batch).backward()
+            engine.backward(squared_sum(engine, batch))
         limit = max_grad_norm or float("inf")
         norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), limit).item())
         optimizer.step()
@@ -72,21 +72,21 @@ def test_training_equals_a_plain_loop_with_adamw(max_grad_norm: float | None) ->
         assert result.grad_norm == pytest.approx(norms[-1], rel=1e-6)
         assert (result.lr, result.skipped) == (0.01, False)
 
-    # Not bit for bit: the optimizer walks one long vector, whose SIMD remainders lie elsewhere, and
-    # the norm is summed in fp64.
-    for (name, expected), got in zip(plain.named_parameters(), trained.parameters(), strict=True):
+    # Not bitwise: the optimizer steps one flat vector, which has different SIMD remainders, and the
+    # norm is summed in fp64.
+    for (name, expected), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=name)
     assert min(norms) > 0.5
 
 
-def test_weight_decay_spares_biases_and_norms_and_needs_no_gradient() -> None:
+def test_weight_decay_skips_biases_and_norms_and_needs_no_gradient() -> None:
     model = network()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(2.0)
     engine = Engine(model, settings(lr=0.5, weight_decay=0.1), total_steps=1)
 
-    # A gradient of zero for one parameter, none for the others: decay alone moves the weights.
+    # A zero gradient for one parameter and none for the others: only decay changes the weights.
     engine.backward((0.0 * next(model.parameters())).sum())
     engine.step()
 
@@ -95,7 +95,7 @@ def test_weight_decay_spares_biases_and_norms_and_needs_no_gradient() -> None:
         assert torch.equal(param, torch.full_like(param, expected))
 
 
-def test_clipping_scales_the_whole_gradient_to_the_limit() -> None:
+def test_clipping_scales_the_gradient_to_the_limit() -> None:
     model = Weight(0.0, torch.float32, size=2)
     engine = Engine(model, settings(max_grad_norm=1.0), total_steps=1)
     engine.backward(engine(torch.tensor([3.0, 4.0])))
@@ -107,7 +107,7 @@ def test_clipping_scales_the_whole_gradient_to_the_limit() -> None:
     torch.testing.assert_close(moment[:2], 0.1 * torch.tensor([0.6, 0.8]))
 
 
-def test_training_that_stays_non_finite_stops_and_says_what_to_do() -> None:
+def test_repeated_non_finite_gradients_raise_with_advice() -> None:
     model = Weight(1.0, torch.float32)
     engine = Engine(model, settings(), total_steps=100)
 
@@ -123,7 +123,7 @@ def test_training_that_stays_non_finite_stops_and_says_what_to_do() -> None:
     assert model.weight.item() == 1.0
 
 
-def test_adapters_have_their_own_learning_rate() -> None:
+def test_adapters_have_a_separate_learning_rate() -> None:
     model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
     model.get_input_embeddings().weight.requires_grad_(True)
     config = TrainedModelConfig(
@@ -138,10 +138,8 @@ def test_adapters_have_their_own_learning_rate() -> None:
     assert sizes == {1e-3: 1, 1e-2: 2 * 2 * 7}  # A and B of seven linear layers in two blocks
 
 
-@pytest.mark.parametrize(("lr", "applied"), [(None, 1e-3), (3e-4, 3e-4)])
-def test_the_reported_rate_is_the_one_that_adapters_move_at(
-    lr: float | None, applied: float
-) -> None:
+@pytest.mark.parametrize(("lr", "expected"), [(None, 1e-3), (3e-4, 3e-4)])
+def test_reported_learning_rate_is_that_of_the_adapters(lr: float | None, expected: float) -> None:
     lora = LoraConfig(rank=2, lr=lr)
     model = add_lora(tiny_causal_lm("llama"), lora, task="causal", seed=0)
     optim = OptimConfig(lr=1e-4, schedule="constant", warmup_ratio=0.0, weight_decay=0.0, eps=1e-12)
@@ -151,25 +149,25 @@ def test_the_reported_rate_is_the_one_that_adapters_move_at(
     result = engine.step()
 
     # Adam's first step is the rate, with the sign of the gradient, from B = 0.
-    moved = [
+    updates = [
         param.abs().max().item() for name, param in model.named_parameters() if "lora_B" in name
     ]
-    assert result.lr == pytest.approx(applied)
-    assert moved == pytest.approx([applied] * len(moved), rel=1e-3)
+    assert result.lr == pytest.approx(expected)
+    assert updates == pytest.approx([expected] * len(updates), rel=1e-3)
 
 
-def test_a_score_head_next_to_adapters_has_the_rate_of_weights() -> None:
+def test_score_head_next_to_adapters_has_the_base_learning_rate() -> None:
     lora = LoraConfig(rank=2)
     model = add_lora(tiny_classifier("llama"), lora, task="classifier", seed=0)
     config = TrainedModelConfig(optim=OptimConfig(lr=1e-3, schedule="constant"), lora=lora)
 
     engine = Engine(Scorer(model), config, total_steps=1)
 
-    slower = [
+    names = [
         name
         for group in engine.groups
         for name in group.flat.params
         if group.flat.settings.trained and group.flat.settings.lr == 1e-3
     ]
-    assert len(slower) == 1
-    assert ".score." in slower[0]
+    assert len(names) == 1
+    assert ".score." in names[0]

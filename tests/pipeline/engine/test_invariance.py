@@ -1,4 +1,4 @@
-"""Settings that must not change a bit: processes, offload, prefetch, transport, backward calls."""
+"""Settings that must not change a bit of the result: processes, stages, offload, transport."""
 
 import hashlib
 import tempfile
@@ -21,88 +21,88 @@ MICRO_BATCHES = 8
 
 def digest(weights: dict[str, Tensor]) -> str:
     """SHA-256 of all weights."""
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(weights):
-        whole.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+        sha256.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def shared_out(dtype: str, stages: tuple[int, ...], family: str) -> list[tuple[str, list[float]]]:
-    """The same eight micro-batches, dealt to the processes one after the other."""
+def train_batch(dtype: str, stages: tuple[int, ...], family: str) -> list[tuple[str, list[float]]]:
+    """Train on eight micro-batches, which are distributed over the processes in turn."""
 
-    def loss(engine: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
-        return compute_loss(engine, step, micro_batch * world_size() + of_rank, 0)
+    def loss(engine: nn.Module, step: int, micro_batch: int, rank_index: int) -> Tensor:
+        return compute_loss(engine, step, micro_batch * world_size() + rank_index, 0)
 
-    ended: list[tuple[str, list[float]]] = []
+    results: list[tuple[str, list[float]]] = []
     for stage in stages:
-        got = train(
+        result = train(
             build(family, dtype),
             settings(stage, max_norm=0.5, reduction="deterministic"),
             accumulation=MICRO_BATCHES // world_size(),
             loss=loss,
         )
-        ended.append((digest(got.weights), got.norms))
-    return ended
+        results.append((digest(result.weights), result.norms))
+    return results
 
 
-REDUCED = [
-    # Each family and each dtype once; the others are the grid.
-    pytest.param(family, dtype, marks=marks if once else pytest.mark.grid)
-    for dtype, once_with, marks in (
+DETERMINISTIC_CASES = [
+    # Each family and each dtype once; the other pairs belong to the grid.
+    pytest.param(family, dtype, marks=marks if is_default else pytest.mark.grid)
+    for dtype, default_family, marks in (
         ("fp32", "gpt2", ()),
         ("bf16", "llama", ()),
         ("fp16", "llama", pytest.mark.grid),
     )
     for family in ("llama", "gpt2")
-    for once in (family == once_with,)
+    for is_default in (family == default_family,)
 ]
 
 
-@pytest.mark.parametrize(("family", "dtype"), REDUCED)
-def test_deterministic_reduction_gives_1_2_and_4_processes_the_same_bits(
+@pytest.mark.parametrize(("family", "dtype"), DETERMINISTIC_CASES)
+def test_deterministic_reduction_matches_bitwise_on_1_2_and_4_ranks(
     family: str, dtype: str
 ) -> None:
-    (alone,) = shared_out(dtype, (0,), family)
+    (expected,) = train_batch(dtype, (0,), family)
 
     for world, stages in ((2, (1, 3)), (4, (0, 2, 3))):
-        ended = run_ranks(shared_out, dtype, stages, family, world_size=world)
-        assert ended == [[alone] * len(stages)] * world
+        results = run_ranks(train_batch, dtype, stages, family, world_size=world)
+        assert results == [[expected] * len(stages)] * world
 
 
-def half_way(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
-    """Weights whose masters are set half way between two bf16, and after a step that leaves them.
+def digest_ties(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
+    """Digests of weights whose masters are ties between two bf16, before and after a no-op step.
 
-    Training seldom comes to such a master, and a rounding to even would not be seen.
+    Ties are rare in training, so that rounding them to even would go unnoticed.
     """
     config = settings(stage, max_norm=None, weight_decay=0.0, **zero)
     engine = Engine(build("llama", dtype), config, total_steps=2)
-    bits = ((each.view(torch.int32) & ~0xFFFF) | 0x8000 for each in engine.masters())
-    engine.load_masters([each.view(torch.float32) for each in list(bits)])
-    seen = []
+    bits = [(master.view(torch.int32) & ~0xFFFF) | 0x8000 for master in engine.masters()]
+    engine.load_masters([tie.view(torch.float32) for tie in bits])
+    digests = []
     for _ in range(2):
         with engine.gathered():
-            seen.append(digest(dict(engine.model.named_parameters())))
+            digests.append(digest(dict(engine.model.named_parameters())))
         engine.backward(0 * compute_loss(engine, 0, 0, rank()))
         engine.step()
-    return seen[0], seen[1]
+    return digests[0], digests[1]
 
 
-def ways_to_train(ways: dict[int, dict[str, dict[str, Any]]], dtype: str) -> list[str]:
+def find_differences(cases: dict[int, dict[str, dict[str, Any]]], dtype: str) -> list[str]:
     """Return the settings, by stage, whose final weights differ from those of plain stage 2."""
     plain = train(build("llama", dtype), settings(2, max_norm=0.5), accumulation=2)
-    ties = half_way(dtype, 2)
+    ties = digest_ties(dtype, 2)
     assert ties[0] == ties[1]
-    wrong: list[str] = []
-    for stage, name, zero in ((at, *way) for at in ways for way in ways[at].items()):
-        got = train(build("llama", dtype), settings(stage, max_norm=0.5, **zero), accumulation=2)
-        if digest(got.weights) != digest(plain.weights) or got.norms != plain.norms:
-            wrong.append(f"stage {stage}, {name}")
-        if half_way(dtype, stage, **zero) != ties:
-            wrong.append(f"stage {stage}, {name}, half way between two weights")
-    return wrong
+    failed: list[str] = []
+    for stage, name, zero in ((key, *case) for key in cases for case in cases[key].items()):
+        result = train(build("llama", dtype), settings(stage, max_norm=0.5, **zero), accumulation=2)
+        if digest(result.weights) != digest(plain.weights) or result.norms != plain.norms:
+            failed.append(f"stage {stage}, {name}")
+        if digest_ties(dtype, stage, **zero) != ties:
+            failed.append(f"stage {stage}, {name}, ties")
+    return failed
 
 
-WAYS: dict[str, dict[str, Any]] = {
+ZERO_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "through the process group": {"shared_memory": False},
     "optimizer offloaded": {"offload": OffloadConfig(optimizer="cpu")},
@@ -112,8 +112,8 @@ WAYS: dict[str, dict[str, Any]] = {
     },
 }
 NVME = OffloadConfig(optimizer="nvme", nvme_path=Path(tempfile.gettempdir()))
-WAYS["optimizer on a disk"] = {"offload": NVME}
-AT_STAGE_3: dict[str, dict[str, Any]] = {
+ZERO_SETTINGS["optimizer on a disk"] = {"offload": NVME}
+STAGE_3_SETTINGS: dict[str, dict[str, Any]] = {
     "weights offloaded": {"offload": OffloadConfig(params="cpu")},
     "weights on a disk": {"offload": OffloadConfig(params="nvme", nvme_path=NVME.nvme_path)},
     "weights and optimizer on a disk": {
@@ -136,23 +136,21 @@ AT_STAGE_3: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_stages_transports_and_offload_agree_on_any_number_of_processes(
-    world: int, dtype: str
-) -> None:
-    ways = {0: WAYS, 3: WAYS | AT_STAGE_3}
-    if world > 2:  # four processes on two cores are slow: the stages, and the two transports
-        transports = {name: WAYS[name] for name in ("plain", "through the process group")}
-        ways = dict.fromkeys(range(4), transports)
+def test_stages_transports_and_offload_agree_bitwise(world: int, dtype: str) -> None:
+    cases = {0: ZERO_SETTINGS, 3: ZERO_SETTINGS | STAGE_3_SETTINGS}
+    if world > 2:  # four processes on two cores are slow: only the transports, at all stages
+        transports = {name: ZERO_SETTINGS[name] for name in ("plain", "through the process group")}
+        cases = dict.fromkeys(range(4), transports)
 
-    assert run_ranks(ways_to_train, ways, dtype, world_size=world) == [[]] * world
+    assert run_ranks(find_differences, cases, dtype, world_size=world) == [[]] * world
 
 
-def all_adapters() -> list[tuple[str, int]]:
-    return [adapters(stage) for stage in range(4)]
+def train_adapters_at_every_stage() -> list[tuple[str, int]]:
+    return [train_adapters(stage) for stage in range(4)]
 
 
-def adapters(stage: int) -> tuple[str, int]:
-    """Weights after training, and bytes of moments; the frozen ones are as before."""
+def train_adapters(stage: int) -> tuple[str, int]:
+    """Digest of the weights, and bytes of Adam moments; checks that frozen weights don't change."""
     model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=0)
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     before = digest({name: dict(model.named_parameters())[name].clone() for name in frozen})
@@ -165,20 +163,20 @@ def adapters(stage: int) -> tuple[str, int]:
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     assert digest({name: weights[name] for name in frozen}) == before
     moments = sum(
-        each.nbytes for group in engine.groups for each in group.state.values() if each.numel() > 1
+        x.nbytes for group in engine.groups for x in group.state.values() if x.numel() > 1
     )
     return digest(weights), moments
 
 
 @pytest.mark.jobs
-def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_changes() -> None:
-    ended = run_ranks(all_adapters)
+def test_adapters_agree_at_every_stage_and_frozen_weights_have_no_state() -> None:
+    results = run_ranks(train_adapters_at_every_stage)
 
-    assert len({weights for ranks in ended for weights, _ in ranks}) == 1
+    assert len({weights for ranks in results for weights, _ in ranks}) == 1
     # 928 elements of A and B in each of two blocks, padded to 1,024; two moments of 4 bytes.
-    whole = 2 * 1024 * 2 * 4
+    full = 2 * 1024 * 2 * 4
     at_stage_0, *others = [
-        [num_bytes for _, num_bytes in ranks] for ranks in zip(*ended, strict=True)
+        [num_bytes for _, num_bytes in ranks] for ranks in zip(*results, strict=True)
     ]
-    assert at_stage_0 == [whole, whole]
-    assert [sum(of_ranks) for of_ranks in others] == [whole] * 3
+    assert at_stage_0 == [full, full]
+    assert [sum(ranks) for ranks in others] == [full] * 3

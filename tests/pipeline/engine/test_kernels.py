@@ -1,4 +1,4 @@
-"""The engine with the kernels and without ends in the same bits."""
+"""The engine computes the same bits with and without kernels."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def settings(stage: int, kernels: str, **zero: Any) -> TrainedModelConfig:
     )  # fmt: skip
 
 
-def trained(
+def train(
     stage: int, kernels: str, dtype: str, micro_batches: int = 2, **zero: Any
 ) -> list[torch.Tensor]:
     """Weights and moments after some steps."""
@@ -43,7 +43,7 @@ def trained(
         return state + [param.detach().clone() for param in model.parameters()]
 
 
-PLACES: dict[str, dict[str, Any]] = {
+OFFLOADS: dict[str, dict[str, Any]] = {
     "in memory": {},
     "deterministic": {"reduction": "deterministic"},
     "optimizer on a disk": {"offload": {"optimizer": "nvme"}},
@@ -53,14 +53,14 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("place", PLACES)
-def test_the_kernels_change_no_bit(place: str, dtype: str, tmp_path: Path) -> None:
-    zero = dict(PLACES[place])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_kernels_change_no_bit(offload: str, dtype: str, tmp_path: Path) -> None:
+    zero = dict(OFFLOADS[offload])
     if "offload" in zero:
         zero["offload"] = OffloadConfig(**zero["offload"], nvme_path=tmp_path)
     stages = (3,) if "offload" in zero else (0, 1)
 
     for stage in stages:
-        expected = trained(stage, "off", dtype, **zero)
-        got = trained(stage, "required", dtype, **zero)
-        assert all(map(torch.equal, got, expected))
+        expected = train(stage, "off", dtype, **zero)
+        actual = train(stage, "required", dtype, **zero)
+        assert all(map(torch.equal, actual, expected))

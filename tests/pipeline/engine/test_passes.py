@@ -1,4 +1,4 @@
-"""Passes that are not one forward and one backward through every block, alike at every stage."""
+"""Passes that run blocks repeatedly, in a different order or not at all, at every stage."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def inputs(step: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank()))
 
 
-def learned(order: tuple[int, ...], stage: int) -> dict[str, Tensor]:
+def train(order: tuple[int, ...], stage: int) -> dict[str, Tensor]:
     model = Network(order)
     engine = Engine(model, settings(stage, max_norm=None), total_steps=3)
     for step in range(3):
@@ -52,8 +52,8 @@ def learned(order: tuple[int, ...], stage: int) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def plainly(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
-    """By autograd and AdamW alone."""
+def train_plain(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
+    """Train with autograd and AdamW only."""
     model = Network(order)
     optimizer = torch.optim.AdamW(
         [
@@ -65,16 +65,16 @@ def plainly(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
         fused=True,
     )
     for step in range(3):
-        parts: list[list[Tensor | None]] = []
-        for each in range(world_size):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + each))
+        gradients: list[list[Tensor | None]] = []
+        for index in range(world_size):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + index))
             model(x).backward()
-            parts.append([p.grad for p in model.parameters()])
+            gradients.append([p.grad for p in model.parameters()])
             model.zero_grad()
-        for param, first, second in zip(model.parameters(), *parts, strict=True):
+        for param, first, second in zip(model.parameters(), *gradients, strict=True):
             # A block that no process runs has a gradient of zero, as in DeepSpeed.
-            none = first is None or second is None
-            param.grad = torch.zeros_like(param) if none else first + second
+            unused = first is None or second is None
+            param.grad = torch.zeros_like(param) if unused else first + second
         optimizer.step()
         optimizer.zero_grad()
     return {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -82,18 +82,18 @@ def plainly(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 0, 2, 1), (2, 0), (1, 1, 1)], ids=str)
-def test_blocks_that_run_twice_in_another_order_or_not_at_all(
+def test_repeated_reordered_and_skipped_blocks_match_plain_training(
     order: tuple[int, ...], stage: int
 ) -> None:
-    expected = plainly(order, 2)
+    expected = train_plain(order, 2)
 
-    for got in run_ranks(learned, order, stage):
+    for actual in run_ranks(train, order, stage):
         for name, weight in expected.items():
-            torch.testing.assert_close(got[name], weight, rtol=1e-5, atol=1e-7, msg=name)
+            torch.testing.assert_close(actual[name], weight, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("reaches_root", [True, False])
-def test_no_weights_stay_gathered_after_a_backward_pass(reaches_root: bool) -> None:
+def test_no_weights_stay_gathered_after_the_backward_pass(reaches_root: bool) -> None:
     model = Network((0, 2, 1))
     if not reaches_root:
         model.first.register_forward_hook(lambda *call: call[-1].detach())

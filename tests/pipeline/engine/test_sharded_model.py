@@ -1,4 +1,4 @@
-"""The user-facing view of a model whose weights are sharded."""
+"""Misuse of a model whose weights are sharded."""
 
 import pytest
 from torch import nn
@@ -8,7 +8,7 @@ from pipeline.system.errors import ConfigError
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def sharded(**changes: object) -> tuple[nn.Module, Engine]:
+def make_sharded(**changes: object) -> tuple[nn.Module, Engine]:
     model = build("llama", "bf16", **changes)
     return model, Engine(model, settings(3, max_norm=None), total_steps=4)
 
@@ -22,27 +22,25 @@ CHANGES = {
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ("frozen", r"model.layers.0.mlp.up_proj.weight was frozen after the engine"),
         ("halved", r"was converted or moved after the engine was created"),
         ("doubled", r"model.norm.weight was converted or moved"),
     ],
 )
-def test_a_model_changed_behind_the_engines_back_is_refused_by_name(
-    stage: int, change: str, sentence: str
-) -> None:
+def test_model_modified_outside_the_engine_raises(stage: int, change: str, message: str) -> None:
     model = build("llama", "bf16")
     engine = Engine(model, settings(stage, max_norm=None), total_steps=1)
 
     CHANGES[change](model)
 
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         compute_loss(engine, 0, 0, 0)
 
 
-def test_an_update_between_forward_and_backward_is_refused() -> None:
-    _, engine = sharded()
+def test_step_between_forward_and_backward_raises() -> None:
+    _, engine = make_sharded()
     loss = compute_loss(engine, 0, 0, 0)
     engine.backward(compute_loss(engine, 0, 1, 0))
     engine.step()
@@ -51,8 +49,8 @@ def test_an_update_between_forward_and_backward_is_refused() -> None:
         engine.backward(loss)
 
 
-def test_after_a_backward_pass_that_failed_nothing_goes_on_before_discard() -> None:
-    model, engine = sharded()
+def test_failed_backward_pass_requires_discard() -> None:
+    model, engine = make_sharded()
 
     def fail(*_: object) -> None:
         raise MemoryError

@@ -1,4 +1,4 @@
-"""Every ZeRO stage equals a plain trainer on one process, bit for bit."""
+"""Every ZeRO stage matches a plain trainer on one process bitwise."""
 
 from collections.abc import Callable
 from itertools import product
@@ -13,7 +13,7 @@ from pipeline.config.model import ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import VOCAB, recompute_activations, tiny_causal_lm
-from tests.pipeline.engine.reference import Trained, train_plainly
+from tests.pipeline.engine.reference import TrainingResult, train_reference
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"dropout": 0.0},
@@ -25,18 +25,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 2
 SCALE = 16.0
-"""Of the loss in fp16: a power of two, small enough that nothing overflows."""
+"""Loss scale in fp16: a power of two, small enough that nothing overflows."""
 
 
-def tokens(step: int, micro_batch: int, of_rank: int) -> Tensor:
+def tokens(step: int, micro_batch: int, rank_index: int) -> Tensor:
     """Two sequences of seven tokens, different for each step, micro-batch and rank."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + of_rank)
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + rank_index)
     return torch.randint(0, VOCAB, (2, 7), generator=generator)
 
 
-def compute_loss(model: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
+def compute_loss(model: nn.Module, step: int, micro_batch: int, rank_index: int) -> Tensor:
     """Sum of the token losses of one micro-batch, over the tokens of all of them."""
-    ids = tokens(step, micro_batch, of_rank)
+    ids = tokens(step, micro_batch, rank_index)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
     return loss / 64
@@ -74,7 +74,7 @@ def train(
     *,
     accumulation: int,
     loss: Callable[[Any, int, int, int], Tensor] = compute_loss,
-) -> Trained:
+) -> TrainingResult:
     engine = Engine(model, config, total_steps=STEPS)
     norms: list[float] = []
     for step in range(STEPS):
@@ -83,21 +83,23 @@ def train(
         norms.append(engine.step().grad_norm)
     with engine.gathered():
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return Trained(weights, norms)
+    return TrainingResult(weights, norms)
 
 
-def differences(got: Trained, expected: Trained) -> list[str]:
+def find_differences(result: TrainingResult, expected: TrainingResult) -> list[str]:
     """Names of the weights that are not the same bit for bit."""
-    assert got.weights.keys() == expected.weights.keys()
+    assert result.weights.keys() == expected.weights.keys()
     return [
         name
-        for name, weight in got.weights.items()
+        for name, weight in result.weights.items()
         if not torch.equal(weight, expected.weights[name])
     ]
 
 
-def plain(family: str, dtype: str, accumulation: int, max_norm: float | None) -> Trained:
-    return train_plainly(
+def expected_result(
+    family: str, dtype: str, accumulation: int, max_norm: float | None
+) -> TrainingResult:
+    return train_reference(
         build(family, dtype),
         compute_loss,
         steps=STEPS,
@@ -108,17 +110,17 @@ def plain(family: str, dtype: str, accumulation: int, max_norm: float | None) ->
     )
 
 
-def all_stages(family: str, dtype: str) -> list[str]:
-    """Train on this rank with any three values of settings; what differs from the plain trainer.
+def train_at_every_stage(family: str, dtype: str) -> list[str]:
+    """Train with pairs of settings, and return the differences from the plain trainer.
 
-    Half of all products have them; every second family takes the other half.
+    Half of all combinations contain every pair; every second family uses the other half.
     """
-    wrong: list[str] = []
-    half = [*FAMILIES].index(family)
+    failures: list[str] = []
+    parity = [*FAMILIES].index(family)
     for (i, accumulation), (j, max_norm) in product(enumerate((1, 4)), enumerate((None, 0.5))):
-        reference = plain(family, dtype, accumulation, max_norm)
+        reference = expected_result(family, dtype, accumulation, max_norm)
         for stage in range(4):
-            is_odd = (half + i + j + stage // 2 + stage) % 2
+            is_odd = (parity + i + j + stage // 2 + stage) % 2
             checkpointing = "full" if is_odd else "none"
             got = train(
                 build(family, dtype, checkpointing=checkpointing),
@@ -126,14 +128,14 @@ def all_stages(family: str, dtype: str) -> list[str]:
                 accumulation=accumulation,
             )
             case = f"stage {stage}, accumulation {accumulation}, clip {max_norm}, {checkpointing}"
-            wrong += [f"{case}: {name}" for name in differences(got, reference)]
+            failures += [f"{case}: {name}" for name in find_differences(got, reference)]
             if max(abs(a / b - 1) for a, b in zip(got.norms, reference.norms, strict=True)) > 1e-12:
-                wrong.append(f"{case}: norms {got.norms} instead of {reference.norms}")
-    return wrong
+                failures.append(f"{case}: norms {got.norms} instead of {reference.norms}")
+    return failures
 
 
 CASES = [
-    # fp32 and bf16 once; the others are the grid.
+    # fp32 and bf16 once; the other pairs belong to the grid.
     pytest.param(family, dtype, marks=() if row == column < 2 else pytest.mark.grid)
     for row, family in enumerate(FAMILIES)
     for column, dtype in enumerate(DTYPES)
@@ -141,7 +143,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_every_stage_equals_a_plain_trainer(family: str, dtype: str) -> None:
-    first, second = run_ranks(all_stages, family, dtype)
+def test_every_stage_matches_a_plain_trainer_bitwise(family: str, dtype: str) -> None:
+    first, second = run_ranks(train_at_every_stage, family, dtype)
 
     assert first == second == []

@@ -1,11 +1,11 @@
-"""A disk that loses power: what was not synced is gone.
+"""A simulated loss of power, which loses everything that was not synced.
 
-A process that records writes down what it syncs and renames. Afterwards `lose_power` leaves of a
-directory only what had to be on the disk:
+A recorded process logs what it syncs and renames. Afterwards `lose_power` reduces a directory to
+what is certainly on the disk:
 
 - a file that was not synced is empty;
 - a rename, or a new name, that was not followed by syncing the directory did not happen;
-- what was deleted may be back, as far as the directory goes, but without its files.
+- a deleted directory may exist again, but without its files.
 """
 
 import json
@@ -17,19 +17,19 @@ from typing import Any
 
 
 def record(journal: Path, *, syncs: bool = True) -> None:
-    """From now on write down what this process syncs and renames; or have syncing do nothing."""
+    """Log what this process syncs and renames from now on, or disable syncing."""
     journal.mkdir(exist_ok=True)
-    log = os.open(journal / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    log_file = os.open(journal / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     rename, replace, fsync = os.rename, os.replace, os.fsync
 
-    def note(**operation: Any) -> None:
-        os.write(log, json.dumps(operation).encode() + b"\n")
+    def log_operation(**operation: Any) -> None:
+        os.write(log_file, json.dumps(operation).encode() + b"\n")
 
     def keep(source: str) -> str:
-        """A further name of a file, so that its inode is never given to another."""
-        kept = journal / f"{os.getpid()}-{len(list(journal.iterdir()))}"
-        os.link(source, kept)
-        return str(kept)
+        """Link a file, so that its inode is not reused."""
+        link = journal / f"{os.getpid()}-{len(list(journal.iterdir()))}"
+        os.link(source, link)
+        return str(link)
 
     def recorded_fsync(file: int) -> None:
         if not syncs:
@@ -37,30 +37,30 @@ def record(journal: Path, *, syncs: bool = True) -> None:
         fsync(file)
         status = os.fstat(file)
         if stat.S_ISDIR(status.st_mode):
-            note(synced=status.st_ino, names=os.listdir(file))  # a descriptor
+            log_operation(synced=status.st_ino, names=os.listdir(file))  # a descriptor
         else:
             keep(str(Path(f"/proc/self/fd/{file}").readlink()))
-            note(synced=status.st_ino)
+            log_operation(synced=status.st_ino)
 
     def recorded_rename(source: Path, target: Path) -> None:
         overwritten = keep(str(target)) if Path(target).is_file() else None
         rename(source, target)
-        note(source=str(source), target=str(target), overwritten=overwritten)
+        log_operation(source=str(source), target=str(target), overwritten=overwritten)
 
     def recorded_replace(source: Path, target: Path) -> None:
         overwritten = keep(str(target)) if Path(target).is_file() else None
         replace(source, target)
-        note(source=str(source), target=str(target), overwritten=overwritten)
+        log_operation(source=str(source), target=str(target), overwritten=overwritten)
 
     os.rename, os.replace, os.fsync = recorded_rename, recorded_replace, recorded_fsync
 
 
 def lose_power(root: Path, journal: Path) -> None:
-    """Leave in `root` what is on the disk for sure."""
+    """Reduce `root` to what is certainly on the disk."""
     operations = [json.loads(line) for line in (journal / "log").read_text().splitlines()]
     _undo_renames(operations)
-    listed = {each["synced"]: each["names"] for each in operations if "names" in each}
-    synced = {each["synced"] for each in operations if "synced" in each}
+    listed = {op["synced"]: op["names"] for op in operations if "names" in op}
+    synced = {op["synced"] for op in operations if "synced" in op}
     for path in sorted(root.rglob("*"), reverse=True):
         if path.is_file() and path.stat().st_ino not in synced:
             path.write_bytes(b"")

@@ -35,16 +35,16 @@ POINTS = [
 ]
 
 
-def fragments(step: int, *, rank: int = 0, world_size: int = 1) -> list[Fragment]:
-    """A weight cut over the processes, and each one's own generator, after `step`."""
+def make_fragments(step: int, *, rank: int = 0, world_size: int = 1) -> list[Fragment]:
+    """A weight that is sharded over the processes, and the random state of each, after `step`."""
     weight = torch.arange(NUMEL, dtype=torch.float32) + step
-    start, stop = (NUMEL * each // world_size for each in (rank, rank + 1))
+    start, stop = (NUMEL * index // world_size for index in (rank, rank + 1))
     state = torch.full((7,), step, dtype=torch.uint8)
     return [Fragment("actor/w", start, weight[start:stop]), Fragment(f"rng/{rank}", 0, state)]
 
 
-def assert_holds(checkpoint: Checkpoint | None, step: int) -> None:
-    """The checkpoint is that of `step`."""
+def assert_has_step(checkpoint: Checkpoint | None, step: int) -> None:
+    """Assert that the checkpoint is that of `step`."""
     assert checkpoint is not None
     weight = torch.empty(NUMEL)
     checkpoint.read("actor/w", 0, weight)
@@ -56,36 +56,38 @@ def assert_holds(checkpoint: Checkpoint | None, step: int) -> None:
     assert (checkpoint.step, checkpoint.state) == (step, {"step": step})
 
 
-def writer(root: Path, *, rank: int = 0, world_size: int = 1, **options: Any) -> CheckpointWriter:
-    """A writer of the job `job`."""
+def make_writer(
+    root: Path, *, rank: int = 0, world_size: int = 1, **options: Any
+) -> CheckpointWriter:
+    """Return a writer of the job `job`."""
     options = {"job": "job", "timeout_seconds": 20, **options}
     return CheckpointWriter(root, rank=rank, world_size=world_size, **options)
 
 
 def save(root: Path, *steps: int, job: str = "job") -> None:
-    """Save steps, from one process."""
-    saver = writer(root, job=job)
+    """Save steps from one process."""
+    writer = make_writer(root, job=job)
     for step in steps:
-        saver.save(step, fragments(step), {"step": step})
-    saver.wait()
-    assert saver.failure is None
+        writer.save(step, make_fragments(step), {"step": step})
+    writer.wait()
+    assert writer.failure is None
 
 
 def save_steps(rank: int, world_size: int, root: Path, steps: list[int], job: str) -> None:
-    """The body of a process that saves one step after the other."""
-    saver = writer(root, rank=rank, world_size=world_size, job=job)
+    """Save steps in each of several processes."""
+    writer = make_writer(root, rank=rank, world_size=world_size, job=job)
     for step in steps:
-        saver.save(step, fragments(step, rank=rank, world_size=world_size), {"step": step})
-        saver.wait()
-        _barrier.wait()  # as a training step would
+        writer.save(step, make_fragments(step, rank=rank, world_size=world_size), {"step": step})
+        writer.wait()
+        _barrier.wait()  # as a training step does
 
 
 def run_processes(
     body: Callable[..., None], *args: object, world_size: int, fault: str | None = None
 ) -> list[int]:
-    """Call `body(rank, world_size, *args)` in processes with a fault; their exit codes.
+    """Call `body(rank, world_size, *args)` in processes with a fault; return their exit codes.
 
-    As soon as one has failed, the others are killed, as launchers do.
+    As soon as a process fails, the others are killed, as by a launcher.
     """
     barrier = PROCESSES.Barrier(world_size)
     processes = [
@@ -123,8 +125,8 @@ def _run(
     body(rank, barrier.parties, *args)
 
 
-def visible(root: Path) -> list[str]:
-    """Names in a directory, sorted."""
+def list_names(root: Path) -> list[str]:
+    """Return the sorted names in a directory."""
     return sorted(path.name for path in root.iterdir())
 
 
@@ -132,12 +134,12 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the first candidate that verifies, and the warnings about those before it."""
     skipped: list[str] = []
 
-    def note(record: logging.LogRecord) -> bool:
+    def collect(record: logging.LogRecord) -> bool:
         skipped.append(record.getMessage())
         return True
 
-    history.logger.addFilter(note)
+    history.logger.addFilter(collect)
     try:
         return history.newest_on_all(root, ALONE), skipped
     finally:
-        history.logger.removeFilter(note)
+        history.logger.removeFilter(collect)

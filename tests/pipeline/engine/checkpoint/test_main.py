@@ -1,4 +1,4 @@
-"""The command line: whether a checkpoint is whole, and its model."""
+"""The commands that verify and consolidate a checkpoint."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def run(*argv: str) -> int | str | None:
     return stopped.value.code
 
 
-def test_verify_ends_with_1_and_names_the_file_and_the_key(
+def test_verify_exits_with_1_and_reports_the_damaged_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 1, 2)
@@ -34,7 +34,7 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "message"),
     [
         (["verify"], "the following arguments are required: dir; python -m pipeline.engine"),
         (["verify", "{}/none"], "no such directory: {}/none"),
@@ -46,17 +46,17 @@ def test_verify_ends_with_1_and_names_the_file_and_the_key(
         (["consolidate", "{}", "{}/empty"], "{}/step_00000001 has no"),
     ],
 )
-def test_wrong_words_are_one_sentence(
-    words: list[str], sentence: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_print_one_sentence(
+    argv: list[str], message: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 1)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
 
-    code = run(*(word.format(tmp_path) for word in words))
+    code = run(*(word.format(tmp_path) for word in argv))
 
-    if sentence is None:  # a step that is not there is damaged
+    if message is None:  # a missing step counts as damaged
         assert code == 1
     else:
         assert code == 2
-        assert f"error: {sentence.format(tmp_path)}" in capsys.readouterr().err
+        assert f"error: {message.format(tmp_path)}" in capsys.readouterr().err

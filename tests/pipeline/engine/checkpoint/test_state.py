@@ -1,4 +1,4 @@
-"""State saved at one ZeRO stage resumes at any other stage on any number of processes."""
+"""A checkpoint of any ZeRO stage resumes at any other stage on any number of processes."""
 
 from itertools import pairwise, product
 from pathlib import Path
@@ -31,7 +31,7 @@ from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_stages import build, compute_loss
 
 MICRO_BATCHES = 4
-"""Of a step, whatever the number of processes."""
+"""In each step, for any number of processes."""
 
 WORLDS = (1, 2, 4)
 STAGES = (0, 1, 2, 3)
@@ -53,7 +53,7 @@ def engine_at(stage: int, dtype: str = "bf16", **changes: Any) -> Engine:
 
 
 def train(engine: Engine, steps: range) -> list[float]:
-    """Micro-batch i is rank i modulo W's; the gradient norms."""
+    """Train on micro-batch i on rank i modulo the world size, and return the gradient norms."""
     norms: list[float] = []
     for step in steps:
         for micro_batch in range(rank(), MICRO_BATCHES, world_size()):
@@ -90,17 +90,17 @@ def save_at_every_stage(root: str) -> None:
         save(engine, Path(root) / f"stage {stage} of {world_size()}")
 
 
-def go_on_from(
+def resume_from(
     root: str, sources: list[tuple[int, int]], stages: tuple[int, ...]
 ) -> dict[str, tuple[str, list[float]]]:
-    """Digest of the weights, and the norms, after two more steps from each state."""
-    ended: dict[str, tuple[str, list[float]]] = {}
-    for (of, world), stage in product(sources, stages):
+    """Digest of the weights, and the norms, after resuming from each state for two steps."""
+    results: dict[str, tuple[str, list[float]]] = {}
+    for (source, world), stage in product(sources, stages):
         engine = engine_at(stage)
-        resume(engine, Path(root) / f"stage {of} of {world}")
+        resume(engine, Path(root) / f"stage {source} of {world}")
         norms = train(engine, range(2, 4))
-        ended[f"from stage {of} of {world} to {stage}"] = digest(weights(engine)), norms
-    return ended
+        results[f"from stage {source} of {world} to {stage}"] = digest(weights(engine)), norms
+    return results
 
 
 SOME = [(0, 1), (3, 2), (1, 4)]
@@ -114,54 +114,55 @@ ALL = list(product(STAGES, WORLDS))
         pytest.param(ALL, STAGES, id="all", marks=pytest.mark.faults),
     ],
 )
-def test_any_stage_and_number_of_processes_goes_on_from_any_other(
+def test_checkpoint_resumes_at_any_stage_on_any_number_of_processes(
     sources: list[tuple[int, int]], stages: tuple[int, ...], tmp_path: Path
 ) -> None:
     for world in WORLDS:
         run_ranks(save_at_every_stage, str(tmp_path), world_size=world)
-    straight = engine_at(0)
-    norms = train(straight, range(4))[2:]
-    expected = digest(weights(straight)), norms
+    uninterrupted = engine_at(0)
+    norms = train(uninterrupted, range(4))[2:]
+    expected = digest(weights(uninterrupted)), norms
 
     for world in WORLDS:
-        for ended in run_ranks(go_on_from, str(tmp_path), sources, stages, world_size=world):
-            assert len(ended) == len(sources) * len(stages)
-            assert {name for name, each in ended.items() if each != expected} == set()
+        for results in run_ranks(resume_from, str(tmp_path), sources, stages, world_size=world):
+            assert len(results) == len(sources) * len(stages)
+            assert {name for name, result in results.items() if result != expected} == set()
 
 
-def with_adapters(stage: int) -> Engine:
+def make_engine_with_adapters(stage: int) -> Engine:
     model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=1)
     return Engine(model, settings(stage), total_steps=4)
 
 
-def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_checkpoint_of_a_different_model_raises(tmp_path: Path) -> None:
     engine = engine_at(0)
     train(engine, range(1))
     save(engine, tmp_path)
 
     with pytest.raises(CheckpointError, match=r"has no trained .*lora_A.*, but the model has"):
-        resume(with_adapters(0), tmp_path)
+        resume(make_engine_with_adapters(0), tmp_path)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((8, 4), 0), ((4, 8), 1), ((3, 8, 2), 1), ((16,), 0)])
-@pytest.mark.parametrize("stretches", [1, 2])
-def test_pieces_of_shards_have_their_places_in_the_full_parameter(
-    shape: tuple[int, ...], dim: int, stretches: int
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_fragments_of_shards_map_to_the_full_parameter(
+    shape: tuple[int, ...], dim: int, intervals: int
 ) -> None:
     full = torch.arange(torch.Size(shape).numel())
-    width = shape[dim] // stretches // 2
-    starts = [[width * (2 * each + number) for each in range(stretches)] for number in range(2)]
-    specs = tuple(ShardSpec(dim, tuple(Shard(at, at + width) for at in own)) for own in starts)
-    found = torch.full_like(full, -1)
+    width = shape[dim] // intervals // 2
+    starts = [[width * (2 * i + number) for i in range(intervals)] for number in range(2)]
+    specs = tuple(ShardSpec(dim, tuple(Shard(i, i + width) for i in own)) for own in starts)
+    restored = torch.full_like(full, -1)
     for number in range(2):
         part = Part(torch.Size(shape), specs, number)
         flat = part.own.of(full.view(shape)).reshape(-1)
         for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
-            for each in list_fragments("w", part, start, flat[start:stop]):
-                columns = each.columns or Columns(0, len(full), len(full))
-                found[columns.places(each.start, each.start + len(each.tensor))] = each.tensor
+            for piece in list_fragments("w", part, start, flat[start:stop]):
+                columns = piece.columns or Columns(0, len(full), len(full))
+                end = piece.start + len(piece.tensor)
+                restored[columns.places(piece.start, end)] = piece.tensor
             out = torch.empty_like(flat[start:stop])
             read_part(part, start, out, lambda at, to: to.copy_(full[at : at + len(to)]))
             assert torch.equal(out, flat[start:stop])
 
-    assert torch.equal(found, full)
+    assert torch.equal(restored, full)

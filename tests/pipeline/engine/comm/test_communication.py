@@ -1,4 +1,4 @@
-"""Volume and order of communication in a step, and the size of what is gathered at once."""
+"""Volume of communication in a step, and the order of additions."""
 
 from collections import Counter
 from typing import Any
@@ -12,12 +12,12 @@ from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def sizes(engine: Engine) -> dict[str, int]:
+def get_unit_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of the fp32 vectors of each unit."""
     return {unit.name: sum(4 * flat.numel for flat in unit.flats) for unit in engine.zero.units}
 
 
-def moved_in_a_step(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def count_moved_bytes(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     engine = Engine(build("llama", "fp32"), settings(stage, max_norm=1.0, **zero), total_steps=2)
     moved, enter = Counter[str](), engine.comm.enter
 
@@ -30,31 +30,31 @@ def moved_in_a_step(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], d
         moved.clear()
         engine.backward(compute_loss(engine, step, 0, rank()))
         engine.step()
-    return dict(moved), sizes(engine)
+    return dict(moved), get_unit_bytes(engine)
 
 
 @pytest.mark.parametrize("zero", [{}, {"shared_memory": False}], ids=["memory", "process group"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_moves_twice_the_weights_and_at_stage_3_three_times(
+def test_step_moves_the_weights_twice_and_at_stage_3_three_times(
     stage: int, zero: dict[str, Any]
 ) -> None:
-    for moved, units in run_ranks(moved_in_a_step, stage, zero):
-        whole = sum(units.values())
-        # Stage 0 gathers gradients, 1 and 2 weights; 3 weights, twice for each block.
+    for moved, units in run_ranks(count_moved_bytes, stage, zero):
+        total = sum(units.values())
+        # Stage 0 gathers gradients, stages 1 and 2 weights; stage 3 gathers blocks twice.
         blocks = sum(size for unit, size in units.items() if "layers" in unit)
-        gathered = whole if stage < 3 else whole + blocks
-        assert moved["reduce_scatter"] == whole
+        gathered = total if stage < 3 else total + blocks
+        assert moved["reduce_scatter"] == total
         assert moved["all_gather"] == gathered
         assert moved["all_reduce"] < 2048  # the norm, of a few fp64 values for each vector
 
 
-def test_the_tree_adds_neighbours_first() -> None:
-    # In fp32 1e8 + 1 is 1e8: what is added first decides.
-    parts = [torch.tensor([each]) for each in (1e8, 1.0, -1e8, 1.0, 3.0)]
+def test_tree_sum_adds_adjacent_tensors_first() -> None:
+    # In fp32 1e8 + 1 is 1e8, so the order of additions matters.
+    tensors = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0, 3.0)]
     out = torch.empty(1)
 
-    tree_sum(parts, out=out)
+    tree_sum(tensors, out=out)
 
     assert out.item() == (1e8 + -1e8) + 3.0
-    tree_sum(parts[1:2], out=out)
+    tree_sum(tensors[1:2], out=out)
     assert out.item() == 1.0

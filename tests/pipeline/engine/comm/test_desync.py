@@ -1,4 +1,4 @@
-"""Processes that do not do the same end with one sentence, on every rank, and never hang."""
+"""Processes that run different operations raise on every rank instead of hanging."""
 
 import time
 
@@ -12,10 +12,10 @@ from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:
-    """Rank 1 uses two engines of one model the other way around.
+def run_swapped_engines(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:
+    """Use two engines of one model in opposite order on rank 1.
 
-    The message, the seconds until it came, and whether the weights are unchanged.
+    Returns the error, the seconds until it was raised, and whether the weights are unchanged.
     """
     config = settings(stage, max_norm=None, shared_memory=shared_memory)
     engines = [Engine(build("llama", "fp32"), config, total_steps=1) for _ in range(2)]
@@ -32,14 +32,14 @@ def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bo
                 engine.step()
         current_mesh().world.sum(1)
     except DesyncError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
+        message = "no error"
     seconds = time.monotonic() - start
     for engine in engines:
         engine.discard()  # of a pass that raised
-    left = [master for engine in engines for master in engine.masters()]
-    return said, seconds, all(map(torch.equal, masters, left))
+    final_masters = [master for engine in engines for master in engine.masters()]
+    return message, seconds, all(map(torch.equal, masters, final_masters))
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bo
         pytest.param(3, False, "forward", id="gloo, forward passes alone"),
     ],
 )
-def test_two_engines_in_another_order_are_named_at_once_and_no_weight_changes(
+def test_engines_in_different_order_raise_without_changing_weights(
     stage: int, shared_memory: bool, where: str
 ) -> None:
-    first, second = run_ranks(swapped, stage, shared_memory, where)
+    first, second = run_ranks(run_swapped_engines, stage, shared_memory, where)
 
-    for said, seconds, unchanged in (first, second):
-        one, _, other = said.partition(" while rank ")
-        assert {("engine 2" in one), ("engine 2" in other)} == {True, False}, said
-        assert "(engine" in one
-        assert "(engine" in other
-        assert said.endswith(SAME_ORDER)
+    for message, seconds, unchanged in (first, second):
+        first_rank, _, second_rank = message.partition(" while rank ")
+        assert {("engine 2" in first_rank), ("engine 2" in second_rank)} == {True, False}, message
+        assert "(engine" in first_rank
+        assert "(engine" in second_rank
+        assert message.endswith(SAME_ORDER)
         assert seconds < 10  # of a timeout of 120
         assert unchanged

@@ -1,4 +1,4 @@
-"""The norm's bits depend on the numbers alone; the loss scale follows DeepSpeed 0.19.8's."""
+"""Gradient norms are deterministic; the loss scale follows DeepSpeed 0.19.8's."""
 
 import math
 from typing import Any
@@ -17,16 +17,16 @@ from tests.operators import Operators
 from tests.pipeline.engine.test_stages import settings
 
 
-def scaler(**settings: object) -> LossScaler:
+def make_scaler(**settings: object) -> LossScaler:
     return LossScaler(enabled=True, config=LossScaleConfig(**settings))
 
 
-def trajectory(subject: LossScaler, steps: str) -> list[float]:
-    """The scale after each step: `x` overflows, `.` is good."""
+def run_steps(scaler: LossScaler, steps: str) -> list[float]:
+    """Return the scale after each step; `x` overflows, `.` doesn't."""
     scales = []
     for step in steps:
-        subject.update(finite=step == ".")
-        scales.append(subject.scale)
+        scaler.update(finite=step == ".")
+        scales.append(scaler.scale)
     return scales
 
 
@@ -36,13 +36,13 @@ SMALL = {"initial_scale_power": 8, "loss_scale_window": 3}
 @pytest.mark.parametrize(
     ("settings", "steps", "expected"),
     [
-        # The second overflow halves, and each one after it; three good steps after a first double.
+        # The second and later overflows halve the scale; then every three good steps double it.
         (
             SMALL,
             "xxx.........x........xx",
             [256, 128, 64, *[64] * 3, *[128] * 3, *[256] * 7, *[512] * 3, *[1024] * 3, 512],
         ),
-        # Good steps alone do not refill the hysteresis: only a doubling does.
+        # Good steps alone do not reset the hysteresis: only a doubling does.
         (SMALL, "x.x.x.x....x.x", [256, 256, 128, 128, 64, 64, 32, 32, 32, 32, 64, 64, 64, 32]),
         # Consecutive hysteresis: single overflows never halve, pairs do.
         (
@@ -64,50 +64,52 @@ SMALL = {"initial_scale_power": 8, "loss_scale_window": 3}
         ({}, "x" * 17, [2**power for power in range(16, -1, -1)]),
     ],
 )
-def test_the_scale_follows_deepspeeds(
+def test_loss_scale_follows_deepspeed(
     settings: dict[str, Any], steps: str, expected: list[float]
 ) -> None:
-    assert trajectory(scaler(**settings), steps) == expected
+    assert run_steps(make_scaler(**settings), steps) == expected
 
 
-def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> None:
-    subject = scaler(initial_scale_power=3, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1)
+def test_overflow_at_the_minimum_loss_scale_exhausts_it() -> None:
+    scaler = make_scaler(
+        initial_scale_power=3, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1
+    )
 
-    assert trajectory(subject, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
-    assert subject.exhausted
+    assert run_steps(scaler, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
+    assert scaler.exhausted
 
 
-def test_a_state_restores_the_search_and_not_a_static_scale() -> None:
-    subject, restored = (scaler(initial_scale_power=8, loss_scale_window=3) for _ in range(2))
-    trajectory(subject, "xx..")
+def test_state_restores_a_dynamic_but_not_a_static_loss_scale() -> None:
+    scaler, restored = (make_scaler(initial_scale_power=8, loss_scale_window=3) for _ in range(2))
+    run_steps(scaler, "xx..")
 
-    restored.load_state_dict(subject.state_dict())
-    assert restored.state_dict() == subject.state_dict()
-    assert trajectory(restored, "..x") == trajectory(subject, "..x") == [128.0, 256.0, 256.0]
-    restored.load_state_dict({**subject.state_dict(), "enabled": False})
+    restored.load_state_dict(scaler.state_dict())
+    assert restored.state_dict() == scaler.state_dict()
+    assert run_steps(restored, "..x") == run_steps(scaler, "..x") == [128.0, 256.0, 256.0]
+    restored.load_state_dict({**scaler.state_dict(), "enabled": False})
     assert (restored.scale, restored.good_steps, restored.tokens) == (256.0, 0, 2)
-    static = scaler(loss_scale=64.0)
-    static.load_state_dict(subject.state_dict())
-    assert trajectory(static, "x") == [64.0]
+    static = make_scaler(loss_scale=64.0)
+    static.load_state_dict(scaler.state_dict())
+    assert run_steps(static, "x") == [64.0]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_neither_the_number_of_threads_nor_of_rows_changes_a_bit(rows: int) -> None:
+def test_norms_do_not_depend_on_the_number_of_threads_or_rows(rows: int) -> None:
     values = torch.randn(rows * 150_000, generator=torch.Generator().manual_seed(0))
     threads = torch.get_num_threads()
-    found = []
+    norms = []
     try:
         for number in (1, 2, 4):
             torch.set_num_threads(number)
-            found.append(squared_norms(values, rows).tolist())
+            norms.append(squared_norms(values, rows).tolist())
     finally:
         torch.set_num_threads(threads)
     one_by_one = [squared_norms(row, 1).item() for row in values.view(rows, -1)]
 
-    assert found == [one_by_one] * 3
+    assert norms == [one_by_one] * 3
 
 
-def test_the_sum_is_fp64s() -> None:
+def test_squared_norms_are_summed_in_fp64() -> None:
     values = torch.tensor([1e19, 1.0, 1e-19] * 16)  # whose squares fp32 can't hold
 
     total = math.fsum(squared_norms(values, 16).tolist())
@@ -116,8 +118,8 @@ def test_the_sum_is_fp64s() -> None:
     assert total == pytest.approx(math.fsum(exact), rel=1e-15)
 
 
-def test_the_norm_of_a_gradient_off_the_cpu_reads_it_once() -> None:
-    """`_foreach_norm` has a CUDA kernel that adds fp32 in fp64, where `vector_norm` copies."""
+def test_norm_of_a_gpu_gradient_reads_it_once() -> None:
+    """The CUDA kernel of `_foreach_norm` sums fp32 in fp64, while `vector_norm` makes a copy."""
     gradient = torch.empty(2**24, device="meta")
 
     with Operators(2**20) as operators:
@@ -142,8 +144,8 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_bf16_gradient_moves_ten_bytes_an_element_into_the_sum(stage: int) -> None:
-    """Two of the gradient, four of the sum before and four after it; 34 with a zeroed buffer."""
+def test_accumulating_a_bf16_gradient_moves_ten_bytes_per_element(stage: int) -> None:
+    """Read two of the gradient and four of the sum, and write four; 34 with a zeroed buffer."""
     model = Layers()
     engine = Engine(model, settings(stage, max_norm=None), total_steps=1)
     x = torch.ones(1, 64, dtype=torch.bfloat16)
@@ -160,8 +162,8 @@ def test_a_bf16_gradient_moves_ten_bytes_an_element_into_the_sum(stage: int) -> 
 @pytest.mark.parametrize(
     ("rank", "expected"), [(0, [1.0] * 9), (1, [1.0] * 2 + [0.0] * 3 + [1.0] * 4)]
 )
-def test_elements_that_several_processes_have_count_once(rank: int, expected: list[float]) -> None:
-    """A vector has elements 2 to 5 of a parameter that both have, at the same positions."""
+def test_elements_on_several_ranks_are_counted_once(rank: int, expected: list[float]) -> None:
+    """Elements 2 to 5 of the vector belong to a parameter that both ranks have."""
     specs = tuple(ShardSpec(0, (Shard(0, 8, 2, counts=first),)) for first in (True, False))
     param = torch.nn.Parameter(torch.empty(8))
     mark_part(param, Part(torch.Size([8]), specs, rank))

@@ -1,4 +1,4 @@
-"""AdamW in host memory, piece by piece, as in one; a GPU's tensors are the CPU's here."""
+"""AdamW in pieces on states in host memory; the CPU takes the place of a GPU."""
 
 import pytest
 import torch
@@ -15,37 +15,37 @@ STEPS = [
 ]
 
 
-def shards(copy: torch.dtype | None) -> list[Shard]:
-    """Vectors of seven and of less than one piece of 64, the latter without weight decay."""
+def make_shards(copy: torch.dtype | None) -> list[Shard]:
+    """Vectors of seven pieces of 64 and of less than one, the latter without weight decay."""
     generator = torch.Generator().manual_seed(0)
-    made: list[Shard] = []
+    shards: list[Shard] = []
     for numel, decay in ((400, 0.1), (48, 0.0)):
         master, gradient = torch.randn(2, numel, generator=generator)
-        room = None if copy is None else torch.zeros(numel, dtype=copy)
-        weights = Weights(master, *torch.zeros(2, numel), copy=room)
-        made.append(Shard(weights=weights, gradient=gradient, lr=2.0, weight_decay=decay))
-    return made
+        weight_copy = None if copy is None else torch.zeros(numel, dtype=copy)
+        weights = Weights(master, *torch.zeros(2, numel), copy=weight_copy)
+        shards.append(Shard(weights=weights, gradient=gradient, lr=2.0, weight_decay=decay))
+    return shards
 
 
-def tensors(stepped: list[Shard]) -> list[Tensor]:
-    return [tensor for shard in stepped for tensor in shard.weights.tensors().values()]
+def get_tensors(shards: list[Shard]) -> list[Tensor]:
+    return [tensor for shard in shards for tensor in shard.weights.tensors().values()]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("copy", [torch.bfloat16, torch.float16, None])
-def test_pieces_have_the_bits_of_a_whole_step(copy: torch.dtype | None, kernels: Kernels) -> None:
-    expected, got = shards(copy), shards(copy)
+def test_step_in_pieces_matches_a_full_step(copy: torch.dtype | None, kernels: Kernels) -> None:
+    expected, actual = make_shards(copy), make_shards(copy)
     in_pieces = HostAdamW(torch.device("cpu"), piece=64)
 
     for step in STEPS:
         Launches().step(expected, step, kernels=kernels)
-        in_pieces.step(got, step, kernels=kernels)
+        in_pieces.step(actual, step, kernels=kernels)
 
-    assert all(map(torch.equal, tensors(got), tensors(expected)))
+    assert all(map(torch.equal, get_tensors(actual), get_tensors(expected)))
 
 
 def test_only_the_first_step_allocates() -> None:
-    vectors = shards(torch.bfloat16)
+    vectors = make_shards(torch.bfloat16)
     in_pieces = HostAdamW(torch.device("cpu"), piece=64)
     in_pieces.step(vectors, STEPS[0], kernels="required")
 
@@ -55,8 +55,8 @@ def test_only_the_first_step_allocates() -> None:
     assert set(operators.names) == {"copy_"}
 
 
-def test_tensors_in_main_memory_are_stepped_where_they_are() -> None:
-    vectors = shards(torch.bfloat16)
+def test_host_tensors_are_updated_in_place() -> None:
+    vectors = make_shards(torch.bfloat16)
     in_pieces = HostAdamW(torch.device("meta"), piece=64)
 
     with Operators(numel=1) as operators:

@@ -1,6 +1,6 @@
-"""Learning-rate schedules, by hand and against transformers.
+"""Learning-rate schedules, compared with hand-computed numbers and transformers.
 
-The tables of DeepSpeed's schedules are its formulas worked out for a warm-up of 4 steps in a run
+The tables of DeepSpeed's schedules are computed by its formulas for a warm-up of 4 steps in a run
 of 10; DeepSpeed 0.19.8 gives the same numbers.
 """
 
@@ -21,22 +21,22 @@ def factors(total_steps: int, schedule: str, **settings: object) -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
-def test_warm_up_rises_linearly_and_its_first_step_already_moves(schedule: str) -> None:
+def test_warmup_is_linear_and_its_first_step_is_not_zero(schedule: str) -> None:
     assert factors(10, schedule, warmup_ratio=0.4) == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
 
 
-def test_a_number_of_warm_up_steps_overrides_the_ratio() -> None:
+def test_warmup_steps_override_the_warmup_ratio() -> None:
     assert factors(10, "constant", warmup_ratio=0.5, warmup_steps=2)[:3] == [0.5, 1.0, 1.0]
     assert factors(10, "constant", warmup_ratio=0.5, warmup_steps=0) == [1.0] * 10
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_schedule_ends_at_its_final_share(schedule: str) -> None:
+def test_schedule_ends_at_the_final_ratio(schedule: str) -> None:
     config = optim(schedule, warmup_ratio=0.0, final_lr_ratio=0.2)
 
-    shares = [config.lr_share(step, total_steps=4) for step in (0, 4, 9)]
+    ratios = [config.lr_share(step, total_steps=4) for step in (0, 4, 9)]
 
-    assert shares == pytest.approx([1.0, 0.2, 0.2])
+    assert ratios == pytest.approx([1.0, 0.2, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_schedule_ends_at_its_final_share(schedule: str) -> None:
     ],
 )
 @pytest.mark.parametrize("warmup_steps", [0, 1, 5])
-def test_schedules_of_transformers_agree_with_it_but_for_its_first_step_of_0(
+def test_schedules_match_transformers_except_for_the_first_step(
     schedule: str, settings: dict[str, object], reference: dict[str, object], warmup_steps: int
 ) -> None:
     total_steps, peak = 23, 0.1
@@ -68,7 +68,7 @@ def test_schedules_of_transformers_agree_with_it_but_for_its_first_step_of_0(
         optimizer.step()
         scheduler.step()
 
-    shares = factors(total_steps, schedule, warmup_steps=warmup_steps, **settings)
+    ratios = factors(total_steps, schedule, warmup_steps=warmup_steps, **settings)
 
     in_warmup = expected[1 : warmup_steps + 1]
-    assert shares == pytest.approx([*in_warmup, *expected[warmup_steps:total_steps]], abs=1e-12)
+    assert ratios == pytest.approx([*in_warmup, *expected[warmup_steps:total_steps]], abs=1e-12)

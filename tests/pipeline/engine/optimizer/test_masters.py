@@ -1,4 +1,4 @@
-"""Masters split into bf16 weights and 16 bits train as whole ones do, in half the memory."""
+"""Masters that are split into bf16 weights and 16 more bits train like fp32 masters."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from pipeline.config import TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from tests.pipeline.engine.test_kernels import settings, trained
+from tests.pipeline.engine.test_kernels import settings, train
 from tests.pipeline.engine.test_stages import DTYPES, build, compute_loss
 
 
-def kinds(engine: Engine) -> set[str]:
+def get_kinds(engine: Engine) -> set[str]:
     return {group.masters.kind for group in engine.groups}
 
 
@@ -23,10 +23,10 @@ def make_engine(stage: int, kernels: str = "auto", dtype: str = "bf16", **zero: 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> None:
+def test_split_masters_store_16_more_bits_at_every_stage(stage: int) -> None:
     engine = make_engine(stage)
 
-    assert kinds(engine) == {"split"}
+    assert get_kinds(engine) == {"split"}
     for group in engine.groups:
         (low_bits,) = group.masters.beside()
         assert low_bits.dtype == torch.int16
@@ -35,17 +35,17 @@ def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> No
 
 
 @pytest.mark.parametrize("offload", [{"optimizer": "nvme"}, {"params": "nvme"}])
-def test_offload_to_a_disk_has_whole_masters_with_the_same_bits(
+def test_offload_to_disk_uses_fp32_masters_with_the_same_bits(
     offload: dict[str, Any], tmp_path: Path
 ) -> None:
-    places = OffloadConfig(**offload, nvme_path=tmp_path)
+    offload_config = OffloadConfig(**offload, nvme_path=tmp_path)
 
-    assert kinds(make_engine(3, offload=places)) == {"whole"}
-    here, there = trained(3, "auto", "bf16"), trained(3, "auto", "bf16", offload=places)
-    assert all(map(torch.equal, here, there))
+    assert get_kinds(make_engine(3, offload=offload_config)) == {"whole"}
+    in_memory, on_disk = train(3, "auto", "bf16"), train(3, "auto", "bf16", offload=offload_config)
+    assert all(map(torch.equal, in_memory, on_disk))
 
 
-def test_weights_on_a_disk_leave_memory_after_their_use(tmp_path: Path) -> None:
+def test_weights_on_disk_are_freed_after_use(tmp_path: Path) -> None:
     engine = make_engine(3, offload=OffloadConfig(params="nvme", nvme_path=tmp_path))
 
     engine.backward(compute_loss(engine, 0, 0, 0))
@@ -65,7 +65,7 @@ class Row(nn.Module):
         return 0 * self.weight.float().sum()
 
 
-PLACES: dict[str, dict[str, Any]] = {
+OFFLOADS: dict[str, dict[str, Any]] = {
     "split, by a kernel": {},
     "split, by PyTorch": {"kernels": "off"},
     "everything in main memory": {
@@ -80,15 +80,15 @@ TIES = {
     "bf16": ((0x3F808000, 0x3F818000, 0xBF808000), (1 + 2**-7, 1 + 2**-6, -1 - 2**-7)),
     "fp16": ((0x3F801000, 0x3F803000, 0xBF801000), (1.0, 1 + 2**-9, -1.0)),
 }
-"""Masters half way between two weights, as bits, and the weights: fp16 is rounded to even."""
+"""Bits of masters that are ties between two weights, and the weights; fp16 rounds to even."""
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", OFFLOADS)
 @pytest.mark.parametrize("dtype", TIES)
-def test_a_master_half_way_between_two_weights_is_rounded_alike_everywhere(
-    dtype: str, place: str, tmp_path: Path
+def test_ties_are_rounded_alike_by_every_implementation(
+    dtype: str, case: str, tmp_path: Path
 ) -> None:
-    changes = dict(PLACES[place])
+    changes = dict(OFFLOADS[case])
     offload = OffloadConfig(**changes.pop("offload", {}), nvme_path=tmp_path)
     model = Row(DTYPES[dtype])
     config = TrainedModelConfig(zero_stage=3, zero=ZeroConfig(offload=offload), **changes)
@@ -96,14 +96,14 @@ def test_a_master_half_way_between_two_weights_is_rounded_alike_everywhere(
     bits, expected = TIES[dtype]
     masters = torch.tensor(bits).int().view(torch.float32)
 
-    seen = []
-    rest = engine.groups[0].masters.numel - len(masters)
-    engine.load_masters([torch.cat([masters, torch.zeros(rest)])])
+    weights = []
+    num_padding = engine.groups[0].masters.numel - len(masters)
+    engine.load_masters([torch.cat([masters, torch.zeros(num_padding)])])
     for _ in range(2):
         with engine.gathered():
-            seen.append(tuple(model.weight.tolist()[:3]))
+            weights.append(tuple(model.weight.tolist()[:3]))
         engine.backward(engine())
         assert not engine.step().skipped
 
-    assert seen == [expected, expected]
+    assert weights == [expected, expected]
     assert torch.equal(next(iter(engine.masters()))[:3], masters)

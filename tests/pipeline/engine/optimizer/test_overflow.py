@@ -1,4 +1,4 @@
-"""A gradient that is not finite anywhere skips the step everywhere, and is named in the end."""
+"""A gradient that is not finite on one rank skips the step on all ranks."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def make_engine(stage: int, dtype: str, **changes: Any) -> Engine:
     return Engine(build("llama", dtype), config, total_steps=10)
 
 
-def state(engine: Engine) -> list[Tensor]:
+def get_state(engine: Engine) -> list[Tensor]:
     """Masters, moments and step counters of this process."""
     return [
         tensor.clone()
@@ -35,14 +35,14 @@ def overflow_on_one_rank(stage: int, dtype: str) -> dict[str, Any]:
     engine = make_engine(stage, dtype)
     engine.backward(compute_loss(engine, 0, 0, rank()))
     first = engine.step()
-    before = state(engine)
+    before = get_state(engine)
 
     for micro_batch in range(2):
         loss = compute_loss(engine, 1, micro_batch, rank())
         engine.backward(loss * float("inf") if rank() == 1 and micro_batch == 0 else loss)
     skipped = engine.step()
 
-    unchanged = all(map(torch.equal, before, state(engine)))
+    unchanged = all(map(torch.equal, before, get_state(engine)))
     steps, scale = engine.steps, engine.scaler.scale
     engine.backward(compute_loss(engine, 2, 0, rank()))
     third = engine.step()
@@ -56,7 +56,7 @@ def overflow_on_one_rank(stage: int, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp16")])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, dtype: str) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(stage: int, dtype: str) -> None:
     first, second = run_ranks(overflow_on_one_rank, stage, dtype)
 
     assert first == second

@@ -1,4 +1,4 @@
-"""Reading returns what was written last, or fails with one sentence."""
+"""The store returns what was written last, or raises."""
 
 import gc
 import os
@@ -19,14 +19,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random_tensor(numel: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tensor:
-    """Any bits at all, NaNs among them."""
+    """Random bits, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def read(store: TensorStore, key: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,43 +36,43 @@ def read(store: TensorStore, key: str, numel: int, dtype: torch.dtype = torch.fl
     return out
 
 
-def test_200_random_operations_agree_with_a_dict(tmp_path: Path) -> None:
-    choose = random.Random(0)
-    sizes = {f"k{index}": choose.choice([0, 1, 1023, 1024, 4097]) for index in range(12)}
+def test_200_random_operations_match_a_dict(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    sizes = {f"k{index}": rng.choice([0, 1, 1023, 1024, 4097]) for index in range(12)}
     dtypes = {key: DTYPES[index % 3] for index, key in enumerate(sizes)}
-    store, oracle, reads = TensorStore(tmp_path, rank=3, threads=3), {}, 0
+    store, expected, reads = TensorStore(tmp_path, rank=3, threads=3), {}, 0
     for key, size in sizes.items():
         store.reserve({key: size}, dtypes[key])
 
     for operation in range(200):
-        key = choose.choice(list(sizes))
-        if key not in oracle or choose.random() < 0.5:
-            oracle[key] = random_tensor(sizes[key], dtypes[key], seed=operation)
-            store.write(key, oracle[key])  # the old tensor lives on while it is being written
+        key = rng.choice(list(sizes))
+        if key not in expected or rng.random() < 0.5:
+            expected[key] = random_tensor(sizes[key], dtypes[key], seed=operation)
+            store.write(key, expected[key])  # the previous tensor may still be written
         else:
-            assert same_bits(read(store, key, sizes[key], dtypes[key]), oracle[key])
+            assert same_bits(read(store, key, sizes[key], dtypes[key]), expected[key])
             reads += 1
 
     store.flush()
     assert reads > 50
-    for key, expected in oracle.items():
-        assert same_bits(read(store, key, sizes[key], dtypes[key]), expected)
+    for key, tensor in expected.items():
+        assert same_bits(read(store, key, sizes[key], dtypes[key]), tensor)
     store.close()
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_disk_that_is_too_small_raises_before_anything_is_written(tmp_path: Path) -> None:
     store = TensorStore(tmp_path / "scratch", rank=1)
 
     with pytest.raises(ConfigError) as error:
         store.reserve({"a": 2**50, "b": 2**50}, torch.float32)
 
     assert "lacks space for the 9,007,199,254,740,992 bytes of rank 1" in str(error.value)
-    store.reserve({"a": 1}, torch.float32)  # nothing of it was kept
+    store.reserve({"a": 1}, torch.float32)  # the failed reservation has no effect
     store.close()
 
 
-def test_a_forgotten_store_closes_its_file_without_waiting_for_its_threads(tmp_path: Path) -> None:
-    """Garbage collection may run in any thread, within locks that waiting would need."""
+def test_collected_store_closes_its_file_without_waiting_for_threads(tmp_path: Path) -> None:
+    """Garbage collection may run in a thread that holds locks which the store's threads need."""
     store, blocked = TensorStore(tmp_path, rank=0, threads=1), threading.Event()
     store.reserve({"k": 4}, torch.float32)
     scratch = weakref.ref(store._file)

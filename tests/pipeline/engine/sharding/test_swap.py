@@ -1,4 +1,4 @@
-"""Streamed optimizer state equals state in memory, of which it has two groups at most."""
+"""Optimizer state that is streamed from disk matches state in memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def random_state(size: int, *, seed: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(size, generator=generator).abs() for _ in range(3))
 
 
-def filled(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ...]]]:
+def make_state(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ...]]]:
     """State on disk, and the same in memory."""
     streamed = StreamedState(store, SIZES)
     in_memory = [random_state(size, seed=group) for group, size in enumerate(SIZES)]
@@ -34,7 +34,7 @@ def filled(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ...]]]
     return streamed, in_memory
 
 
-def adam(tensors: tuple[Tensor, ...], gradient: Tensor, step: int) -> None:
+def adamw_step(tensors: tuple[Tensor, ...], gradient: Tensor, step: int) -> None:
     """One fused AdamW step, in place."""
     master, exp_avg, exp_avg_sq = tensors
     param = torch.nn.Parameter(master)
@@ -49,38 +49,38 @@ def adam(tensors: tuple[Tensor, ...], gradient: Tensor, step: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01], ids=["a disk", "a slow disk"])
-def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(
+def test_steps_on_streamed_state_match_steps_in_memory_bitwise(
     seconds: float, store: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed, in_memory = filled(store)
+    streamed, in_memory = make_state(store)
     slow_down_writes(monkeypatch, seconds=seconds)
 
     for step in range(3):
         order = range(len(SIZES)) if step % 2 == 0 else reversed(range(len(SIZES)))
         for group, tensors in streamed.each(list(order)):
             gradient = random_state(SIZES[group], seed=100 * step + group)[0]
-            adam(tensors, gradient, step)
-            adam(in_memory[group], gradient, step)
+            adamw_step(tensors, gradient, step)
+            adamw_step(in_memory[group], gradient, step)
 
-    seen = []
+    groups = []
     for group, tensors in streamed.each(range(len(SIZES))):
-        seen.append(group)
+        groups.append(group)
         assert all(map(torch.equal, tensors, in_memory[group]))
-    assert seen == list(range(len(SIZES)))
+    assert groups == list(range(len(SIZES)))
     assert not torch.equal(in_memory[1][0], random_state(4097, seed=1)[0])
 
 
-def test_a_group_whose_step_fails_stays_as_it_was(store: TensorStore) -> None:
-    streamed, in_memory = filled(store)
+def test_group_whose_step_fails_is_unchanged(store: TensorStore) -> None:
+    streamed, in_memory = make_state(store)
 
-    def fail_at_the_second() -> None:
-        for turn, (_, tensors) in enumerate(streamed.each([0, 1, 3])):
+    def fail_at_the_second_group() -> None:
+        for index, (_, tensors) in enumerate(streamed.each([0, 1, 3])):
             tensors[0].fill_(-1.0)
-            if turn == 1:
+            if index == 1:
                 raise RuntimeError("the step failed")
 
     with pytest.raises(RuntimeError, match="the step failed"):
-        fail_at_the_second()
+        fail_at_the_second_group()
 
     masters = {group: tensors[0].clone() for group, tensors in streamed.each([0, 1, 3])}
     assert masters[0].tolist() == [-1.0]

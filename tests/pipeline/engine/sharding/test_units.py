@@ -8,7 +8,7 @@ from tests.families import FAMILIES, tiny_causal_lm
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_the_blocks_of_every_family_are_units_and_the_rest_is_the_root(family: str) -> None:
+def test_blocks_of_every_family_are_units_and_the_rest_is_root(family: str) -> None:
     model = Policy(tiny_causal_lm(family))
 
     *blocks, root = find_units(model)
