@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).parent.parent
-READS = {
+READERS = {
     *("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"),
     *("nonzero", "unique", "masked_select", "equal", "allclose", "is_nonzero"),
 }
 
 
-class Reads(TorchFunctionMode):
-    """Counts them by file and function of this project, while the function `within` is running."""
+class DeviceReads(TorchFunctionMode):
+    """Counts reads by file and function of this project, while the function `within` is running."""
 
     def __init__(self, within: str) -> None:
         super().__init__()
@@ -34,17 +34,17 @@ class Reads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READS or (name in ("__getitem__", "__setitem__") and _by_mask(args[1])):
-            ours = [frame.f_code for frame in _frames(sys._getframe(1)) if _is_ours(frame)]
+        if name in READERS or (name in ("__getitem__", "__setitem__") and _is_mask(args[1])):
+            ours = [frame.f_code for frame in _frames(sys._getframe(1)) if _is_project_code(frame)]
             if self.within in [code.co_name for code in ours]:
                 file = Path(ours[0].co_filename).relative_to(ROOT)
                 self.counts[f"{file}: {ours[0].co_name}"] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _by_mask(index: object) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in parts)
+def _is_mask(index: object) -> bool:
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(item, Tensor) and item.dtype == torch.bool for item in indices)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -53,6 +53,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_project_code(frame: FrameType) -> bool:
     path = Path(frame.f_code.co_filename)
     return path.is_relative_to(ROOT) and path != Path(__file__)

@@ -17,47 +17,47 @@ from step3_ppo.config import PPOConfig
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent
-CLASSES: dict[str, Any] = {stage.config_class.section: stage.config_class for stage in STAGES}
+SECTIONS: dict[str, Any] = {stage.config_class.section: stage.config_class for stage in STAGES}
 MODULES: dict[str, Any] = {stage.module: stage.config_class for stage in STAGES}
-FOR_TRAIN = ("arithmetic-grpo", "embedded", "embedded-grpo")
-WHOLE = sorted((ROOT / "configs" / "parallel").glob("*.yaml"))
-PRESETS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p.stem not in FOR_TRAIN)
+TRAIN_PRESETS = ("arithmetic-grpo", "embedded", "embedded-grpo")
+PARALLEL_PRESETS = sorted((ROOT / "configs" / "parallel").glob("*.yaml"))
+PRESETS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p.stem not in TRAIN_PRESETS)
 SCRIPTS = sorted((ROOT / "scripts").glob("step*/*/*/run_*.sh"))
 
 
-def name(path: Path) -> str:
+def relative_path(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=name)
-def test_every_section_of_a_preset_parses_and_states_only_what_differs(preset: Path) -> None:
+@pytest.mark.parametrize("preset", PRESETS, ids=relative_path)
+def test_presets_parse_and_state_only_non_default_values(preset: Path) -> None:
     for section, settings in yaml.safe_load(preset.read_text()).items():
-        defaults = flatten(plain(CLASSES[section]()))
+        defaults = flatten(plain(SECTIONS[section]()))
 
-        config = parse_step(CLASSES[section], ["--config", str(preset)])
+        config = parse_step(SECTIONS[section], ["--config", str(preset)])
 
-        found = flatten(plain(config))
+        actual = flatten(plain(config))
         for setting, value in flatten(settings).items():
             assert defaults.get(setting) != value, (section, setting)
-            assert setting in ("rewards", "data") or found[setting] == value
+            assert setting in ("rewards", "data") or actual[setting] == value
 
 
-@pytest.mark.parametrize("preset", WHOLE, ids=name)
-def test_a_model_in_parts_is_cut_as_its_preset_says(preset: Path) -> None:
-    stated = yaml.safe_load(preset.read_text())
-    command_line = parse_request(["--config", str(preset), "--step", "1"], STAGES)
+@pytest.mark.parametrize("preset", PARALLEL_PRESETS, ids=relative_path)
+def test_parallel_presets_set_the_pipeline_and_tensor_parallel_sizes(preset: Path) -> None:
+    expected = yaml.safe_load(preset.read_text())
+    request = parse_request(["--config", str(preset), "--step", "1"], STAGES)
 
-    config = step_configs(command_line, STAGES, world=32)["step1_sft"]
+    config = step_configs(request, STAGES, world=32)["step1_sft"]
 
     assert config.parallel.pp * config.parallel.tp > 1
-    assert plain(config.parallel).items() >= stated["sft"]["parallel"].items()
-    assert KNOWN[stated["actor_model"]]  # so that it can be planned without a download
+    assert plain(config.parallel).items() >= expected["sft"]["parallel"].items()
+    assert KNOWN[expected["actor_model"]]  # so that it can be planned without a download
     config.parallel.check(32)
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment whose python prints its arguments, one a line."""
+    """Environment variables in which `python` prints its arguments, one per line."""
     directory = tmp_path_factory.mktemp("python")
     python = directory / "python"
     python.write_text('#!/bin/sh\nprintf \'%s\\n\' "$PYTHONPATH" "$@"\n')
@@ -65,9 +65,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHON": str(python), "HOME": str(directory)}
 
 
-def started(script: str | Path, *words: str, **environment: str) -> tuple[list[str], str, Any]:
-    """The words of the launcher, the module, and the settings of its command line."""
-    command = ["bash", str(ROOT / "scripts" / script), *words]
+def run_script(script: str | Path, *args: str, **environment: str) -> tuple[list[str], str, Any]:
+    """Run a script; return the launcher's arguments, the module and its parsed settings."""
+    command = ["bash", str(ROOT / "scripts" / script), *args]
     done = subprocess.run(
         command,
         env=environment,
@@ -78,9 +78,9 @@ def started(script: str | Path, *words: str, **environment: str) -> tuple[list[s
     )
     root, *printed = done.stdout.splitlines()
     assert root == str(ROOT)
-    at = len(printed) - 1 - printed[::-1].index("-m")
-    module = printed[at + 1]
-    return printed[:at], module, parse_step(MODULES[module], printed[at + 2 :])
+    index = len(printed) - 1 - printed[::-1].index("-m")
+    module = printed[index + 1]
+    return printed[:index], module, parse_step(MODULES[module], printed[index + 2 :])
 
 
 LAUNCHERS = {
@@ -90,15 +90,15 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name)
-def test_every_script_starts_its_step_with_its_preset(
+@pytest.mark.parametrize("script", SCRIPTS, ids=relative_path)
+def test_scripts_start_their_step_with_their_preset(
     script: Path, environment: dict[str, str]
 ) -> None:
     step, family, deployment, file = script.relative_to(ROOT / "scripts").parts
     size, _, lora = file.removeprefix("run_").removesuffix(".sh").partition("_")
     arguments = ["A", "C", "0", "1", "OUT"] if step == "step3_ppo" else ["OUT", "1"]
 
-    launcher, module, config = started(
+    launcher, module, config = run_script(
         script, *arguments, "--seed", "7", HOSTFILE="hosts", **environment
     )
 
@@ -114,11 +114,9 @@ def test_every_script_starts_its_step_with_its_preset(
     assert all((m.zero_stage, bool(m.lora)) == (stage, bool(lora)) for m, stage in trained)
 
 
-def test_the_script_of_every_step_takes_a_model_and_a_deployment(
-    environment: dict[str, str],
-) -> None:
-    def run(*words: str, **more: str) -> Any:
-        return started("run.sh", *words, **environment, **more)[2]
+def test_run_script_accepts_step_model_and_deployment(environment: dict[str, str]) -> None:
+    def run(*args: str, **variables: str) -> Any:
+        return run_script("run.sh", *args, **environment, **variables)[2]
 
     pretrain = run("step0_pretrain", "opt-125m_lora", "single_gpu", "OUT", CORPUS="c.tokens")
     assert (pretrain.data.path, pretrain.model.lora.rank) == (("c.tokens",), 256)
@@ -136,20 +134,20 @@ def test_the_script_of_every_step_takes_a_model_and_a_deployment(
     assert (simpo.model.path, str(simpo.output_dir)) == ("output/step1_sft", "output/step3_simpo")
 
 
-def test_a_sweep_tries_every_combination_once_and_again_those_that_fail(tmp_path: Path) -> None:
+def test_sweep_runs_each_combination_once_and_retries_failures(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in *"zero_stage 1"*) exit 1;; esac\n'
     )
     python.chmod(0o755)
-    words = ["step1_sft", "opt-1.3b", "single_gpu", str(tmp_path / "out"), "--max_steps", "2"]
+    args = ["step1_sft", "opt-1.3b", "single_gpu", str(tmp_path / "out"), "--max_steps", "2"]
     calls = tmp_path / "calls"
-    narrow = {"CALLS": str(calls), "STAGES": "0 1", "OFFLOAD": "cpu", "LORA": "off 64"}
+    variables = {"CALLS": str(calls), "STAGES": "0 1", "OFFLOAD": "cpu", "LORA": "off 64"}
 
     for _ in range(2):
         subprocess.run(
-            ["bash", str(ROOT / "scripts" / "sweep.sh"), *words],
-            env=os.environ | narrow | {"PYTHON": str(python)},
+            ["bash", str(ROOT / "scripts" / "sweep.sh"), *args],
+            env=os.environ | variables | {"PYTHON": str(python)},
             check=True,
         )
 
@@ -160,6 +158,6 @@ def test_a_sweep_tries_every_combination_once_and_again_those_that_fail(tmp_path
         ["1", "cpu", "off", "1"],
         ["1", "cpu", "64", "1"],
     ]
-    called = calls.read_text().splitlines()
-    assert len(called) == 6  # the failed ones are tried again
-    assert "--model.zero.offload.optimizer cpu --model.lora.rank 64 --max_steps 2" in called[1]
+    commands = calls.read_text().splitlines()
+    assert len(commands) == 6  # failed combinations are tried again
+    assert "--model.zero.offload.optimizer cpu --model.lora.rank 64 --max_steps 2" in commands[1]

@@ -17,18 +17,18 @@ from pipeline.report.results import Results, StepResult
 from pipeline.system.errors import EXIT_DIVERGED, DivergedError
 from tests.jobs import run_job
 from tests.sources import ROOT
-from tests.test_resume import CONFIGS, run
+from tests.test_resume import CONFIGS, train_step
 
 
-def spoiled(model: TrainedModelConfig, lr: float) -> TrainedModelConfig:
+def with_lr(model: TrainedModelConfig, lr: float) -> TrainedModelConfig:
     return replace(model, optim=replace(model.optim, lr=lr, warmup_steps=0))
 
 
-def diverging(step: str, start: Path, out: Path, **changes: Any) -> StepConfig:
+def diverging_config(step: str, start: Path, out: Path, **changes: Any) -> StepConfig:
     config = replace(CONFIGS[step](start), output_dir=out, save_every=None, **changes)
     if step == "ppo":
-        return replace(config, actor=spoiled(config.actor, 1e10), ema_decay=None, ptx_coef=0.0)
-    return replace(config, model=spoiled(config.model, 1e10))
+        return replace(config, actor=with_lr(config.actor, 1e10), ema_decay=None, ptx_coef=0.0)
+    return replace(config, model=with_lr(config.model, 1e10))
 
 
 EXPORTED = {"sft": ".", "ppo": "actor"}
@@ -39,37 +39,37 @@ EVALUATED = {"sft": "held-out perplexity", "reward": "held-out rows", "ppo": "he
 
 @pytest.mark.parametrize("eval_every", [None, 1])
 @pytest.mark.parametrize("step", list(CONFIGS))
-def test_each_step_says_when_and_why_and_exports_the_best_weights(
+def test_divergence_reports_step_and_cause_and_exports_best_weights(
     step: str, eval_every: int | None, start: Path, tmp_path: Path
 ) -> None:
-    config = diverging(step, start, tmp_path / "out", max_steps=30, eval_every=eval_every)
+    config = diverging_config(step, start, tmp_path / "out", max_steps=30, eval_every=eval_every)
 
     with pytest.raises(DivergedError) as error:
-        run(config)
+        train_step(config)
 
-    sentence = str(error.value)
-    assert "diverged after step" in sentence
+    message = str(error.value)
+    assert "diverged after step" in message
     if eval_every is not None:
-        assert f"{EVALUATED[step]} after" in sentence
-        assert "diverged after step 1: " in sentence
-    assert "is nan; lower the learning rate" in sentence
-    assert "optim.lr is 1e+10" in sentence
+        assert f"{EVALUATED[step]} after" in message
+        assert "diverged after step 1: " in message
+    assert "is nan; lower the learning rate" in message
+    assert "optim.lr is 1e+10" in message
     assert not (config.output_dir / "result.json").exists()
-    note = json.loads((config.output_dir / "diverged.json").read_text())
-    assert note["sentence"] == sentence
+    record = json.loads((config.output_dir / "diverged.json").read_text())
+    assert record["sentence"] == message
     if step in EXPORTED:
-        assert sentence.endswith("the best evaluated weights, after step 0, are exported")
-        first = AutoModelForCausalLM.from_pretrained(start / "actor").state_dict()
-        kept = AutoModelForCausalLM.from_pretrained(config.output_dir / EXPORTED[step])
-        assert all(torch.equal(kept.state_dict()[name], each) for name, each in first.items())
+        assert message.endswith("the best evaluated weights, after step 0, are exported")
+        initial = AutoModelForCausalLM.from_pretrained(start / "actor").state_dict()
+        best = AutoModelForCausalLM.from_pretrained(config.output_dir / EXPORTED[step])
+        assert all(torch.equal(best.state_dict()[name], param) for name, param in initial.items())
 
 
 @pytest.mark.jobs
-def test_all_processes_end_alike_and_one_sentence_is_shown(start: Path, tmp_path: Path) -> None:
-    # No evaluation in between: twenty steps without a finite gradient end it.
-    config = diverging("sft", start, tmp_path / "out", max_steps=40, eval_every=0)
+def test_all_ranks_stop_with_one_error(start: Path, tmp_path: Path) -> None:
+    # Without evaluations, twenty steps in a row without a finite gradient end the run.
+    config = diverging_config("sft", start, tmp_path / "out", max_steps=40, eval_every=0)
 
-    job = run_job(run, config)
+    job = run_job(train_step, config)
 
     assert job.codes == [EXIT_DIVERGED] * 2
     assert job.errors.count("error: step1_sft diverged after step") == 1
@@ -77,42 +77,42 @@ def test_all_processes_end_alike_and_one_sentence_is_shown(start: Path, tmp_path
     assert "Traceback" not in job.errors
 
 
-def train_py(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    few = ("--sft.data.max_eval_rows", "4", "--reward.data.max_eval_rows", "4")
-    command = [sys.executable, "train.py", "--output-dir", str(out), *few]
-    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+def run_train(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    small = ("--sft.data.max_eval_rows", "4", "--reward.data.max_eval_rows", "4")
+    command = [sys.executable, "train.py", "--output-dir", str(out), *small]
+    return subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.faults
-def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
+def test_diverged_pipeline_stops_and_resumes_with_lower_learning_rate(tmp_path: Path) -> None:
     out = tmp_path / "out"
     short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")
 
-    first = train_py(out, "--step", "1", "2", *short, "--sft.model.optim.lr", "1e10")
+    first = run_train(out, "--step", "1", "2", *short, "--sft.model.optim.lr", "1e10")
 
     assert first.returncode == EXIT_DIVERGED
     assert "Traceback" not in first.stderr
-    said = [line for line in first.stderr.splitlines() if "diverged" in line]
-    assert len(said) == 2
-    assert said[0].startswith("error: step1_sft diverged after step 1: held-out perplexity")
-    assert said[1].endswith("--resume and a smaller --sft.model.optim.lr restarts it")
+    errors = [line for line in first.stderr.splitlines() if "diverged" in line]
+    assert len(errors) == 2
+    assert errors[0].startswith("error: step1_sft diverged after step 1: held-out perplexity")
+    assert errors[1].endswith("--resume and a smaller --sft.model.optim.lr restarts it")
     assert not (out / "step2_reward").exists()
     assert "step1_sft diverged after step 1" in (out / "report.html").read_text()
 
-    again = train_py(out, "--step", "1", *short, "--sft.model.optim.lr", "1e-3", "--resume")
+    resumed = run_train(out, "--step", "1", *short, "--sft.model.optim.lr", "1e-3", "--resume")
 
-    assert again.returncode == 0, again.stderr
+    assert resumed.returncode == 0, resumed.stderr
     assert (out / "step1_sft" / "result.json").exists()
     assert not (out / "step1_sft" / "diverged.json").exists()
     assert "diverged" not in (out / "report.html").read_text()
 
 
-def test_the_report_names_the_step_that_diverged_or_was_not_evaluated() -> None:
+def test_report_headline_names_diverged_and_unevaluated_steps() -> None:
     def headline(*others: str, **changes: Any) -> tuple[str | None, str]:
         step = StepResult(name="step1_sft", **{"finished": False, **changes})
         steps = {name: StepResult(name=name, finished=False) for name in others}
-        first, *_ = findings(Results(steps={"step1_sft": step} | steps, seconds=0.0, samples=()))
-        return first.verdict, first.whole
+        finding, *_ = findings(Results(steps={"step1_sft": step} | steps, seconds=0.0, samples=()))
+        return finding.verdict, finding.whole
 
     assert headline() == (None, "step1_sft has not been evaluated yet")
     assert headline("step2_reward") == (

@@ -1,4 +1,4 @@
-"""Every command in README and docs names what exists, and its options are read without an error.
+"""Every command in README and docs names existing programs and options.
 
 Nothing is run here: `train.py`'s and the steps' command lines are parsed to settings, modules and
 scripts looked up. The steps themselves run in test_end_to_end.py.
@@ -22,18 +22,18 @@ from train import STAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CLASSES = {stage.module: stage.config_class for stage in STAGES}
+CONFIGS = {stage.module: stage.config_class for stage in STAGES}
 FILES = {
     "my.yaml": "ppo: {kl_coef: 0.1}\n",
     "FILE": "max_steps: 3\n",
     "ds_config.json": '{"zero_optimization": {"stage": 2}}\n',
     "hosts": "worker-0 slots=8\nworker-1 slots=8\n",
 }
-"""Files that a user would have written before."""
+"""Files that the commands expect a user to have written."""
 
 
-def lines() -> Iterator[tuple[str, str]]:
-    """(page, command) of each command in a block of a page, without comments."""
+def command_lines() -> Iterator[tuple[str, str]]:
+    """Yield (page, command) for each command in a code block, without comments."""
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
@@ -43,9 +43,9 @@ def lines() -> Iterator[tuple[str, str]]:
                 )
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """(page, words) of each command in a block of a page, without comments and variables."""
-    for page, line in lines():
+def documented_commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield (page, words) for each command in a code block, without comments and variables."""
+    for page, line in command_lines():
         words = shlex.split(line)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
@@ -53,26 +53,26 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             yield page, [word for word in words if word != "..."]
 
 
-def recipes() -> Iterator[tuple[str, list[str]]]:
-    """(settings file, words) of each command of `make recipe`."""
+def recipe_commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield (settings file, words) for each command of `make recipe`."""
     for preset in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
         make = ["make", "-n", "recipe", f"NAME={preset.name[0]}"]
-        made = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
-        printed = made.stdout.replace("\\\n", " ").splitlines()
-        yield from ((preset.name, shlex.split(line)) for line in printed)
+        result = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+        lines = result.stdout.replace("\\\n", " ").splitlines()
+        yield from ((preset.name, shlex.split(line)) for line in lines)
 
 
-def wrong_with(words: list[str]) -> str:
-    """Return what a command names that does not exist or is refused; empty if nothing."""
+def find_error(words: list[str]) -> str:
+    """Return why a command would fail, or an empty string."""
     program, *rest = words
     if Path(program).name in ("python", "python3", "torchrun") and "-m" in rest:
         module, *options = rest[rest.index("-m") + 1 :]
         if importlib.util.find_spec(module) is None:
             return f"there is no module {module}"
-        return _settings(CLASSES[module], options) if module in CLASSES else ""
+        return check_settings(CONFIGS[module], options) if module in CONFIGS else ""
     match Path(program).name, rest:
         case "python", ["train.py", *options]:
-            return _request(options)
+            return check_request(options)
         case (("python" | "bash"), [script, *_]):
             return "" if (ROOT / script).is_file() else f"there is no {script}"
         case "make", [target, *_]:
@@ -82,7 +82,7 @@ def wrong_with(words: list[str]) -> str:
             return ""
 
 
-def _request(options: list[str]) -> str:
+def check_request(options: list[str]) -> str:
     try:
         request = parse_request(options, STAGES)
         stages = without_unchosen(STAGES, request.request.step, ())
@@ -92,7 +92,7 @@ def _request(options: list[str]) -> str:
     return ""
 
 
-def _settings(config_class: type, options: list[str]) -> str:
+def check_settings(config_class: type, options: list[str]) -> str:
     try:
         parse_step(config_class, options)
     except UserError as error:
@@ -101,18 +101,18 @@ def _settings(config_class: type, options: list[str]) -> str:
 
 
 @pytest.mark.jobs
-def test_commands_in_the_docs_are_read_as_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documented_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    found = [*commands(), *recipes()]
+    commands = [*documented_commands(), *recipe_commands()]
 
-    wrong = [
-        f"{page}: {shlex.join(words)}: {why}" for page, words in found if (why := wrong_with(words))
+    errors = [
+        f"{page}: {shlex.join(words)}: {error}"
+        for page, words in commands
+        if (error := find_error(words))
     ]
 
-    assert len(found) > 60
-    assert not wrong, "\n".join(wrong)
+    assert len(commands) > 60
+    assert not errors, "\n".join(errors)

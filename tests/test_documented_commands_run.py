@@ -1,4 +1,4 @@
-"""The short commands of README and docs, run as they stand there.
+"""The short commands of README and docs run without changes.
 
 They run in a directory like a checkout after a run of all steps, where the models that the pages
 name are tiny directories of those names. Commands that would take long, a network, or a GPU are in
@@ -19,13 +19,13 @@ from pipeline.plan.request import parse_request
 from pipeline.plan.stage import side_by_side, without_unchosen
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
-from tests.test_documented_commands import FILES, ROOT, lines
+from tests.test_documented_commands import FILES, ROOT, command_lines
 from tests.test_end_to_end import SHORT
 from train import STAGES
 
 ELSEWHERE = {
     "--step 0 1 2 3": "tests/step0_pretrain/test_with_other_steps.py, in a short form",
-    "make ": "by whoever tests or installs; recipes are read in tests/test_documented_commands.py",
+    "make ": "CI and users; recipes are parsed in tests/test_documented_commands.py",
     "hf download": "Hub",
     "curl -L": "GitHub",
     "pytest -q": "the same",
@@ -75,7 +75,7 @@ ELSEWHERE = {
     "--teacher": "tests/step3_ppo/test_distill.py",
     "--environment": "tests/test_environments_end_to_end.py, in a short form",
 }
-"""Parts of commands that are not run here, and the test, or the reason."""
+"""Parts of commands that are not run here, with the test that does or the reason."""
 
 FEW_STEPS = {
     "pretrain": ["--pretrain.max_steps", "2"],
@@ -91,26 +91,26 @@ FEW_STEPS = {
         *("--batch_size", "8", "--max_prompt_length", "100", "--max_new_tokens", "16"),
     ],
 }
-"""Options after those of the page, by what runs: what takes minutes there takes a few steps."""
+"""Options appended to a page's command, so that it trains for a few steps instead of minutes."""
 
 MODELS = ("DIR", "BASE", "facebook/opt-125m", "facebook/opt-350m", "facebook/opt-1.3b")
 MODELS += ("facebook/opt-13b",)
 
 
-def listed() -> list[str]:
-    """Every command, once, as it is written but for the spaces and an ellipsis."""
-    return list(dict.fromkeys(" ".join(line.split()) for _, line in lines()))
+def all_commands() -> list[str]:
+    """Every distinct documented command, with normalized whitespace."""
+    return list(dict.fromkeys(" ".join(line.split()) for _, line in command_lines()))
 
 
-def is_short(command: str) -> bool:
-    """Whether a command is run here."""
+def runs_here(command: str) -> bool:
+    """Return whether the command runs in this test."""
     return not any(part in command for part in ELSEWHERE)
 
 
-def shortened(command: str) -> str:
-    """A command of a page, without its ellipsis, that trains for a few steps.
+def shorten(command: str) -> str:
+    """Return the command without its ellipsis, with options that train for a few steps.
 
-    It goes into a new directory if the page names none.
+    Its output goes to a new directory if the page names none.
     """
     name = "out-" + re.sub(r"\W+", "-", command)[-80:]
     command = command.replace(" ... ", " ").removesuffix(" ...")
@@ -119,22 +119,22 @@ def shortened(command: str) -> str:
         request = parse_request(rest[1:], STAGES).request
         stages = without_unchosen(STAGES, request.step, ())
         sections = {stage.section for stage in side_by_side(stages, request.method)}
-        few = [word for section in sections for word in FEW_STEPS.get(section, [])]
-        few = [] if "--dry-run" in rest else few
-        fresh = [] if "--output-dir" in rest else ["--output-dir", name]
+        few_steps = [word for section in sections for word in FEW_STEPS.get(section, [])]
+        few_steps = [] if "--dry-run" in rest else few_steps
+        output = [] if "--output-dir" in rest else ["--output-dir", name]
     else:
-        few, fresh = FEW_STEPS.get(" ".join([program, *rest[:2]]), []), []
-    return f"{command} {shlex.join([*few, *fresh])}"
+        few_steps, output = FEW_STEPS.get(" ".join([program, *rest[:2]]), []), []
+    return f"{command} {shlex.join([*few_steps, *output])}"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory like a checkout, with a finished run in OUT."""
+    """A directory like a checkout, with a finished run in OUT and tiny models."""
     home = tmp_path_factory.mktemp("checkout")
     for name in ("train.py", "chat.py", "configs", "scripts"):
         (home / name).symlink_to(ROOT / name)
-    ended = run("python train.py --output-dir OUT --save-every 1 " + shlex.join(SHORT), home)
-    assert ended.returncode == 0, ended.stderr
+    result = run("python train.py --output-dir OUT --save-every 1 " + shlex.join(SHORT), home)
+    assert result.returncode == 0, result.stderr
     for name, text in FILES.items():
         (home / name).write_text(text)
     rows = [
@@ -149,10 +149,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = "prompt,response,label\n" + "".join(f"{n} + 1?,{n + 1},{n % 3}\n" for n in range(40))
     for name in ("rows.csv", "held_out.csv"):
         (home / name).write_text(table)
-    (written,) = re.findall(r"```python\n(# score\.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
-    (home / "score.py").write_text(written + CHECK)
-    solved = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
-    (home / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
+    (source,) = re.findall(r"```python\n(# score\.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
+    (home / "score.py").write_text(source + CHECK)
+    gsm8k = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    (home / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gsm8k))
     texts = "".join(json.dumps({"text": f"{n} + 1 is {n + 1}."}) + "\n" for n in range(40))
     (home / "corpus").mkdir()
     for name in ("corpus/a.jsonl", "code.jsonl"):
@@ -192,27 +192,27 @@ def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
-def test_short_commands_of_the_docs_run_as_they_stand(checkout: Path) -> None:
-    short = [command for command in listed() if is_short(command)]
+def test_short_documented_commands_run(checkout: Path) -> None:
+    commands = [command for command in all_commands() if runs_here(command)]
 
     failed = []
-    for command in short:
-        ended = run(shortened(command), checkout)
-        if ended.returncode != 0:
-            failed.append(f"{command}: {ended.returncode}\n{ended.stderr[-600:]}")
+    for command in commands:
+        result = run(shorten(command), checkout)
+        if result.returncode != 0:
+            failed.append(f"{command}: {result.returncode}\n{result.stderr[-600:]}")
 
     assert not failed, "\n".join(failed)
-    assert len(short) >= 20, short
+    assert len(commands) >= 20, commands
 
 
-def test_what_is_run_elsewhere_is_still_in_the_docs() -> None:
-    gone = [part for part in ELSEWHERE if not any(part in command for command in listed())]
+def test_commands_covered_elsewhere_are_still_documented() -> None:
+    stale = [part for part in ELSEWHERE if not any(part in command for command in all_commands())]
 
-    assert gone == []
+    assert stale == []
 
 
-def test_what_is_run_elsewhere_is_run_where_the_table_has_it() -> None:
-    named = [path for place in ELSEWHERE.values() for path in re.findall(r"tests/[\w./]+", place)]
+def test_tests_named_for_skipped_commands_exist() -> None:
+    paths = [path for reason in ELSEWHERE.values() for path in re.findall(r"tests/[\w./]+", reason)]
 
-    assert len(named) > 15
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []

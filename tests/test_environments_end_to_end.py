@@ -1,4 +1,4 @@
-"""Our environments as a user runs them: rows, one command, the report."""
+"""The documented environments, from a file of rows to the report with one command."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ SHORT = [
 """A run of seconds."""
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
+def read_rollout_metrics(directory: Path) -> list[dict[str, Any]]:
     text = (directory / "out" / "step3_ppo" / "metrics.jsonl").read_text()
     return [line for line in map(json.loads, text.splitlines()) if "turns" in line]
 
@@ -28,7 +28,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     [("false", ("game.py:GuessingGame",)), ("true", ("calculator", "--reward", "math"))],
     ids=("game", "calculator"),
 )
-def test_an_example_runs_from_its_rows_to_the_report(
+def test_documented_environment_runs_from_rows_to_report(
     tmp_path: Path, calculator: str, options: tuple[str, ...]
 ) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
@@ -38,15 +38,15 @@ def test_an_example_runs_from_its_rows_to_the_report(
     assert written.returncode == 0, written.stderr
 
     command = (str(ROOT / "train.py"), "--method", "grpo", "--environment", *options)
-    done = run_command(*command, *SHORT, cwd=tmp_path)
+    result = run_command(*command, *SHORT, cwd=tmp_path)
 
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     out = tmp_path / "out"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"].keys() == {"step1_sft", "step3_ppo"}
     assert {"reward_before", "reward_after"} <= summary["steps"]["step3_ppo"]["eval"].keys()
-    assert len(lines(tmp_path)) == 2
-    for line in lines(tmp_path):
+    assert len(read_rollout_metrics(tmp_path)) == 2
+    for line in read_rollout_metrics(tmp_path):
         assert line["reward_failures"] == 0.0
         assert line["ended_by_failure"] == 0.0
         assert line["turns"] > 1.0 or calculator == "true"

@@ -53,7 +53,7 @@ INFERENCE_LAYERS = (
     {"hybrid_engine", "conversation", "responses"},
     {"chat", "serve"},
 )
-"""The same of `inference`."""
+"""The layers of `inference`."""
 
 PROGRAMS = {
     *("inference/generate.py", "pipeline/data/inspect.py"),
@@ -62,7 +62,7 @@ PROGRAMS = {
 """Run by `python -m`, as every `__main__.py` is: they import anything, and nothing imports them."""
 
 
-def modules(file: Path) -> Iterator[str]:
+def find_imports(file: Path) -> Iterator[str]:
     """The modules that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -74,9 +74,9 @@ def modules(file: Path) -> Iterator[str]:
             )
 
 
-def imported(file: Path) -> Iterator[str]:
-    """First words of the modules that a file imports."""
-    return (module.partition(".")[0] for module in modules(file))
+def imported_packages(file: Path) -> Iterator[str]:
+    """The top-level packages that a file imports."""
+    return (module.partition(".")[0] for module in find_imports(file))
 
 
 def subpackage(module: str) -> str:
@@ -96,69 +96,69 @@ def module_files() -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_imports_point_one_way(package: str) -> None:
+def test_packages_import_only_packages_below_them(package: str) -> None:
     files = sorted((ROOT / package).rglob("*.py")) or [ROOT / f"{package}.py"]
-    wrong = {
+    violations = {
         f"{file.relative_to(ROOT)} imports {name}"
         for file in files
-        for name in imported(file)
+        for name in imported_packages(file)
         if name in OURS - MAY_IMPORT[package]
     }
 
-    assert not wrong
+    assert not violations
 
 
 @pytest.mark.parametrize(
     ("package", "layers"), [("pipeline", LAYERS), ("inference", INFERENCE_LAYERS)]
 )
-def test_subpackages_import_lower_layers_alone(package: str, layers: tuple[set[str], ...]) -> None:
-    """So that no two subpackages depend on each other, even indirectly."""
+def test_subpackages_import_only_lower_layers(package: str, layers: tuple[set[str], ...]) -> None:
+    """No two subpackages then depend on each other, even indirectly."""
     layer = {name: number for number, names in enumerate(layers) for name in names}
-    wrong: set[str] = set()
+    violations: set[str] = set()
     for file in sorted((ROOT / package).rglob("*.py")):
         path = file.relative_to(ROOT)
-        own_version = path == Path(package, "__init__.py")
-        if file.name == "__main__.py" or str(path) in PROGRAMS or own_version:
+        is_version = path == Path(package, "__init__.py")
+        if file.name == "__main__.py" or str(path) in PROGRAMS or is_version:
             continue
-        own = path.parts[1].removesuffix(".py")
-        for module in modules(file):
-            if not module.startswith(f"{package}.") or subpackage(module) in (own, "__version__"):
+        this = path.parts[1].removesuffix(".py")
+        for module in find_imports(file):
+            if not module.startswith(f"{package}.") or subpackage(module) in (this, "__version__"):
                 continue
-            if layer[subpackage(module)] >= layer[own]:
-                wrong.add(f"{path} imports {module}")
+            if layer[subpackage(module)] >= layer[this]:
+                violations.add(f"{path} imports {module}")
 
-    assert not wrong, "\n".join(sorted(wrong))
+    assert not violations, "\n".join(sorted(violations))
 
 
-def test_the_architecture_page_shows_these_layers_and_names_files_that_exist() -> None:
+def test_architecture_page_shows_the_layers_and_names_existing_files() -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    shown = page.partition("## Layers")[2].split("```")[1].splitlines()
-    rows = [set(line[12:].split()) for line in shown]
-    named = re.findall(r"`((?:[a-z]+|step[0-3]_[a-z]+)/[\w./]+)`", page)
+    lines = page.partition("## Layers")[2].split("```")[1].splitlines()
+    rows = [set(line[12:].split()) for line in lines]
+    paths = re.findall(r"`((?:[a-z]+|step[0-3]_[a-z]+)/[\w./]+)`", page)
 
     assert rows[-len(LAYERS) - len(INFERENCE_LAYERS) :] == [*INFERENCE_LAYERS[::-1], *LAYERS[::-1]]
-    assert len(named) > 50
-    assert not [name for name in named if not (ROOT / name).exists()]
+    assert len(paths) > 50
+    assert not [name for name in paths if not (ROOT / name).exists()]
 
 
-def test_there_are_no_circular_imports() -> None:
+def test_modules_have_no_circular_imports() -> None:
     """Imports within functions count."""
     names = module_files()
-    graph = {name: names.keys() & set(modules(file)) for name, file in names.items()}
+    graph = {name: names.keys() & set(find_imports(file)) for name, file in names.items()}
 
     assert sum(map(len, graph.values())) > 1000
     TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("folder", ["pipeline.models", "pipeline.engine", "pipeline.data"])
-def test_folders_and_files_of_a_subpackage_do_not_import_in_a_circle(folder: str) -> None:
+def test_folders_of_a_subpackage_have_no_circular_imports(folder: str) -> None:
     """A folder counts as one: no file of it imports a file that imports another file of it."""
     names = {name: file for name, file in module_files().items() if name.startswith(f"{folder}.")}
-    parts = {name: name.removeprefix(f"{folder}.").split(".")[0] for name in names}
+    children = {name: name.removeprefix(f"{folder}.").split(".")[0] for name in names}
     graph = dict[str, set[str]]()
     for name, file in names.items():
-        imports = {parts[module] for module in modules(file) if module in names}
-        graph.setdefault(parts[name], set()).update(imports - {parts[name]})
+        imports = {children[module] for module in find_imports(file) if module in names}
+        graph.setdefault(children[name], set()).update(imports - {children[name]})
 
     assert len(graph) > 4
     TopologicalSorter(graph).prepare()
@@ -166,40 +166,40 @@ def test_folders_and_files_of_a_subpackage_do_not_import_in_a_circle(folder: str
 
 def test_pipeline_does_not_name_the_steps() -> None:
     """A step describes itself by `StepConfig.workload` and `Stage`."""
-    # They name packages, the splits of sets on the Hub, or the settings for others' options.
-    lists = {"pipeline/system/installation.py", "pipeline/data/rows/sources.py"}
-    lists |= {"pipeline/settings/deepspeed_chat.py"}
+    # They name packages, splits of Hub datasets, or the settings of DeepSpeed-Chat's options.
+    exceptions = {"pipeline/system/installation.py", "pipeline/data/rows/sources.py"}
+    exceptions |= {"pipeline/settings/deepspeed_chat.py"}
     names = STEPS | {"ppo", "step1", "step2", "step3"}
-    found = {
+    violations = {
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sorted((ROOT / "pipeline").rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in names
-        if str(file.relative_to(ROOT)) not in lists
+        if str(file.relative_to(ROOT)) not in exceptions
     }
 
-    assert not found
+    assert not violations
 
 
 @pytest.mark.jobs
-def test_no_module_imports_a_program() -> None:
+def test_no_module_imports_a_command() -> None:
     programs = {path.removesuffix(".py").replace("/", ".") for path in PROGRAMS}
     files = [file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")]
 
     assert not [
         file
         for file in files
-        for module in modules(file)
+        for module in find_imports(file)
         if module in programs or module.endswith(".__main__")
     ]
 
 
-def test_nothing_but_the_tests_imports_the_tests() -> None:
+def test_only_tests_import_tests() -> None:
     files = [ROOT / "train.py", ROOT / "chat.py"]
     packages = (*MAY_IMPORT, "benchmarks", "scripts")
     files += [file for package in packages for file in (ROOT / package).rglob("*.py")]
 
-    assert not [file for file in files if "tests" in imported(file)]
+    assert not [file for file in files if "tests" in imported_packages(file)]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
         "pipeline.export.command",
     ],
 )
-def test_settings_and_train_import_nothing_heavy(module: str) -> None:
+def test_config_modules_import_no_heavy_packages(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
 
     loaded = subprocess.run(

@@ -1,4 +1,4 @@
-"""The program of docs/engine.md, as a user copies it, against a plain PyTorch loop."""
+"""The program of docs/engine.md trains as a plain PyTorch loop does."""
 
 import re
 from pathlib import Path
@@ -21,10 +21,10 @@ STEPS = 7
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's program, a model and a text file."""
     directory = tmp_path_factory.mktemp("home")
-    (program,) = re.findall(r"```python\n# finetune\.py.*?\n(.*?)```", PAGE, re.DOTALL)
+    (program,) = re.findall(r"```python\n# run_finetune\.py.*?\n(.*?)```", PAGE, re.DOTALL)
     (directory / "finetune.py").write_text(program)
     (directory / "texts.txt").write_text("\n".join(LINES))
     tokenizer = byte_level(bos=True)
@@ -33,18 +33,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def finetune(home: Path, out: str, *, stage: int, steps: int) -> str:
+def run_finetune(program_dir: Path, out: str, *, stage: int, steps: int) -> str:
     """Standard output of the program on two processes."""
     command = ("finetune.py", "model", "texts.txt", out, str(stage), str(steps))
-    first, second = run_together([command] * 2, cwd=home, as_job=True)
+    first, second = run_together([command] * 2, cwd=program_dir, as_job=True)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     return first.stdout + second.stdout
 
 
-def trained_by_pytorch(home: Path) -> dict[str, Tensor]:
-    """Weights after AdamW on two lines a step, without decay of one-dimensional weights."""
-    tokenizer = AutoTokenizer.from_pretrained(home / "model")
-    model = AutoModelForCausalLM.from_pretrained(home / "model")
+def train_with_pytorch(program_dir: Path) -> dict[str, Tensor]:
+    """Weights after AdamW on two lines per step, without decay of one-dimensional weights."""
+    tokenizer = AutoTokenizer.from_pretrained(program_dir / "model")
+    model = AutoModelForCausalLM.from_pretrained(program_dir / "model")
     matrices = [param for param in model.parameters() if param.ndim > 1]
     vectors = [param for param in model.parameters() if param.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -60,54 +60,54 @@ def trained_by_pytorch(home: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.jobs
-def test_the_page_trains_as_pytorch_does_and_resumes_at_another_stage(home: Path) -> None:
-    assert "step 5 loss" in finetune(home, "out", stage=0, steps=5)
-    assert finetune(home, "out", stage=3, steps=STEPS).startswith("step 6 loss")
+def test_documented_program_matches_pytorch_and_resumes_at_another_stage(program_dir: Path) -> None:
+    assert "step 5 loss" in run_finetune(program_dir, "out", stage=0, steps=5)
+    assert run_finetune(program_dir, "out", stage=3, steps=STEPS).startswith("step 6 loss")
 
-    trained = load_file(home / "out" / "model.safetensors")
-    for name, weight in trained_by_pytorch(home).items():
+    trained = load_file(program_dir / "out" / "model.safetensors")
+    for name, weight in train_with_pytorch(program_dir).items():
         torch.testing.assert_close(trained[name], weight, rtol=0, atol=2e-6, msg=name)
 
 
-def train(engine: Engine) -> None:
+def train_step(engine: Engine) -> None:
     engine.backward(engine(torch.ones(1, 16)).square().mean())
     engine.step()
 
 
-def test_a_checkpoint_restores_weights_moments_progress_and_random_state(tmp_path: Path) -> None:
+def test_checkpoint_restores_weights_moments_progress_and_random_state(tmp_path: Path) -> None:
     engine, resumed = (Engine(torch.nn.Linear(16, 16), optim={"lr": 0.1}) for _ in range(2))
-    train(engine)
+    train_step(engine)
     assert engine.resume(tmp_path / "new") is None
     engine.save(tmp_path, {"epoch": 3})
-    drawn = torch.rand(1)
-    train(engine)
+    expected = torch.rand(1)
+    train_step(engine)
 
     assert resumed.resume(tmp_path) == {"epoch": 3}
-    assert torch.rand(1) == drawn
-    train(resumed)
-    assert torch.equal(*(each.model.state_dict()["weight"] for each in (resumed, engine)))
+    assert torch.rand(1) == expected
+    train_step(resumed)
+    assert torch.equal(*(engine.model.state_dict()["weight"] for engine in (resumed, engine)))
 
 
-def test_frozen_weights_are_restored(tmp_path: Path) -> None:
-    def engine() -> Engine:
+def test_checkpoint_restores_frozen_weights(tmp_path: Path) -> None:
+    def make_engine() -> Engine:
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
         model[0].requires_grad_(False)
         return Engine(model)
 
-    first, second = engine(), engine()
+    first, second = make_engine(), make_engine()
     first.save(tmp_path)
     first.save(tmp_path)
     second.resume(tmp_path)
-    assert torch.equal(*(each.model.state_dict()["0.weight"] for each in (first, second)))
+    assert torch.equal(*(engine.model.state_dict()["0.weight"] for engine in (first, second)))
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     Engine(torch.nn.Linear(16, 16)).save(tmp_path)
     with pytest.raises(CheckpointError, match=r"trained bias of shape \[16\]"):
         Engine(torch.nn.Linear(8, 8)).resume(tmp_path)
 
 
-def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_settings_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"optim\.lrr in Engine.*did you mean optim\.lr"):
         Engine(torch.nn.Linear(2, 2), optim={"lrr": 1})
     with pytest.raises(ConfigError, match="needs total_steps"):

@@ -1,4 +1,4 @@
-"""Settings of the steps and commands: the last accepted values, and the first refused ones."""
+"""Limits of settings: values just inside are accepted, values just outside are rejected."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from step3_ppo.reward_settings import read_reward_options
 from step3_preference.config import GuardConfig, PreferenceConfig
 
 COUNT = ((1,), (0,))
-ABOVE = ((1e-9,), (0.0,))
-NOT_BELOW = ((0,), (-1,))
-SHARE = ((0.0, 1.0), (-1e-9, 1.001))
+POSITIVE = ((1e-9,), (0.0,))
+NON_NEGATIVE = ((0,), (-1,))
+FRACTION = ((0.0, 1.0), (-1e-9, 1.001))
 OR_NULL = ((1, None), (0,))
 
 OVERLONG = {"max_new_tokens": 8, "missing_eos_score": None}
@@ -48,19 +48,19 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (PPOConfig, {}, "group_size generation_batch_size max_prompt_length max_new_tokens", COUNT),
     (PPOConfig, {}, "inference_tp_size ppo_epochs kl_horizon samples_every max_turns", COUNT),
     (PPOConfig, {}, "reward_timeout reward_workers temperature", COUNT),
-    (PPOConfig, {}, "gamma lam max_reward_failures", SHARE),
+    (PPOConfig, {}, "gamma lam max_reward_failures", FRACTION),
     (PPOConfig, {}, "clip_high value_clip score_clip kl_target target_kl", OR_NULL),
     (PPOConfig, {}, "kl_coef correction_threshold", ((0.0,), (-1e-9,))),
-    (PPOConfig, {}, "dynamic_sampling", NOT_BELOW),
+    (PPOConfig, {}, "dynamic_sampling", NON_NEGATIVE),
     (PPOConfig, {}, "clip ema_decay", ((1e-9, 0.999), (0.0, 1.0))),
     (PPOConfig, {}, "dual_clip", ((1.001, None), (1.0,))),
     (PPOConfig, {}, "correction_cap", ((1.0,), (0.999,))),
     (PPOConfig, {"batch_size": 1}, "rollout_size", ((2,), (1, 0))),
     (PPOConfig, {"rollout_size": 8}, "batch_size", ((8,), (9,))),
     (PPOConfig, OVERLONG, "overlong_buffer", ((0, 8), (-1, 9))),
-    (PreferenceConfig, {}, "beta temperature", ABOVE),
+    (PreferenceConfig, {}, "beta temperature", POSITIVE),
     (PreferenceConfig, {}, "max_prompt_length max_new_tokens", COUNT),
-    (PreferenceConfig, {}, "gamma nll_coef eval_prompts", NOT_BELOW),
+    (PreferenceConfig, {}, "gamma nll_coef eval_prompts", NON_NEGATIVE),
     (PreferenceConfig, {}, "label_smoothing", ((0.0, 0.49), (-1e-9, 0.5))),
     (PreferenceConfig, {}, "patience", OR_NULL),
     (PreferenceConfig, {}, "shares", (((1,),), ((),))),
@@ -70,20 +70,20 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (GenerateConfig, GENERATE, "temperature", ((0.0,), (-1e-9,))),
     (SamplingOptions, {}, "top_p", ((1e-9, 1.0), (0.0, 1.001))),
     (SamplingOptions, {}, "top_k", OR_NULL),
-    (SamplingOptions, {}, "min_p", SHARE),
-    (SamplingOptions, {}, "repetition_penalty", ABOVE),
+    (SamplingOptions, {}, "min_p", FRACTION),
+    (SamplingOptions, {}, "repetition_penalty", POSITIVE),
     (GenerateConfig, GENERATE, "samples batch_size", COUNT),
     (GenerateConfig, GENERATE, "cache_gib", ((1e-9, None), (0.0,))),
     (GenerateConfig, GENERATE, "stop", (((), ("a",)), (("a", ""),))),
     (GenerateConfig, GENERATE, "prompts out", ((Path("it"),), (Path(),))),
     (ServeConfig, SERVE, "port", ((0, 65535), (-1, 65536))),
     (ServeConfig, SERVE, "slots context prefill_chunk", OR_NULL),
-    (ServeConfig, SERVE, "cache_gib queue_seconds request_seconds", ABOVE),
-    (ServeConfig, SERVE, "idle_seconds max_body_mib", ABOVE),
+    (ServeConfig, SERVE, "cache_gib queue_seconds request_seconds", POSITIVE),
+    (ServeConfig, SERVE, "idle_seconds max_body_mib", POSITIVE),
     (ServeConfig, SERVE, "queue max_tokens_default max_n", COUNT),
     (ServeConfig, SERVE, "drain_seconds", ((0.0,), (-1e-9,))),
     (ServeConfig, SERVE, "cors", ((("http://a:1",), ("https://b",)), (("a//b",), ("http://a/b",)))),
-    (InspectConfig, {}, "rows", NOT_BELOW),
+    (InspectConfig, {}, "rows", NON_NEGATIVE),
 ]
 
 BUFFER = {"overlong_buffer": 4.0}
@@ -142,34 +142,34 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "base", "name", "accepted", "refused"), CASES)
-def test_values_are_accepted_up_to_their_limits(
-    kind: type, base: dict[str, Any], name: str, accepted: tuple[Any, ...], refused: tuple[Any, ...]
+@pytest.mark.parametrize(("cls", "base", "name", "valid", "invalid"), CASES)
+def test_settings_are_accepted_up_to_their_limits(
+    cls: type, base: dict[str, Any], name: str, valid: tuple[Any, ...], invalid: tuple[Any, ...]
 ) -> None:
-    for value in accepted:
-        assert getattr(kind(**{**base, name: value}), name) == value
-    for value in refused:
+    for value in valid:
+        assert getattr(cls(**{**base, name: value}), name) == value
+    for value in invalid:
         with pytest.raises(ConfigError, match=name.replace("_", "[_-]")):
-            kind(**{**base, name: value})
+            cls(**{**base, name: value})
 
 
-@pytest.mark.parametrize(("kind", "settings", "named"), CONTRADICTIONS)
-def test_contradictory_settings_are_refused(
-    kind: type, settings: dict[str, Any], named: str
+@pytest.mark.parametrize(("cls", "settings", "message"), CONTRADICTIONS)
+def test_contradictory_settings_are_rejected(
+    cls: type, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
-        kind(**settings)
+    with pytest.raises(ConfigError, match=message):
+        cls(**settings)
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
         ([("reward_function", [])], "--reward-function needs at least one value"),
         ([("reward_function", ["score.txt:check"])], "--reward-function score.txt:check"),
     ],
 )
-def test_short_options_of_rewards_are_refused_where_they_name_no_source(
-    options: list[tuple[str, list[str]]], named: str
+def test_reward_options_that_name_no_source_are_rejected(
+    options: list[tuple[str, list[str]]], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         read_reward_options(options)

@@ -1,4 +1,4 @@
-"""Several methods as a user runs them: one command, a directory each, one comparison."""
+"""Several methods in one command: a directory per method and one comparison."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
 from tests.commands import run_command
 from tests.step3_ppo.toy import save_models
-from tests.test_resume import metrics
+from tests.test_resume import read_metrics
 
 STEP3 = [
     *("--config", "embedded.yaml", "--data-path", "embedded", "--step", "3", "--plan", "off"),
@@ -24,16 +24,16 @@ STEP3 = [
 """Three iterations of step 3 in seconds; they move so far that there is a KL."""
 
 
-def run(out: Path, *options: str) -> CompletedProcess[str]:
+def run_train(out: Path, *options: str) -> CompletedProcess[str]:
     return run_command("train.py", "--output-dir", str(out), *options)
 
 
-def weights(directory: Path) -> bytes:
+def read_weights(directory: Path) -> bytes:
     return (directory / "actor" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.faults
-def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> None:
+def test_methods_of_one_run_are_compared_and_match_separate_runs(tmp_path: Path) -> None:
     save_models(tmp_path)
     paths = {"actor": "actor", "critic": "reward", "reward": "reward"}
     models = [
@@ -43,7 +43,7 @@ def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> Non
     ]
     out = tmp_path / "out"
 
-    both = run(out, "--method", "ppo", "rloo", *STEP3, *models)
+    both = run_train(out, "--method", "ppo", "rloo", *STEP3, *models)
 
     assert both.returncode == 0, both.stderr
     assert json.loads((out / "summary.json").read_text())["steps"].keys() == {
@@ -58,14 +58,14 @@ def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> Non
     samples = json.loads((out / "step3_rloo" / "samples.json").read_text())
     assert list(samples["rows"][0]["answers"]) == ["start", "step3_rloo"]
 
-    before = (weights(out / "step3_rloo"), metrics(out / "step3_rloo"))
-    more = run(out, "--method", "ppo", "rloo", "raft", *STEP3, *models, "--resume")
+    before = (read_weights(out / "step3_rloo"), read_metrics(out / "step3_rloo"))
+    resumed = run_train(out, "--method", "ppo", "rloo", "raft", *STEP3, *models, "--resume")
 
-    assert more.returncode == 0, more.stderr
-    assert "(ppo): already finished\nskipping step 3 (rloo): already finished" in more.stdout
-    assert "\nRAFT " in more.stdout
-    assert (weights(out / "step3_rloo"), metrics(out / "step3_rloo")) == before
+    assert resumed.returncode == 0, resumed.stderr
+    assert "(ppo): already finished\nskipping step 3 (rloo): already finished" in resumed.stdout
+    assert "\nRAFT " in resumed.stdout
+    assert (read_weights(out / "step3_rloo"), read_metrics(out / "step3_rloo")) == before
 
     config = parse_step(PPOConfig, ["--config", str(out / "step3_rloo" / "config.yaml")])
     train(replace(config, output_dir=tmp_path / "alone"))
-    assert (weights(tmp_path / "alone"), metrics(tmp_path / "alone")) == before
+    assert (read_weights(tmp_path / "alone"), read_metrics(tmp_path / "alone")) == before

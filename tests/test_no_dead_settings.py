@@ -33,22 +33,22 @@ CONFIG_MODULES = (
 NOT_SETTINGS = {"Stage", "CommandLine"}
 
 
-def settings() -> Iterator[str]:
+def setting_names() -> Iterator[str]:
     """`Class.field` for every dataclass that the config modules define."""
     for module in map(importlib.import_module, CONFIG_MODULES):
         for name, value in vars(module).items():
-            own = isinstance(value, type) and value.__module__.startswith(module.__name__)
-            if own and is_dataclass(value) and name not in NOT_SETTINGS:
+            is_local = isinstance(value, type) and value.__module__.startswith(module.__name__)
+            if is_local and is_dataclass(value) and name not in NOT_SETTINGS:
                 yield from (f"{name}.{field.name}" for field in fields(value))
 
 
-def attributes_read() -> set[str]:
-    """Names after a dot, in getattr, and of options in the tables of the steps' settings.
+def names_read() -> set[str]:
+    """Names read as attributes, by getattr, or as options in the tables of the steps' settings.
 
     The checks of the settings themselves don't count.
     """
     classes = [stage.config_class for stage in STAGES]
-    tables = [table for each in classes for table in (each.OPTIONS, each.RUN_OPTIONS)]
+    tables = [table for cls in classes for table in (cls.OPTIONS, cls.RUN_OPTIONS)]
     names = {option for table in tables for option in table}
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     for file in [*files, ROOT / "train.py", ROOT / "chat.py"]:
@@ -70,8 +70,8 @@ def attributes_read() -> set[str]:
 
 
 def test_every_setting_is_read() -> None:
-    read = attributes_read()
+    read = names_read()
 
-    dead = {setting for setting in settings() if setting.split(".")[1] not in read}
+    dead = {setting for setting in setting_names() if setting.split(".")[1] not in read}
 
     assert not dead

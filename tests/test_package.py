@@ -18,18 +18,18 @@ sft: {max_steps: 2, data: {max_eval_rows: 8}}
 reward: {max_steps: 2, data: {max_eval_rows: 8}}
 ppo: {max_steps: 1, rollout_size: 8, batch_size: 8, data: {max_eval_rows: 8}}
 """
-"""A run of seconds, over the embedded default's settings."""
+"""Settings that shorten the embedded default to seconds."""
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of commands of an environment that has the wheel, and what it depends on."""
+def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` directory of an environment with the wheel and its dependencies."""
     directory = tmp_path_factory.mktemp("installed")
-    # From a copy without its history: what is built must not hang on it.
+    # Built from a copy without git history, on which the result must not depend.
     source = directory / "source"
-    tracked = ("pipeline", "inference", "rewards", "evaluation", "rlhf_pipeline", "configs")
+    package_names = ("pipeline", "inference", "rewards", "evaluation", "rlhf_pipeline", "configs")
     steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
-    for name in (*tracked, *steps):
+    for name in (*package_names, *steps):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "docs").mkdir()
     files = ("train.py", "chat.py", "pyproject.toml", "README.md", "LICENSE")
@@ -43,8 +43,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = directory / "venv"
     venv.create(environment, with_pip=False)
     (packages,) = environment.glob("lib/python*/site-packages")
-    own = sysconfig.get_paths()["purelib"]
-    (packages / "dependencies.pth").write_text(f"{own}\n")  # without the .pth files of `own`
+    site = sysconfig.get_paths()["purelib"]
+    (packages / "dependencies.pth").write_text(f"{site}\n")  # without the .pth files of `site`
     (wheel,) = directory.glob("rlhf_pipeline-*.whl")
     commands = environment / "bin"
     install = ("--python", str(commands / "python"), "install", "--no-deps", "--no-index")
@@ -53,7 +53,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command in `cwd`, in an environment that knows no checkout."""
+    """Run a command in `cwd`, in an environment that doesn't refer to the checkout."""
     unwanted = {"PYTHONPATH", "RANK", "VIRTUAL_ENV"}
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     return subprocess.run(
@@ -62,47 +62,45 @@ def run(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.jobs
-def test_the_installed_commands_run_the_three_steps_and_chat(
-    installed: Path, tmp_path: Path
-) -> None:
-    # A user's own modules in the directory where the command is started are not ours.
+def test_installed_commands_run_the_three_steps_and_generate(bin_dir: Path, tmp_path: Path) -> None:
+    # A user's own modules in the working directory must not shadow ours.
     for name in ("pipeline", "inference", "step1_sft"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('this is the user own')\n")
-    (tmp_path / "train.py").write_text("raise ImportError('this is the user own')\n")
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('a user module')\n")
+    (tmp_path / "train.py").write_text("raise ImportError('a user module')\n")
     (tmp_path / "short.yaml").write_text(SHORT)
 
-    ended = run(tmp_path, installed / "rlhf", "--config", "short.yaml", "--output-dir", "x")
+    trained = run(tmp_path, bin_dir / "rlhf", "--config", "short.yaml", "--output-dir", "x")
 
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert trained.returncode == 0, trained.stderr[-2000:]
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert set(summary["steps"]) == {"step1_sft", "step2_reward", "step3_ppo"}
-    assert "rlhf-chat --path x/step3_ppo/actor" in ended.stdout
+    assert "rlhf-chat --path x/step3_ppo/actor" in trained.stdout
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is 2 plus 2?"}\n')
-    words = ("--path", "x/step3_ppo/actor", "--prompts", prompts, "--out", "answers.jsonl")
-    answered = run(
-        tmp_path, installed / "python", "-P", "-m", "rlhf_pipeline", "inference.generate", *words
+    args = ("--path", "x/step3_ppo/actor", "--prompts", prompts, "--out", "answers.jsonl")
+    generated = run(
+        tmp_path, bin_dir / "python", "-P", "-m", "rlhf_pipeline", "inference.generate", *args
     )
-    assert answered.returncode == 0, answered.stderr[-2000:]
-    refused = run(tmp_path, installed / "rlhf-serve", "--run", "x", "--slots", "0")
+    assert generated.returncode == 0, generated.stderr[-2000:]
+    refused = run(tmp_path, bin_dir / "rlhf-serve", "--run", "x", "--slots", "0")
     assert (refused.returncode, refused.stderr) == (2, "error: --slots must be above 0, got 0\n")
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
 
 
-def test_rewards_are_tried_with_an_installed_package(installed: Path, tmp_path: Path) -> None:
-    """Also where the user's own file has the name of one of ours."""
+def test_installed_package_tries_rewards_on_rows(bin_dir: Path, tmp_path: Path) -> None:
+    """Also if the user's file is named like one of our packages."""
     (tmp_path / "rewards.py").write_text("def score(episodes): return [1.0 for _ in episodes]")
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    words = ("--reward", "math", "rewards.py:score", "--data-path", "rows.jsonl")
+    args = ("--reward", "math", "rewards.py:score", "--data-path", "rows.jsonl")
 
-    done = run(tmp_path, installed / "python", "-P", "-m", "rlhf_pipeline", "rewards", *words)
+    result = run(tmp_path, bin_dir / "python", "-P", "-m", "rlhf_pipeline", "rewards", *args)
 
-    assert done.returncode == 0, done.stderr
-    assert "score    100.0%" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "score    100.0%" in result.stdout
 
 
-def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) -> None:
+def test_wheel_makes_only_one_package_importable(bin_dir: Path, tmp_path: Path) -> None:
     steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
     names = ("pipeline", "inference", "rewards", "evaluation", "train", "chat", *steps)
     program = (
@@ -112,14 +110,14 @@ def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) 
         "import pipeline.config; print(pipeline.config.__file__)"
     )
 
-    ended = run(tmp_path, installed / "python", "-c", program)
+    result = run(tmp_path, bin_dir / "python", "-c", program)
 
-    nothing, config = ended.stdout.splitlines()
-    assert nothing == "[]"
+    importable, config = result.stdout.splitlines()
+    assert importable == "[]"
     assert config.endswith("site-packages/rlhf_pipeline/pipeline/config/__init__.py")
 
 
-def test_another_program_uses_the_engine(installed: Path, tmp_path: Path) -> None:
+def test_installed_engine_trains_in_another_program(bin_dir: Path, tmp_path: Path) -> None:
     """Its own modules may have the names of ours, except `pipeline`."""
     (tmp_path / "train.py").write_text("rate = 0.5")
     program = (
@@ -127,65 +125,63 @@ def test_another_program_uses_the_engine(installed: Path, tmp_path: Path) -> Non
         "engine = Engine(torch.nn.Linear(4, 4), optim={'lr': train.rate})\n"
         "engine.backward(engine(torch.ones(1, 4)).sum()); print(engine.step().lr)"
     )
-    assert run(tmp_path, installed / "python", "-c", program).stdout == "0.5\n"
+    assert run(tmp_path, bin_dir / "python", "-c", program).stdout == "0.5\n"
 
     (tmp_path / "pipeline.py").touch()
-    hidden = run(tmp_path, installed / "python", "-c", program).stderr
+    hidden = run(tmp_path, bin_dir / "python", "-c", program).stderr
     assert f"ImportError: rename {tmp_path}/pipeline.py, which shadows" in hidden
 
 
-def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -> None:
+def test_wheel_contains_kernel_sources_and_page_files(bin_dir: Path) -> None:
     sources = {
         file.relative_to(ROOT)
         for kind in ("cpp", "cu", "cuh", "h", "js", "css", "html")
         for package in ("pipeline", "inference")
         for file in (ROOT / package).rglob(f"*.{kind}")
     }
-    (package,) = installed.parent.glob("lib/python*/site-packages/rlhf_pipeline")
+    (package,) = bin_dir.parent.glob("lib/python*/site-packages/rlhf_pipeline")
 
     assert Path("pipeline/kernels/include/prelude.cuh") in sources
     assert Path("inference/serve/page/index.html") in sources
     page = Path("docs/deepspeed_chat.md")  # messages quote its table
-    assert not {each for each in (*sources, page) if not (package / each).exists()}
+    assert not {path for path in (*sources, page) if not (package / path).exists()}
 
 
-def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: Path) -> None:
+def test_installed_command_finds_presets_by_name(bin_dir: Path, tmp_path: Path) -> None:
     for preset in ("opt-1.3b.yaml", "configs/opt-1.3b.yaml"):
-        words = ("--config", preset, "--output_dir", "x", "--print_config")
-        ended = run(
-            tmp_path, installed / "python", "-m", "rlhf_pipeline", "step1_sft.train", *words
-        )
+        args = ("--config", preset, "--output_dir", "x", "--print_config")
+        result = run(tmp_path, bin_dir / "python", "-m", "rlhf_pipeline", "step1_sft.train", *args)
 
-        assert ended.returncode == 0, ended.stderr
-        assert "path: facebook/opt-1.3b" in ended.stdout
+        assert result.returncode == 0, result.stderr
+        assert "path: facebook/opt-1.3b" in result.stdout
 
 
-def test_scripts_find_the_environment_that_the_demo_made(tmp_path: Path) -> None:
+def test_scripts_find_the_environment_created_by_the_demo(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "python.sh"
     (tmp_path / "scripts").mkdir()
     shutil.copy(script, tmp_path / "scripts")
-    bare = tmp_path / "bin"  # a machine whose own python3 has no package
-    bare.mkdir()
+    system_bin = tmp_path / "bin"  # the system's python3 has no packages
+    system_bin.mkdir()
     for name in ("python3", "python"):
-        (bare / name).write_text("#!/bin/sh\nexit 1\n")
-        (bare / name).chmod(0o755)
-    ask = f"ROOT={tmp_path}; source {tmp_path}/scripts/python.sh; echo $PYTHON"
+        (system_bin / name).write_text("#!/bin/sh\nexit 1\n")
+        (system_bin / name).chmod(0o755)
+    script_line = f"ROOT={tmp_path}; source {tmp_path}/scripts/python.sh; echo $PYTHON"
 
-    def said() -> subprocess.CompletedProcess[str]:
+    def run_script() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [shutil.which("bash") or "bash", "-c", ask],
-            env={"PATH": str(bare)},
+            [shutil.which("bash") or "bash", "-c", script_line],
+            env={"PATH": str(system_bin)},
             capture_output=True,
             text=True,
             check=False,
         )
 
-    without = said()
-    made = tmp_path / ".venv" / "bin"
-    made.mkdir(parents=True)
-    (made / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (made / "python").chmod(0o755)
+    missing = run_script()
+    venv_bin = tmp_path / ".venv" / "bin"
+    venv_bin.mkdir(parents=True)
+    (venv_bin / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (venv_bin / "python").chmod(0o755)
 
-    assert without.returncode == 2
-    assert without.stderr.startswith("error: no Python here has the project's packages; run 'make")
-    assert said().stdout.strip() == f"{tmp_path}/.venv/bin/python"
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("error: no Python here has the project's packages; run 'make")
+    assert run_script().stdout.strip() == f"{tmp_path}/.venv/bin/python"

@@ -1,4 +1,4 @@
-"""Preference methods as a user runs them: one command, real processes, the promised files."""
+"""Preference methods as a user runs them: one command, real processes, the documented outputs."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.step3_ppo.toy import save_models
 from tests.step3_preference.toy import save_toy
-from tests.test_methods_end_to_end import STEP3, run
+from tests.test_methods_end_to_end import STEP3, run_train
 
 SHORT = [
     *("--preference.max_steps", "3", "--preference.eval_every", "1"),
@@ -18,14 +18,12 @@ SHORT = [
 ]
 
 
-def summary(out: Path) -> dict[str, Any]:
+def read_step_summaries(out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())["steps"]
 
 
 @pytest.mark.jobs
-def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward_model(
-    tmp_path: Path,
-) -> None:
+def test_dpo_and_ppo_are_compared_at_equal_kl_and_scored_by_both_judges(tmp_path: Path) -> None:
     save_models(tmp_path)
     paths = {"ppo.actor": "actor", "ppo.critic": "reward", "ppo.reward": "reward"}
     paths |= {"preference.model": "actor", "preference.reward": "reward"}
@@ -35,12 +33,12 @@ def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward
     rate = ("--preference.model.optim.lr", "1e-2", "--preference.keep_best", "false")
     out = tmp_path / "out"
 
-    both = run(out, "--method", "ppo", "dpo", *STEP3[:-2], *SHORT, *models, *rate)
+    both = run_train(out, "--method", "ppo", "dpo", *STEP3[:-2], *SHORT, *models, *rate)
 
     assert both.returncode == 0, both.stderr
-    assert summary(out).keys() == {"step3_ppo", "step3_dpo"}
+    assert read_step_summaries(out).keys() == {"step3_ppo", "step3_dpo"}
     assert "At equal KL of " in both.stdout
-    figures = summary(out)["step3_dpo"]["eval"]
+    figures = read_step_summaries(out)["step3_dpo"]["eval"]
     assert figures["judge"].keys() == {"start", "step3_dpo"}
     assert figures["kl"] > 0
     assert {"score_before", "score_after", "win_rate", "margin_after"} <= figures.keys()
@@ -50,9 +48,7 @@ def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward
 
 
 @pytest.mark.faults
-def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_done(
-    tmp_path: Path,
-) -> None:
+def test_kto_with_lora_runs_on_two_processes_and_resume_skips_it(tmp_path: Path) -> None:
     save_toy(tmp_path)
     out = tmp_path / "out"
     command = [
@@ -63,14 +59,14 @@ def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_
         *(*SHORT, "--preference.max_prompt_length", "48", "--max-length", "64"),
     ]
 
-    done = run(out, *command)
+    result = run_train(out, *command)
 
-    assert done.returncode == 0, done.stderr
-    figures = summary(out)["step3_kto"]["eval"]
+    assert result.returncode == 0, result.stderr
+    figures = read_step_summaries(out)["step3_kto"]["eval"]
     assert figures["win_rate"] is None  # no judge
     assert figures["pairs"] == 4  # rows held out
     assert (out / "step3_kto" / "actor" / "adapter" / "adapter_config.json").is_file()
     AutoModelForCausalLM.from_pretrained(out / "step3_kto" / "actor")
-    again = run(out, *command, "--resume")
-    assert again.returncode == 0, again.stderr
-    assert "skipping step 3: already finished" in again.stdout
+    resumed = run_train(out, *command, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "skipping step 3: already finished" in resumed.stdout

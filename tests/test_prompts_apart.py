@@ -1,7 +1,7 @@
-"""No step evaluates what any step of its run trained on, whatever differs between the steps.
+"""No step evaluates prompts that any step of its run trained on.
 
-The steps' own loading and records are checked against the texts of the files, hashed and compared
-here by code that shares nothing with them.
+The loaded rows and recorded hashes are compared with the files' texts, which are hashed
+here by independent code.
 """
 
 import hashlib
@@ -28,21 +28,21 @@ from tests.step3_ppo.toy import save_models
 NAMES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 
 
-def write(path: Path, name: str, count: int) -> str:
+def append_rows(path: Path, name: str, count: int) -> str:
     with path.open("a") as file:
         for n in range(count):
             row = {"prompt": f"{name} {n}", "chosen": "good", "rejected": "bad"}
-            file.write(json.dumps(row) + "\n")
+            file.append_rows(json.dumps(row) + "\n")
     return str(path)
 
 
 def hash_text(text: str) -> int:
-    """As docs/data.md has it."""
+    """Hash a prompt as docs/data.md specifies."""
     digest = hashlib.sha256(" ".join(text.split()).casefold().encode()).digest()
     return struct.unpack("<Q", digest[:8])[0]
 
 
-def recorded(directory: Path, name: str) -> set[int]:
+def read_hashes(directory: Path, name: str) -> set[int]:
     content = (directory / f"{name}_prompts.hashes").read_bytes()
     assert content[:8] == b"PROMPTS1"
     return {number for (number,) in struct.iter_unpack("<Q", content[8:])}
@@ -58,17 +58,17 @@ def make_config(step: int, tmp_path: Path, data: DataConfig, **changes: Any) -> 
             "reward": FrozenModelConfig(path=str(out / "step2_reward")),
         },
     }[step]
-    kind = {1: SFTConfig, 2: RewardConfig, 3: PPOConfig}[step]
-    return kind(output_dir=out / NAMES[step], data=data, **{**settings, **changes})
+    config_class = {1: SFTConfig, 2: RewardConfig, 3: PPOConfig}[step]
+    return config_class(output_dir=out / NAMES[step], data=data, **{**settings, **changes})
 
 
-def texts_of_steps(
-    tmp_path: Path, data_of: Callable[[int], DataConfig], seeds: dict[int, int]
+def load_steps(
+    tmp_path: Path, make_data: Callable[[int], DataConfig], seeds: dict[int, int]
 ) -> tuple[dict[int, set[str]], dict[int, set[str]], list[str]]:
-    """Prompts that each step trains on and evaluates, and the notes, by the steps' own loading."""
+    """Load all steps; return the prompts that each trains on and evaluates, and the notes."""
     trained, evaluated, notes = {}, {}, []
     for step in (1, 2, 3):
-        config = make_config(step, tmp_path, data_of(step), seed=seeds.get(step, 1234))
+        config = make_config(step, tmp_path, make_data(step), seed=seeds.get(step, 1234))
         config.output_dir.mkdir(parents=True, exist_ok=True)
         rows = load_step_rows(config, step=step)
         record_prompts(rows.prompts, config)
@@ -85,64 +85,64 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_step_holds_out_what_any_step_trains_on(change: str, tmp_path: Path) -> None:
-    first, second = (write(tmp_path / f"{name}.jsonl", name, 120) for name in ("a", "b"))
-    extra = write(tmp_path / "extra.jsonl", "a", 60)  # prompts of the first file once more
-    write(Path(extra), "extra", 60)
-    own = write(tmp_path / "own.jsonl", "a", 120)
-    write(Path(own), "own", 20)
+def test_no_step_evaluates_prompts_that_any_step_trains_on(change: str, tmp_path: Path) -> None:
+    first, second = (append_rows(tmp_path / f"{name}.jsonl", name, 120) for name in ("a", "b"))
+    extra = append_rows(tmp_path / "extra.jsonl", "a", 60)  # repeats prompts of the first file
+    append_rows(Path(extra), "extra", 60)
+    eval_path = append_rows(tmp_path / "own.jsonl", "a", 120)
+    append_rows(Path(eval_path), "own", 20)
 
     def data(step: int) -> DataConfig:
-        usual = DataConfig(path=(first, second), max_eval_rows=999)
-        last: dict[str, dict[str, Any]] = {
+        default = DataConfig(path=(first, second), max_eval_rows=999)
+        step3_changes: dict[str, dict[str, Any]] = {
             "swapped paths": {"path": (second, first)},
             "larger fraction": {"eval_fraction": 0.4},
             "smaller fraction": {"eval_fraction": 0.02},
             "data seed": {"seed": 1},
-            "eval path": {"eval_path": (own,)},
+            "eval path": {"eval_path": (eval_path,)},
             "split": {"split": (0.0, 0.0, 1.0)},
         }
         if change == "extra file" and step == 1:
-            return replace(usual, path=(first, second, extra))
+            return replace(default, path=(first, second, extra))
         if change == "grown file" and step == 3:
-            write(Path(first), "new", 100)
-        return replace(usual, **last.get(change, {})) if step == 3 else usual
+            append_rows(Path(first), "new", 100)
+        return replace(default, **step3_changes.get(change, {})) if step == 3 else default
 
     seeds = {3: 1} if change == "seed" else {}
-    trained, evaluated, notes = texts_of_steps(tmp_path, data, seeds)
+    trained, evaluated, notes = load_steps(tmp_path, data, seeds)
 
-    learned = set.union(*trained.values())
+    all_trained = set.union(*trained.values())
     assert min(map(len, [*trained.values(), *evaluated.values()])) > 0
-    assert not learned & set.union(*evaluated.values())
+    assert not all_trained & set.union(*evaluated.values())
     directory = tmp_path / "out" / NAMES[3]
-    assert recorded(directory, "trained") == set(map(hash_text, learned))
-    assert recorded(directory, "held_out") == set(map(hash_text, set.union(*evaluated.values())))
+    assert read_hashes(directory, "trained") == set(map(hash_text, all_trained))
+    assert read_hashes(directory, "held_out") == set(map(hash_text, set.union(*evaluated.values())))
     dropped = any("an earlier step" in note for note in notes)
     assert dropped == (change in CHANGES[4:6] + CHANGES[7:])
 
 
-def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", "a", 60)
+def test_evaluation_rows_that_were_all_trained_on_are_rejected(tmp_path: Path) -> None:
+    rows = append_rows(tmp_path / "rows.jsonl", "a", 60)
     data = DataConfig(path=(rows,), split=(1.0, 0.0, 1.0))
     first = make_config(1, tmp_path, data)
     first.output_dir.mkdir(parents=True)
     loaded = load_step_rows(first, step=1)
     record_prompts(loaded.prompts, first)
-    own = tmp_path / "own.jsonl"
-    own.write_text(
+    eval_file = tmp_path / "own.jsonl"
+    eval_file.write_text(
         "".join(json.dumps({"prompt": e.prompt[0].content}) + "\n" for e in loaded.train)
     )
 
     with pytest.raises(DataError) as raised:
-        load_step_rows(make_config(3, tmp_path, replace(data, eval_path=(str(own),))), step=3)
+        load_step_rows(make_config(3, tmp_path, replace(data, eval_path=(str(eval_file),))), step=3)
     assert str(raised.value).startswith(
         f"nothing remains without the {len(loaded.train)} rows for evaluation whose prompt an"
         " earlier step trained on; pass --eval-path with other prompts"
     )
 
 
-def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", "a", 60)
+def test_prompt_hashes_are_found_above_an_exported_actor(tmp_path: Path) -> None:
+    rows = append_rows(tmp_path / "rows.jsonl", "a", 60)
     elsewhere = replace(
         make_config(1, tmp_path, DataConfig(path=(rows,))), output_dir=tmp_path / "elsewhere"
     )
@@ -152,17 +152,17 @@ def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
     actor = TrainedModelConfig(path=str(tmp_path / "elsewhere" / "actor"))
     data = DataConfig(path=(rows,), split=(0.0, 0.0, 1.0))
 
-    own = load_step_rows(make_config(3, tmp_path, data, actor=actor), step=3)
+    step3 = load_step_rows(make_config(3, tmp_path, data, actor=actor), step=3)
 
     repeated = len(loaded.train)
-    assert any(note.startswith(f"{repeated} of its {len(own.train)}") for note in own.notes)
+    assert any(note.startswith(f"{repeated} of its {len(step3.train)}") for note in step3.notes)
 
 
 @pytest.mark.jobs
-def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -> None:
+def test_three_trained_steps_share_no_prompts_with_their_evaluations(tmp_path: Path) -> None:
     save_models(tmp_path)
-    first, second = (write(tmp_path / f"{name}.jsonl", name, 60) for name in ("a", "b"))
-    extra = write(tmp_path / "extra.jsonl", "extra", 20)
+    first, second = (append_rows(tmp_path / f"{name}.jsonl", name, 60) for name in ("a", "b"))
+    extra = append_rows(tmp_path / "extra.jsonl", "extra", 20)
     common: dict[str, Any] = {"max_steps": 1, "batch_size": 8, "micro_batch_size": 8}
     small = DataConfig(path=(first, second), max_length=64)
     model = TrainedModelConfig(path=str(tmp_path / "actor"))
@@ -173,7 +173,7 @@ def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -
 
     run(1, replace(small, path=(first, second, extra)), model=model)
     run(2, small, model=model)
-    write(Path(first), "new", 40)
+    append_rows(Path(first), "new", 40)
     out = run(
         3,
         replace(small, path=(second, first), eval_fraction=0.4),
@@ -186,7 +186,7 @@ def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -
 
     directories = [tmp_path / "out" / name for name in NAMES.values()]
     trained, held_out = (
-        set[int]().union(*(recorded(each, name) for each in directories))
+        set[int]().union(*(read_hashes(directory, name) for directory in directories))
         for name in ("trained", "held_out")
     )
     assert trained
@@ -194,5 +194,5 @@ def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -
     samples = json.loads((out / "samples.json").read_text())["rows"]
     answered = [row["prompt"][0]["content"] for row in samples]
     assert answered
-    assert not set(map(hash_text, answered)) & recorded(out, "trained")
-    assert set(map(hash_text, answered)) <= recorded(out, "held_out")
+    assert not set(map(hash_text, answered)) & read_hashes(out, "trained")
+    assert set(map(hash_text, answered)) <= read_hashes(out, "held_out")

@@ -1,4 +1,4 @@
-"""However a step is cut, the host reads as many numbers of the device: each read waits for it."""
+"""The number of device-to-host reads, which synchronize, doesn't depend on the micro-batches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +8,12 @@ import pytest
 
 from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
-from tests.reads import Reads
+from tests.reads import DeviceReads
 from tests.step1_sft.test_train import small_task as sft_task
 from tests.step2_reward.test_train import small_task as reward_task
 
-OF_THE_HOST = {
-    "pipeline/data/batches.py: collate",
-    "pipeline/models/forward/attention.py: _padded",
-}
-"""These read rows and lengths, which are always on the host."""
+HOST_ONLY = {"pipeline/data/batches.py: collate", "pipeline/models/forward/attention.py: _padded"}
+"""Functions that read rows and lengths, which are always on the host."""
 
 
 @pytest.mark.jobs
@@ -27,18 +24,18 @@ OF_THE_HOST = {
         pytest.param(train_reward, reward_task, "learn", id="reward", marks=pytest.mark.grid),
     ],
 )
-def test_more_micro_batches_have_the_host_wait_no_more_often(
+def test_more_micro_batches_cause_no_more_device_reads(
     train: Callable[..., object], task: Callable[..., Any], within: str, tmp_path: Path
 ) -> None:
     counts: list[dict[str, int]] = []
     for size in (8, 2):
         (directory := tmp_path / str(size)).mkdir()
-        with Reads(within) as found:
+        with DeviceReads(within) as reads:
             train(task(directory, micro_batch_size=size, max_steps=2))
-        counts.append(found.counts)
+        counts.append(reads.counts)
 
     few, many = counts
-    more = {place for place in many if many[place] > few.get(place, 0)}
-    assert "pipeline/data/batches.py: collate" in more  # there were more of them
-    assert more - OF_THE_HOST == set()
+    increased = {name for name in many if many[name] > few.get(name, 0)}
+    assert "pipeline/data/batches.py: collate" in increased  # there were more of them
+    assert increased - HOST_ONLY == set()
     assert few["pipeline/engine/engine.py: _grad_norm"] == 2

@@ -33,36 +33,33 @@ from tests.distributed import run_ranks
 from tests.step3_ppo.toy import FEW
 
 DATA = replace(FEW, max_eval_rows=6, max_length=64)
-CUT = 2
-"""Steps before the interruption; as many come after it."""
+STEPS_BEFORE_CUT = 2
+"""Steps before the interruption, and after it."""
 
 COMMON: dict[str, Any] = {
     "data": DATA,
-    "max_steps": 2 * CUT,
+    "max_steps": 2 * STEPS_BEFORE_CUT,
     "batch_size": 8,
     "micro_batch_size": 2,
-    "save_every": CUT,
+    "save_every": STEPS_BEFORE_CUT,
 }
-OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "bubble")
+TIME_PREFIXES = ("seconds", "tokens_per_second", "memory_gb", "bubble")
 
 
-def trained(path: Path, moments: Any = "fp32", **changes: Any) -> TrainedModelConfig:
+def model_config(path: Path, moments: Any = "fp32", **changes: Any) -> TrainedModelConfig:
     optim = OptimConfig(lr=1e-3, max_grad_norm=0.5, warmup_steps=2, moments=moments)
     scaling = LossScaleConfig(initial_scale_power=14, loss_scale_window=1)
     return TrainedModelConfig(path=str(path), optim=optim, fp16=scaling, **changes)
 
 
 def sft(start: Path, **changes: Any) -> SFTConfig:
-    model = trained(start / "actor", **changes)
+    model = model_config(start / "actor", **changes)
     return SFTConfig(output_dir=start, model=model, eval_every=1, **COMMON)
 
 
 def reward(start: Path, **changes: Any) -> RewardConfig:
     return RewardConfig(
-        output_dir=start,
-        eval_every=1,
-        model=trained(start / "actor", **changes),
-        **COMMON,
+        output_dir=start, eval_every=1, model=model_config(start / "actor", **changes), **COMMON
     )
 
 
@@ -70,8 +67,8 @@ def ppo(start: Path, **changes: Any) -> PPOConfig:
     return PPOConfig(
         output_dir=start,
         eval_every=1,
-        actor=trained(start / "actor", **changes),
-        critic=trained(start / "reward", **changes),
+        actor=model_config(start / "actor", **changes),
+        critic=model_config(start / "reward", **changes),
         reward=FrozenModelConfig(path=str(start / "reward")),
         base=FrozenModelConfig(path=None),
         rollout_size=8,
@@ -88,7 +85,7 @@ def ppo(start: Path, **changes: Any) -> PPOConfig:
 CONFIGS = {"sft": sft, "reward": reward, "ppo": ppo}
 
 
-def run(config: StepConfig) -> None:
+def train_step(config: StepConfig) -> None:
     match config:
         case PretrainConfig():
             train_pretrain(config)
@@ -102,17 +99,17 @@ def run(config: StepConfig) -> None:
             train_preference(config)
 
 
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """All that was logged but for what the clock says."""
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The logged metrics, without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+        {name: value for name, value in line.items() if not name.startswith(TIME_PREFIXES)}
         for line in lines
     ]
 
 
-def saved(out: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
+def read_checkpoint(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
     checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
     checkpoint.verify()
     tensors = {
@@ -124,17 +121,17 @@ def saved(out: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def cut_off(whole: Path, out: Path) -> None:
-    """Output of a run that was killed some time after its first checkpoint."""
-    shutil.copytree(whole, out)
-    for path in (out / "checkpoints").glob(f"step_*{2 * CUT}"):
+def copy_interrupted(full_run: Path, out: Path) -> None:
+    """Copy a finished run as if it had been killed after its first checkpoint."""
+    shutil.copytree(full_run, out)
+    for path in (out / "checkpoints").glob(f"step_*{2 * STEPS_BEFORE_CUT}"):
         shutil.rmtree(path)
     (out / "result.json").unlink()
     for path in out.rglob("model.safetensors"):
         path.unlink()
 
 
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0, fp16": {"zero_stage": 0, "precision": "fp16"},
     "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
     "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
@@ -149,7 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 CASES = [
-    # Each step once, and each way; the others are the grid.
+    # Each step and each variant once; the other combinations are in the grid.
     pytest.param(step, way, id=f"{step}-{way}", marks=marks if row == column else pytest.mark.grid)
     for row, step in enumerate(CONFIGS)
     for marks in (() if step == "ppo" else pytest.mark.jobs,)
@@ -164,30 +161,33 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("step", "way"), CASES)
-def test_a_run_that_was_cut_off_ends_as_the_whole_one(
-    step: str, way: str, start: Path, tmp_path: Path
+@pytest.mark.parametrize(("step", "variant"), CASES)
+def test_interrupted_run_resumes_bitwise(
+    step: str, variant: str, start: Path, tmp_path: Path
 ) -> None:
-    changes = WAYS[way]
+    changes = VARIANTS[variant]
     if step == "ppo" and "lora" in changes:
-        # Dropout would break the ratio.
+        # Dropout would change the ratio.
         changes = {**changes, "lora": replace(changes["lora"], dropout=0.0)}
-    keeps_best = way != "stage 3, bf16"
+    keeps_best = variant != "stage 3, bf16"
     config = replace(CONFIGS[step](start, **changes), keep_best=keeps_best)
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    run_ranks(run, replace(config, output_dir=whole))
-    cut_off(whole, again)
+    full_run, resumed = tmp_path / "whole", tmp_path / "again"
+    run_ranks(train_step, replace(config, output_dir=full_run))
+    copy_interrupted(full_run, resumed)
 
-    run_ranks(run, replace(config, output_dir=again, resume=True))
+    run_ranks(train_step, replace(config, output_dir=resumed, resume=True))
 
-    assert metrics(again) == metrics(whole)
-    first, second = saved(whole, 2 * CUT), saved(again, 2 * CUT)
-    assert first.keys() == second.keys()
-    for key, tensor in first.items():
-        assert torch.equal(tensor, second[key]), key
-    assert exported(again) == exported(whole)
+    assert read_metrics(resumed) == read_metrics(full_run)
+    expected, actual = (
+        read_checkpoint(full_run, 2 * STEPS_BEFORE_CUT),
+        read_checkpoint(resumed, 2 * STEPS_BEFORE_CUT),
+    )
+    assert expected.keys() == actual.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(tensor, actual[key]), key
+    assert read_exported(resumed) == read_exported(full_run)
     for name, directory in () if keeps_best else EXPORTED_LAST[step].items():
-        check_consolidated(name, whole, whole / directory, tmp_path / name)
+        assert_consolidated_matches(name, full_run, full_run / directory, tmp_path / name)
 
 
 EXPORTED_LAST: dict[str, dict[str, str]] = {
@@ -198,36 +198,36 @@ EXPORTED_LAST: dict[str, dict[str, str]] = {
 """Output directory of the final weights of a step that does not keep the best."""
 
 
-def exported(directory: Path) -> dict[str, bytes]:
-    """The files of the models that the run ended with, by name."""
+def read_exported(directory: Path) -> dict[str, bytes]:
+    """The exported files of a run, by name."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for pattern in ("*.safetensors", "*.json")
         for path in directory.rglob(pattern)
-        if "checkpoints" not in path.parts and path.name not in OF_THE_RUN
+        if "checkpoints" not in path.parts and path.name not in RUN_FILES
     }
 
 
-OF_THE_RUN = ("result.json", "samples.json")
+RUN_FILES = ("result.json", "samples.json")
 
 
-def check_consolidated(name: str, out: Path, directory: Path, made: Path) -> None:
-    """The last checkpoint gives the files of the export, without the run."""
-    checkpoints(["consolidate", str(out / "checkpoints"), str(made), "--model", name])
+def assert_consolidated_matches(name: str, out: Path, directory: Path, consolidated: Path) -> None:
+    """Assert that the last checkpoint consolidates to the exported files."""
+    checkpoints(["consolidate", str(out / "checkpoints"), str(consolidated), "--model", name])
 
-    files = exported(made)
+    files = read_exported(consolidated)
     assert files.keys() >= {"model.safetensors", "config.json", "tokenizer.json"}
     for file, content in files.items():
         expected = (directory / file).read_bytes()
         if file.endswith("config.json"):
-            assert settings(content) == settings(expected), file
+            assert parse_config(content) == parse_config(expected), file
         else:
             assert content == expected, file
 
 
-def settings(config: bytes) -> dict[str, Any]:
-    """Without the order of a set."""
-    found: dict[str, Any] = json.loads(config)
-    if "target_modules" in found:
-        found["target_modules"] = sorted(found["target_modules"])
-    return found
+def parse_config(config: bytes) -> dict[str, Any]:
+    """Parse a configuration; lists that stand for sets are sorted."""
+    parsed: dict[str, Any] = json.loads(config)
+    if "target_modules" in parsed:
+        parsed["target_modules"] = sorted(parsed["target_modules"])
+    return parsed

@@ -1,4 +1,4 @@
-"""Rewards by programs as a user runs them: one command, from a file to the report."""
+"""Programmatic rewards as a user runs them: one command, from a file to the report."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ SHORT = [
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Has the function and rows of GSM8K's schema."""
+    """A directory with a reward function and rows of GSM8K's schema."""
     (tmp_path / "score.py").write_text(SCORE)
     rows = [
         {"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
@@ -35,30 +35,30 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(directory: Path, *options: str) -> CompletedProcess[str]:
-    """`train.py` on the rows, as if typed in the directory."""
+def run_train(directory: Path, *options: str) -> CompletedProcess[str]:
+    """Run `train.py` on the rows in the directory."""
     words = ("--data-path", "gsm8k.jsonl", "--output-dir", "out", *SHORT, *options)
     return run_command(str(ROOT / "train.py"), *words, cwd=directory)
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
+def read_rollout_metrics(directory: Path) -> list[dict[str, Any]]:
     text = (directory / "out" / "step3_ppo" / "metrics.jsonl").read_text()
     return [line for line in map(json.loads, text.splitlines()) if "score" in line]
 
 
 @pytest.mark.jobs
-def test_a_function_is_enough_for_a_run_from_file_to_report(directory: Path) -> None:
-    done = run(directory, "--reward-function", "score.py:check", "--reward", "length:2")
+def test_reward_function_alone_runs_from_rows_to_report(directory: Path) -> None:
+    result = run_train(directory, "--reward-function", "score.py:check", "--reward", "length:2")
 
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     out = directory / "out"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"].keys() == {"step1_sft", "step3_ppo"}
     figures = summary["steps"]["step3_ppo"]["eval"]
     assert figures.keys() >= {"reward_before", "reward_after", "reward_length_after", "win_rate"}
-    for line in lines(directory):
+    for line in read_rollout_metrics(directory):
         assert line["score"] == pytest.approx(line["reward_check"] + line["reward_length"])
         assert line["reward_failures"] == 0
     assert "Reward check" in (out / "report.html").read_text()
     assert not (out / "step2_reward").exists()
-    assert "is called as TRL's (prompts, completions, **columns)" in done.stderr
+    assert "is called as TRL's (prompts, completions, **columns)" in result.stderr

@@ -1,4 +1,4 @@
-"""Code and documentation stay in pieces that fit on a screen: the loops of the steps above all."""
+"""Limits on the length of loops, functions, files, packages and documentation lines."""
 
 import ast
 from collections.abc import Iterator
@@ -27,20 +27,20 @@ PACKAGE_LINES = {
 SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h", ".js", ".css", ".html", ".jinja"}
 
 
-def functions(file: Path) -> Iterator[tuple[str, int]]:
-    """Names and lengths of the functions of a file, those within others included."""
+def function_lengths(file: Path) -> Iterator[tuple[str, int]]:
+    """Names and lengths of the functions of a file, including nested ones."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node.name, node.end_lineno - node.lineno + 1
 
 
-def test_the_loop_of_each_step_is_one_screen() -> None:
+def test_training_loop_of_each_step_is_short() -> None:
     files = sorted(ROOT.glob("step*/train.py"))
     loops = {
         str(file.relative_to(ROOT)): length
         for file in files
-        for name, length in functions(file)
+        for name, length in function_lengths(file)
         if name in ("train", "iterate")
     }
 
@@ -48,12 +48,12 @@ def test_the_loop_of_each_step_is_one_screen() -> None:
     assert not {name: length for name, length in loops.items() if length > LOOP_LINES}
 
 
-def test_no_function_and_no_file_is_long() -> None:
+def test_functions_and_files_are_short() -> None:
     sources = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     long = [
         f"{name}() of {file.relative_to(ROOT)} has {length} lines"
         for file in sources
-        for name, length in functions(file)
+        for name, length in function_lengths(file)
         if length > FUNCTION_LINES
     ]
     for file in sources:
@@ -64,7 +64,7 @@ def test_no_function_and_no_file_is_long() -> None:
     assert not long, "\n".join(long)
 
 
-def test_a_page_of_the_documentation_fits_a_screen_of_100_columns() -> None:
+def test_documentation_lines_have_at_most_100_columns() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
     wide = [
         f"{page.relative_to(ROOT)}:{number} has {len(line)} columns"
@@ -77,7 +77,7 @@ def test_a_page_of_the_documentation_fits_a_screen_of_100_columns() -> None:
     assert not wide, "\n".join(wide)
 
 
-def test_no_package_outgrows_its_limit() -> None:
+def test_packages_stay_within_their_line_limits() -> None:
     lines = {
         package: sum(
             file.read_text(encoding="utf-8").count("\n")

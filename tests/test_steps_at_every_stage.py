@@ -25,33 +25,29 @@ DATA = replace(FEW, max_eval_rows=14, max_length=64)
 SHORT: dict[str, Any] = {"data": DATA, "max_steps": 2, "batch_size": 8, "micro_batch_size": 1}
 
 
-def trained(path: Path, **changes: Any) -> TrainedModelConfig:
+def model_config(path: Path, **changes: Any) -> TrainedModelConfig:
     optim = OptimConfig(lr=1e-3, max_grad_norm=0.5)
     settings = {"path": str(path), "precision": "bf16", "optim": optim, **changes}
     return TrainedModelConfig(**settings)
 
 
 def sft(start: Path, out: Path, **changes: Any) -> None:
-    train_sft(SFTConfig(output_dir=out, model=trained(start / "actor", **changes), **SHORT))
+    train_sft(SFTConfig(output_dir=out, model=model_config(start / "actor", **changes), **SHORT))
 
 
 def reward(start: Path, out: Path, **changes: Any) -> None:
     train_reward(
-        RewardConfig(
-            output_dir=out,
-            model=trained(start / "actor", **changes),
-            **SHORT,
-        )
+        RewardConfig(output_dir=out, model=model_config(start / "actor", **changes), **SHORT)
     )
 
 
 def ppo(start: Path, out: Path, **changes: Any) -> None:
-    own = {name: changes.pop(name) for name in GENERATION if name in changes}
+    generation = {name: changes.pop(name) for name in GENERATION if name in changes}
     train_ppo(
         PPOConfig(
             output_dir=out,
-            actor=trained(start / "actor", **changes),
-            critic=trained(start / "reward", **changes),
+            actor=model_config(start / "actor", **changes),
+            critic=model_config(start / "reward", **changes),
             reward=FrozenModelConfig(path=str(start / "reward"), precision="bf16"),
             base=FrozenModelConfig(path=None),
             rollout_size=8,
@@ -59,7 +55,7 @@ def ppo(start: Path, out: Path, **changes: Any) -> None:
             max_new_tokens=8,
             ema_decay=0.9,
             **SHORT,
-            **own,
+            **generation,
         )
     )
 
@@ -73,23 +69,23 @@ def run_step(step: str, start: str, out: str, changes: dict[str, Any], copies: i
         STEPS[step](Path(start), Path(out), **changes)
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def weights(directory: Path) -> dict[str, str]:
+def hash_weights(directory: Path) -> dict[str, str]:
     """SHA-256 of every file of weights below `directory`."""
-    found = {
+    hashes = {
         str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(directory.rglob("*.safetensors"))
-        if CHECKPOINTS not in file.parts  # sharded as the stage says
+        if CHECKPOINTS not in file.parts  # these are sharded according to the stage
     }
-    assert found
-    return found
+    assert hashes
+    return hashes
 
 
 OFFLOAD = OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0": {"zero_stage": 0},
     "offload": {"zero_stage": 3, "zero": ZeroConfig(offload=OFFLOAD)},
     "stage 1": {"zero_stage": 1},
@@ -101,73 +97,67 @@ LORA = LoraConfig(rank=2)
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    ("step", "lora", "ways"),
+    ("step", "lora", "num_variants"),
     [
-        # Whole at stage 0 and in every piece at stage 3; the grid has all steps and stages.
+        # Stage 0 and stage 3 with offload; the grid has all steps and stages.
         pytest.param("sft", LORA, 2, id="sft-LoRA"),
         *(
-            pytest.param(step, lora, len(WAYS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
+            pytest.param(step, lora, len(VARIANTS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
             for step in STEPS
             for name, lora in (("all weights", None), ("LoRA", LORA))
         ),
     ],
 )
-def test_a_step_ends_in_the_same_weights_at_every_stage(
-    step: str, lora: LoraConfig | None, ways: int, start: Path, tmp_path: Path
+def test_final_weights_are_equal_at_every_zero_stage(
+    step: str, lora: LoraConfig | None, num_variants: int, start: Path, tmp_path: Path
 ) -> None:
-    ended: dict[str, dict[str, str]] = {}
+    hashes: dict[str, dict[str, str]] = {}
 
-    for name, changes in list(WAYS.items())[:ways]:
+    for name, changes in list(VARIANTS.items())[:num_variants]:
         out = tmp_path / name
         run_ranks(run_step, step, str(start), str(out), {**changes, "lora": lora})
-        ended[name] = weights(out)
+        hashes[name] = hash_weights(out)
 
-    assert all(each == ended["stage 0"] for each in ended.values()), ended
+    assert len(set(map(str, hashes.values()))) == 1, hashes
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_ends_in_the_same_weights_in_sharded_copies(
+def test_final_weights_are_equal_with_sharded_copies(
     step: str, start: Path, tmp_path: Path
 ) -> None:
-    ended: dict[int, dict[str, str]] = {}
+    hashes: dict[int, dict[str, str]] = {}
 
     for copies in (1, 2):
         out = tmp_path / str(copies)
         run_ranks(run_step, step, str(start), str(out), {"zero_stage": 3}, copies, world_size=4)
-        ended[copies] = weights(out)
+        hashes[copies] = hash_weights(out)
         result = json.loads((out / "result.json").read_text())
-        shape = {
-            "processes": 4,
-            "stages": 1,
-            "tensor": 1,
-            "replicas": copies,
-            "shards": 4 // copies,
-        }
-        assert result["mesh"] == shape
+        mesh = {"processes": 4, "stages": 1, "tensor": 1, "replicas": copies, "shards": 4 // copies}
+        assert result["mesh"] == mesh
 
-    assert ended[1] == ended[2]
+    assert hashes[1] == hashes[2]
 
 
 @pytest.mark.jobs
-def test_step_3_generates_with_the_same_weights_and_samples_however_they_are_divided(
-    start: Path, tmp_path: Path
-) -> None:
-    ways: dict[str, dict[str, Any]] = {
-        "whole": {"inference_tp_size": 1},
-        "divided": {"inference_tp_size": 2, "offload_in_generation": True},
+def test_step3_rollouts_match_with_tensor_parallel_generation(start: Path, tmp_path: Path) -> None:
+    variants: dict[str, dict[str, Any]] = {
+        "one rank": {"inference_tp_size": 1},
+        "tensor-parallel": {"inference_tp_size": 2, "offload_in_generation": True},
     }
     rollouts: dict[str, list[dict[str, Any]]] = {}
 
-    for name, changes in ways.items():
+    for name, changes in variants.items():
         run_ranks(
             run_step, "ppo", str(start), str(tmp_path / name), {"precision": "fp32", **changes}
         )
-        rollouts[name] = [line for line in lines(tmp_path / name) if "weights_hash" in line]
+        rollouts[name] = [line for line in read_metrics(tmp_path / name) if "weights_hash" in line]
 
     for name, rollout in rollouts.items():
         assert len({line["weights_hash"] for line in rollout}) == len(rollout) == 2, name
-        assert rollout[0]["weights_hash"] == rollouts["whole"][0]["weights_hash"], name
+        assert rollout[0]["weights_hash"] == rollouts["one rank"][0]["weights_hash"], name
         assert all(line["rollout_gap"] < 1e-5 for line in rollout), name
-        for each in ("score", "response_length"):
-            assert rollout[0][each] == pytest.approx(rollouts["whole"][0][each], abs=1e-5), name
+        for metric in ("score", "response_length"):
+            assert rollout[0][metric] == pytest.approx(rollouts["one rank"][0][metric], abs=1e-5), (
+                name
+            )

@@ -1,4 +1,4 @@
-"""`train.py` as a user meets it: help, wrong input, dry run."""
+"""`run_train.py` as a user runs it: wrong input, plans, dry runs."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from tests.families import tiny_config
 TRAIN = Path(__file__).parent.parent / "train.py"
 
 
-def train(cwd: Path, *argv: str) -> CompletedProcess[str]:
+def run_train(cwd: Path, *argv: str) -> CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
     return run_command(str(TRAIN), *argv, cwd=cwd, env=environment)
 
@@ -37,70 +37,68 @@ def train(cwd: Path, *argv: str) -> CompletedProcess[str]:
         ("--config none.yaml", "error: --config none.yaml: no such file"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(
+def test_wrong_input_prints_one_sentence_and_exits_with_code_2(
     tmp_path: Path, argv: str, sentence: str
 ) -> None:
-    ended = train(tmp_path, *argv.split())
+    result = run_train(tmp_path, *argv.split())
 
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(sentence)
-    assert (ended.stderr.count("\n"), ended.stdout) == (1, "")
+    assert result.returncode == 2
+    assert result.stderr.startswith(sentence)
+    assert (result.stderr.count("\n"), result.stdout) == (1, "")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.jobs
-def test_a_plan_for_another_machine_needs_no_more_of_a_model_than_its_configuration(
-    tmp_path: Path,
-) -> None:
+def test_plan_for_another_machine_needs_only_the_model_config(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_config("llama", vocab_size=1000).save_pretrained(model)
 
-    ended = train(
+    result = run_train(
         tmp_path,
         *("--plan-for", "1x24GB", "--step", "1", "--actor-model", str(model)),
         *("--data-path", "embedded"),
     )
 
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "unknown until" not in ended.stdout
-    assert "  rows       32,000 to train on, 256 held out" in ended.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "unknown until" not in result.stdout
+    assert "  rows       32,000 to train on, 256 held out" in result.stdout
 
 
 @pytest.mark.jobs
-def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path) -> None:
+def test_multi_node_dry_run_shows_the_command_of_each_machine(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("worker-0 slots=2\nworker-1 slots=4\n")
-    run = train(
+    result = run_train(
         tmp_path,
         *("--deployment-type", "multi_node", "--hostfile", "hosts", "--exclude", "worker-1:0"),
         *("--step", "1", "--dry-run"),
     )
 
-    said = " ".join(run.stdout.replace("\\\n", " ").split())
+    output = " ".join(result.stdout.replace("\\\n", " ").split())
     torchrun = "-m pipeline.launch.torchrun --nnodes 2 --node-rank"
     step = "-m step1_sft.train --data.max_length 80 --max_steps 500"
-    assert (run.returncode, run.stderr) == (0, "")
-    assert said.startswith("The plan: 1 step, 5 processes each on 2 machines, into output.")
-    assert f"on worker-0 {sys.executable} {torchrun} 0 --master-addr worker-0" in said
+    assert (result.returncode, result.stderr) == (0, "")
+    assert output.startswith("The plan: 1 step, 5 processes each on 2 machines, into output.")
+    assert f"on worker-0 {sys.executable} {torchrun} 0 --master-addr worker-0" in output
     devices = "CUDA_VISIBLE_DEVICES=1,2,3"
-    assert f"on worker-1 {devices} {sys.executable} {torchrun} 1 --master-addr worker-0" in said
-    assert said.count(step) == 3
+    assert f"on worker-1 {devices} {sys.executable} {torchrun} 1 --master-addr worker-0" in output
+    assert output.count(step) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
 
 
 @pytest.mark.jobs
-def test_sums_and_their_base_model_are_all_that_their_preset_needs(tmp_path: Path) -> None:
+def test_arithmetic_preset_plans_with_generated_rows_and_model(tmp_path: Path) -> None:
     write_sums(["--out", str(tmp_path / "sums"), "--model", str(tmp_path / "base")])
 
-    ended = train(
+    result = run_train(
         tmp_path,
         *("--config", "arithmetic-grpo.yaml", "--actor-model", "base", "--data-path", "sums"),
         *("--output-dir", "out", "--dry-run"),
     )
 
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "The plan: 2 steps" in ended.stdout
-    # Both steps have all sums; neither has one that is held out.
-    assert ended.stdout.count("  rows       7,588 to train on, 512 held out") == 2
-    assert "150 iterations of 32 rows" in ended.stdout
-    assert "left out" not in ended.stdout  # no prompt and no response is too long
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "The plan: 2 steps" in result.stdout
+    # Both steps train on all sums that are not held out.
+    assert result.stdout.count("  rows       7,588 to train on, 512 held out") == 2
+    assert "150 iterations of 32 rows" in result.stdout
+    assert "left out" not in result.stdout  # no prompt and no response is too long
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "sums"]

@@ -1,4 +1,4 @@
-"""Wrong inputs of `train.py`: each is answered in a sentence or two, with exit code 2."""
+"""Wrong input of `train.py` prints one or two sentences and exits with code 2."""
 
 import contextlib
 import io
@@ -13,17 +13,17 @@ import pytest
 import train
 from pipeline.cli.options import run_main
 
-GAMES = """
+ENVIRONMENTS = """
 class Game:
     def reset(self, row, *, seed): ...
     def step(self, answer): ...
     def reward(self): ...
 
-class Deaf:
+class Stepless:
     def reset(self, row, *, seed): ...
     def reward(self): ...
 
-class Unpaid:
+class Rewardless:
     def reset(self, row, *, seed): ...
     def step(self, answer): ...
 """
@@ -57,13 +57,13 @@ FILES: dict[str, str | bytes] = {
     "stage7.json": '{"zero_optimization": {"stage": 7}}',
     "uneven.json": '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2,'
     ' "gradient_accumulation_steps": 2}',
-    "game.py": GAMES,
+    "game.py": ENVIRONMENTS,
     "score.py": "def check(episodes):\n    return [0.0]\n\ndef odd(x):\n    return x\n",
     "bad_hosts": "a slots=x\n",
 }
 
-# The command line, then words that the answer must hold: the thing, and what to do about it.
-WRONG = r"""
+# A command line, then parts of the required message: what is wrong and how to fix it.
+CASES = r"""
 nonsense | 'nonsense' | options start with --
 --nonsense | --nonsense | --help lists
 --step 4 | --step | one of 0, 1, 2, 3
@@ -140,49 +140,49 @@ nonsense | 'nonsense' | options start with --
 --ppo.guards '[{"signal":"dead_groups","limit":0.5}]' | dead_groups | ppo.group_size
 --environment none.py:Game | no such file: none.py | ppo.environment
 --environment game.py:Gaem | has no `class Gaem` | did you mean Game
---environment game.py:Deaf | is not an environment | public methods with docstrings
---environment game.py:Unpaid | lacks reward | reset(self, row, *, seed)
+--environment game.py:Stepless | is not an environment | public methods with docstrings
+--environment game.py:Rewardless | lacks reward | reset(self, row, *, seed)
 --environment calculator --ppo.inference_tp_size 2 | ppo.environment | inference_tp_size at 1
 """
 
 
-def complaint(argv: Sequence[str]) -> tuple[object, str]:
-    """The exit code of `train.py` and what it writes to standard error."""
-    written = io.StringIO()
+def run_with_wrong_input(argv: Sequence[str]) -> tuple[object, str]:
+    """Run `train.py`; return its exit code and standard error."""
+    stderr = io.StringIO()
     with (
-        contextlib.redirect_stderr(written),
+        contextlib.redirect_stderr(stderr),
         contextlib.redirect_stdout(io.StringIO()),
-        pytest.raises(SystemExit) as ended,
+        pytest.raises(SystemExit) as exit_info,
     ):
         run_main(train.main, argv)
-    return ended.value.code, written.getvalue()
+    return exit_info.value.code, stderr.getvalue()
 
 
-def test_each_is_answered_with_the_thing_and_the_mend_and_nothing_is_made(
+def test_wrong_input_is_named_with_its_fix_and_creates_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # As train.py begins; other tests may have left it at what the steps show.
+    # The initial level of train.py; other tests may have changed it.
     caplog.set_level(logging.WARNING, logger="pipeline")
     (tmp_path / "empty_directory").mkdir()
     for name, content in FILES.items():
         data = content if isinstance(content, bytes) else content.encode()
         (tmp_path / name).write_bytes(data)
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    rows = [[part.strip() for part in row.split(" | ")] for row in WRONG.strip().splitlines()]
+    rows = [[part.strip() for part in row.split(" | ")] for row in CASES.strip().splitlines()]
 
-    found: list[str] = []
-    for command, *needed in rows:
+    failures: list[str] = []
+    for command, *required in rows:
         words = shlex.split(command)
         if "--output-dir" not in words:
             words += ["--output-dir", "out"]
-        code, said = complaint(words)
-        missing = [part for part in needed if part not in said]
-        if code != 2 or missing or len(said.splitlines()) > 3 or "Traceback" in said:
-            found.append(f"{command}: exit {code}, without {missing}: {said}")
+        code, message = run_with_wrong_input(words)
+        missing = [part for part in required if part not in message]
+        if code != 2 or missing or len(message.splitlines()) > 3 or "Traceback" in message:
+            failures.append(f"{command}: exit {code}, without {missing}: {message}")
 
     assert len(rows) > 60
-    assert found == []
+    assert failures == []
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert not (tmp_path / "out").exists()

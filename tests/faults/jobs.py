@@ -41,7 +41,16 @@ from tests.pipeline.data.store.corpus import write_rows
 from tests.pipeline.engine.checkpoint.saving import newest
 from tests.sources import ROOT
 from tests.step3_ppo.toy import save_models
-from tests.test_resume import COMMON, CONFIGS, exported, metrics, run, saved, settings, trained
+from tests.test_resume import (
+    COMMON,
+    CONFIGS,
+    model_config,
+    parse_config,
+    read_checkpoint,
+    read_exported,
+    read_metrics,
+    train_step,
+)
 
 PEER_SECONDS = 10
 """Limit for a process to notice that another one is gone, or for a job to end after its fault."""
@@ -74,7 +83,9 @@ DATA, TEXTS = "rows.jsonl", "texts"
 
 def pretrain(start: Path, **changes: Any) -> PretrainConfig:
     common = {name: value for name, value in COMMON.items() if name != "data"}
-    return PretrainConfig(output_dir=start, model=trained(start / "actor", **changes), **common)
+    return PretrainConfig(
+        output_dir=start, model=model_config(start / "actor", **changes), **common
+    )
 
 
 JOBS = {**CONFIGS, "pretrain": pretrain}
@@ -176,7 +187,7 @@ def _run_rank(
     def main(_argv: Sequence[str]) -> None:
         with process_group(watch_processes):
             configure_logging(is_main=current_mesh().is_main)
-            run(config)
+            train_step(config)
 
     run_main(main, [])
 
@@ -276,7 +287,7 @@ def assert_prefix(out: Path, reference: Path) -> int:
     step = checkpoint.step
     expected = Checkpoint.open(reference / "checkpoints" / f"step_{step:08d}")
     assert _state(checkpoint) == _state(expected)
-    assert_same_tensors(saved(out, step), saved(reference, step))
+    assert_same_tensors(read_checkpoint(out, step), read_checkpoint(reference, step))
     return step
 
 
@@ -299,13 +310,13 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
     belong to a process, and the laboratory's figures only with a tolerance: each process scores
     other rows at once, which rounds otherwise.
     """
-    assert metrics(out) == metrics(reference)
-    ours, theirs = saved(out, step), saved(reference, step)
-    files, expected = exported(out), exported(reference)
+    assert read_metrics(out) == read_metrics(reference)
+    ours, theirs = read_checkpoint(out, step), read_checkpoint(reference, step)
+    files, expected = read_exported(out), read_exported(reference)
     assert {Path(name).name for name in files} >= {"model.safetensors", "config.json"}
     if elastic:
         ours, theirs = (_without_generators(each) for each in (ours, theirs))
-        assert settings(files.pop("config.json")) == settings(expected.pop("config.json"))
+        assert parse_config(files.pop("config.json")) == parse_config(expected.pop("config.json"))
         found, wanted = (
             _figures(json.loads(each.pop("lab.json", b"{}"))) for each in (files, expected)
         )

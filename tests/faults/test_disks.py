@@ -20,7 +20,7 @@ from tests.faults.jobs import (
     run_forked,
     small,
 )
-from tests.test_resume import metrics
+from tests.test_resume import read_metrics
 
 STEPS = 8
 """As in `reference`."""
@@ -91,7 +91,7 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     said_of = re.findall(r"saved the state after step (\d+) in", output)
     assert [int(step) for step in said_of] == saved  # and nothing of the others
     assert "saving the state" not in output
-    assert metrics(small_disk) == metrics(reference)
+    assert read_metrics(small_disk) == read_metrics(reference)
     assert assert_prefix(small_disk, reference) == saved[-1]
 
     remount(small_disk, "size=50m")

@@ -11,7 +11,7 @@ from pipeline.config import StepConfig
 from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from tests.faults.jobs import Command, assert_same_end, free_port, run_forked, small, step_words
-from tests.test_resume import metrics
+from tests.test_resume import read_metrics
 
 STEPS = 6
 
@@ -89,4 +89,4 @@ def test_a_run_goes_on_when_a_node_is_lost_and_when_it_comes_back(
 
     assert worlds(out) == [4, 2, 4]
     assert_same_end(out, tmp_path / "whole", step=steps, elastic=True)
-    assert len(metrics(out)) == steps + 2
+    assert len(read_metrics(out)) == steps + 2

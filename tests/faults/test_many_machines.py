@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.jobs import Command
 from tests.machines import Machines, can_be_made
-from tests.test_resume import exported
+from tests.test_resume import read_exported
 
 PYTHON = (sys.executable,)
 
@@ -63,7 +63,7 @@ def weights(out: Path) -> dict[str, bytes]:
     return {
         f"{step.name}/{name}": content
         for step in sorted(out.glob("step*"))
-        for name, content in exported(step).items()
+        for name, content in read_exported(step).items()
         if name.endswith(".safetensors")
     }
 

@@ -13,7 +13,7 @@ from step3_preference.config import GuardConfig as PreferenceGuard
 from step3_preference.config import PreferenceConfig
 from tests.faults.jobs import Forked, run_forked, small
 from tests.step3_preference.toy import save_toy, toy_config
-from tests.test_resume import exported, metrics
+from tests.test_resume import read_exported, read_metrics
 
 ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
 """Beyond its limit from the first iteration on: only the start is healthy."""
@@ -50,7 +50,7 @@ def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.faults
 def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> None:
-    lines = metrics(whole)
+    lines = read_metrics(whole)
     events = [line["guard"] for line in lines if "guard" in line]
     acted = [each for each in events if each["action"] != "warn"]
     logged = [line for line in lines if "kl_coef" in line]
@@ -84,8 +84,8 @@ def test_a_run_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
 
     assert run_forked(replace(config, resume=True)) == [0, 0]
 
-    assert metrics(tmp_path) == metrics(whole)
-    assert exported(tmp_path) == exported(whole)
+    assert read_metrics(tmp_path) == read_metrics(whole)
+    assert read_exported(tmp_path) == read_exported(whole)
     assert left(tmp_path) == left(whole)
 
 
@@ -118,8 +118,8 @@ def test_a_run_on_pairs_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
 
     assert run_forked(replace(config, resume=True)) == [0, 0]
 
-    assert metrics(tmp_path) == metrics(whole_dpo)
-    assert exported(tmp_path) == exported(whole_dpo)
+    assert read_metrics(tmp_path) == read_metrics(whole_dpo)
+    assert read_exported(tmp_path) == read_exported(whole_dpo)
     assert left(tmp_path) == left(whole_dpo)
 
 

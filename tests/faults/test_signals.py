@@ -16,7 +16,7 @@ from pipeline.config import StepConfig
 from pipeline.run.run import changed_settings
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
 from tests.faults.jobs import Command, Forked, assert_prefix, run_forked, small, step_words
-from tests.test_resume import metrics
+from tests.test_resume import read_metrics
 
 STEPS = 20
 
@@ -81,11 +81,11 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
         f"stopped after step {step} of {STEPS} and has saved its state;"
         f" --resume continues after step {step}\n" in output
     )
-    assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more
+    assert [line["step"] for line in read_metrics(tmp_path)][-1] == step  # not one step more
     with Forked(replace(config, resume=True)) as job:
         assert job.wait() == [0, 0]
         assert f"resuming step1_sft after step {step}\n" in job.output()
-    assert metrics(tmp_path) == metrics(long_reference)
+    assert read_metrics(tmp_path) == read_metrics(long_reference)
     assert model(tmp_path) == model(long_reference)
 
 
@@ -153,7 +153,7 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
         assert set(job.wait()) == {0}
         assert "resuming step1_sft after step 8\n" in job.output()
         assert " step 8/8 " not in job.output()  # no step is done again
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
     assert model(tmp_path / "run") == model(tmp_path / "whole")
 
 
@@ -197,9 +197,9 @@ def test_the_real_commands_save_and_go_on(
         assert job.wait() == exit_code(number), job.output()
         step = assert_prefix(out, whole)
         assert f"--resume continues after step {step}\n" in job.output()
-    assert [line["step"] for line in metrics(out)][-1] == step
+    assert [line["step"] for line in read_metrics(out)][-1] == step
 
     with Command(*words, "--resume") as job:
         assert job.wait() == 0, job.output()
-    assert metrics(out) == metrics(whole)
+    assert read_metrics(out) == read_metrics(whole)
     assert model(out) == model(whole)

@@ -25,7 +25,7 @@ from step0_pretrain.train import train
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.store.corpus import write_rows
-from tests.test_resume import metrics, saved
+from tests.test_resume import read_checkpoint, read_metrics
 
 WORDS = ["sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night"]
 
@@ -166,8 +166,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) 
 
     run_ranks(train, replace(whole, output_dir=out, resume=True))
 
-    assert metrics(out) == metrics(whole.output_dir)
-    ours, theirs = saved(out, 4), saved(whole.output_dir, 4)
+    assert read_metrics(out) == read_metrics(whole.output_dir)
+    ours, theirs = read_checkpoint(out, 4), read_checkpoint(whole.output_dir, 4)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     again, once = (at / "model.safetensors" for at in (out, whole.output_dir))
@@ -214,7 +214,9 @@ def test_a_warm_start_goes_on_with_the_moments_on_other_rows(start: Path, tmp_pa
     begun, went_on = logged(first, "loss"), logged(warm, "loss")
     ahead = sum(begun[-8:]) / 8
     assert max(went_on) < ahead + 0.1 < begun[0] - 1.0  # no jump, of a curve that fell by far
-    assert saved(warm.output_dir, 8).keys() == saved(first.output_dir, 30).keys()
+    assert (
+        read_checkpoint(warm.output_dir, 8).keys() == read_checkpoint(first.output_dir, 30).keys()
+    )
     tiny_causal_lm("gptj", vocab_size=len(build_tokenizer())).save_pretrained(tmp_path / "other")
     build_tokenizer().save_pretrained(tmp_path / "other")
     of_other = replace(model, path=str(tmp_path / "other"))

@@ -15,7 +15,7 @@ from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import toy_config
-from tests.test_resume import metrics
+from tests.test_resume import read_metrics
 
 CASES = [
     pytest.param(method, id=method, marks=() if method == "dapo" else pytest.mark.grid)
@@ -80,7 +80,7 @@ def test_a_method_that_was_cut_off_ends_as_the_whole_run(
     run_whole_and_resumed(make_config(method, toy, tmp_path, save_every=1), tmp_path)
 
     whole, again = tmp_path / "whole", tmp_path / "again"
-    assert metrics(again) == metrics(whole)
+    assert read_metrics(again) == read_metrics(whole)
     assert same(again, whole)
 
 
@@ -95,12 +95,12 @@ def test_a_method_learns_the_same_on_one_and_two_processes(
     run_ranks(_train, at_stage(config, 3, together))
 
     if config.dynamic_sampling > 0:
-        assert sum(line.get("refills", 0) for line in metrics(alone)) > 0
-    kls = [line.get("kl", line.get("eval_kl")) for line in metrics(alone)]
+        assert sum(line.get("refills", 0) for line in read_metrics(alone)) > 0
+    kls = [line.get("kl", line.get("eval_kl")) for line in read_metrics(alone)]
     assert any(kl is not None for kl in kls) == (config.reference_role == "reference")
     one, two = exported(alone), exported(together)
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(metrics(alone), metrics(together), strict=True):
+    for mine, theirs in zip(read_metrics(alone), read_metrics(together), strict=True):
         for name in mine.keys() & {"refills", "response_length", "dead_groups", "reward_score"}:
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6), name

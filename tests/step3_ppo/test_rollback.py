@@ -13,7 +13,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
 from step3_ppo.train import train
 from tests.step3_ppo.toy import toy_config
-from tests.test_resume import metrics
+from tests.test_resume import read_metrics
 
 REWARDS = """
 def longer(prompts, completions, **_):
@@ -59,7 +59,7 @@ def exploiting(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
 
 
 def events(config: PPOConfig, signal: str) -> list[dict[str, Any]]:
-    found = [line["guard"] for line in metrics(config.output_dir) if "guard" in line]
+    found = [line["guard"] for line in read_metrics(config.output_dir) if "guard" in line]
     return [each for each in found if each["signal"] == signal]
 
 
@@ -76,7 +76,7 @@ def test_a_reward_for_length_is_caught_and_gold_is_no_lower_in_the_end(
     assert first["step"] <= CAUGHT_WITHIN
     result = json.loads((config.output_dir / "result.json").read_text())
     assert result["eval"]["gold_after"] >= result["eval"]["gold_before"]
-    logged = [line for line in metrics(config.output_dir) if "score" in line]
+    logged = [line for line in read_metrics(config.output_dir) if "score" in line]
     places = [line["step"] for line in logged]
     again = places.index(first["to"] + 1, first["step"])
     assert places[:again] == list(range(1, first["step"] + 1))

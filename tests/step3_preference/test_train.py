@@ -68,9 +68,7 @@ def test_every_method_begins_where_its_formula_says_and_learns(
 
 
 @pytest.mark.parametrize("method", CASES["kto"])
-def test_a_run_that_was_cut_off_ends_as_the_whole_one(
-    method: str, toy: Path, tmp_path: Path
-) -> None:
+def test_interrupted_run_resumes_bitwise(method: str, toy: Path, tmp_path: Path) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     config = toy_config(toy, method, output_dir=whole, save_every=2)
     train(config)
