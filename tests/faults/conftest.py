@@ -2,20 +2,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import make_start, run_forked, small
+from tests.faults.jobs import run_forked, small_job, write_inputs
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and rows that jobs start from."""
-    directory = tmp_path_factory.mktemp("start")
-    make_start(directory)
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models and rows of the jobs."""
+    directory = tmp_path_factory.mktemp("inputs")
+    write_inputs(directory)
     return directory
 
 
 @pytest.fixture(scope="session")
-def reference(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps of step 1 in two processes that nothing disturbs, every checkpoint kept."""
+def reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight uninterrupted steps of step 1 on two processes, with all checkpoints."""
     out = tmp_path_factory.mktemp("reference")
-    assert run_forked(small(start, "sft", output_dir=out)) == [0, 0]
+    assert run_forked(small_job(inputs, "sft", output_dir=out)) == [0, 0]
     return out

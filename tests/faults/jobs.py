@@ -1,7 +1,7 @@
 """Jobs of a few seconds: one step on toy models, in processes that can be killed and started again.
 
-`Forked` is for many of them: its processes come from a server that has imported everything, and run
-the step's `train`. `Command` is what a user types, with launcher and all.
+`Forked` is for many jobs: its processes are forked from a server with all imports done, and run
+the step's `train`. `Command` is what a user types, including the launcher.
 """
 
 import json
@@ -53,15 +53,15 @@ from tests.test_resume import (
 )
 
 PEER_SECONDS = 10
-"""Limit for a process to notice that another one is gone, or for a job to end after its fault."""
+"""Limit for a process to notice that another has died, or for a job to end after a fault."""
 
 
 ROWS = 60
 WORDS = ("sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night")
 
 
-def make_start(directory: Path) -> None:
-    """Inputs of the jobs: random models, and few rows, so that every pass is short."""
+def write_inputs(directory: Path) -> None:
+    """Write random models and a few rows, so that every pass is short."""
     save_models(directory)
     draw = random.Random(1)
 
@@ -81,35 +81,35 @@ def make_start(directory: Path) -> None:
 DATA, TEXTS = "rows.jsonl", "texts"
 
 
-def pretrain(start: Path, **changes: Any) -> PretrainConfig:
+def pretrain(inputs: Path, **changes: Any) -> PretrainConfig:
     common = {name: value for name, value in COMMON.items() if name != "data"}
     return PretrainConfig(
-        output_dir=start, model=model_config(start / "actor", **changes), **common
+        output_dir=inputs, model=model_config(inputs / "actor", **changes), **common
     )
 
 
 JOBS = {**CONFIGS, "pretrain": pretrain}
 
 
-def small(start: Path, step: str, **changes: Any) -> Any:
+def small_job(inputs: Path, step: str, **changes: Any) -> Any:
     """A job with all kinds of state: dropout, accumulation, warm-up, loss scale, evaluations.
 
-    It saves after every step and keeps everything, so that what another run saves can be compared.
+    It keeps a checkpoint of every step, with which those of other runs can be compared.
     """
-    data: DataConfig = DataConfig(path=(str(start / DATA),), max_eval_rows=6, max_length=64)
+    data: DataConfig = DataConfig(path=(str(inputs / DATA),), max_eval_rows=6, max_length=64)
     if step == "pretrain":
-        data = TextDataConfig(path=(str(start / TEXTS),), max_eval_rows=6, max_length=64)
+        data = TextDataConfig(path=(str(inputs / TEXTS),), max_eval_rows=6, max_length=64)
     model: dict[str, Any] = {"zero_stage": 3, "precision": "fp16"}
-    if step != "ppo":  # where dropout would break the ratio
+    if step != "ppo":  # where dropout would change the ratio
         model["lora"] = LoraConfig(rank=2, dropout=0.1)
     common = {"max_steps": 8, "save_every": 1, "keep_last": 1000, "eval_every": 4}
-    return replace(JOBS[step](start, **model), **{"data": data, **common, **changes})
+    return replace(JOBS[step](inputs, **model), **{"data": data, **common, **changes})
 
 
 class Forked:
-    """One start of a job: that many processes, each with a log; killed, if still there, on exit.
+    """The processes of a job, each with a log; those still alive on exit are killed.
 
-    They meet at a store that outlives them, as torchrun's does.
+    Their store outlives them, as that of torchrun does.
     """
 
     def __init__(
@@ -147,30 +147,30 @@ class Forked:
         self._scratch.cleanup()
 
     def wait(self, seconds: float = 60) -> list[int]:
-        """The exit codes; -n where signal n ended it.
+        """Wait for the exit codes; -n for a process that signal n ended.
 
         When one has failed, the others receive SIGTERM, as from torchrun.
         """
-        fine = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
+        usual = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
         end = time.monotonic() + seconds
-        told = False
+        sent = False
         while any(process.exitcode is None for process in self.processes):
             assert time.monotonic() < end, f"it did not end within {seconds:g} s:\n{self.output()}"
-            if not told and any(process.exitcode not in fine for process in self.processes):
-                told = True
+            if not sent and any(process.exitcode not in usual for process in self.processes):
+                sent = True
                 for process in self.processes:
                     process.terminate()
             time.sleep(0.005)
         return [process.exitcode or 0 for process in self.processes]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to those that are there."""
+        """Send a signal to the processes that are alive."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
 
     def output(self) -> str:
-        """All that the processes wrote."""
+        """The output of all processes."""
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
 
@@ -193,7 +193,7 @@ def _run_rank(
 
 
 def run_forked(config: StepConfig, **options: Any) -> list[int]:
-    """Run a job to whatever end it finds."""
+    """Run a job and return its exit codes."""
     with Forked(config, **options) as job:
         return job.wait()
 
@@ -201,13 +201,13 @@ def run_forked(config: StepConfig, **options: Any) -> list[int]:
 class Command:
     """A command in a new session, which is killed on exit if it is still running."""
 
-    def __init__(self, *words: str, fault: str | None = None, **environment: str) -> None:
+    def __init__(self, *args: str, fault: str | None = None, **environment: str) -> None:
         self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115
-        without = {name: value for name, value in os.environ.items() if name != "FAULT"}
+        inherited = {name: value for name, value in os.environ.items() if name != "FAULT"}
         self.process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *args],
             cwd=ROOT,
-            env={**without, **environment, **({"FAULT": fault} if fault else {})},
+            env={**inherited, **environment, **({"FAULT": fault} if fault else {})},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -221,7 +221,7 @@ class Command:
         self._log.close()
 
     def kill(self) -> None:
-        """SIGKILL to everything it has started, as when the machine is gone."""
+        """Send SIGKILL to the command and its descendants, as if the machine were lost."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for child in _descendants(self.process.pid):
@@ -230,14 +230,14 @@ class Command:
         self.process.wait()
 
     def wait(self, seconds: float = 120) -> int:
-        """The exit code."""
+        """Wait for the exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {seconds:g} s:\n{self.output()}") from None
 
     def output(self) -> str:
-        """Its full output."""
+        """The output so far."""
         return Path(self._log.name).read_text()
 
 
@@ -250,7 +250,7 @@ def _descendants(pid: int) -> list[int]:
         return []
 
 
-def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
+def step_args(config: StepConfig, *, processes: int | None = 2) -> list[str]:
     """The command line of a step; its settings are written next to its output."""
     file = config.output_dir.with_name(f"{config.output_dir.name}.yaml")
     write_config(config, file)
@@ -260,11 +260,11 @@ def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
         "RewardConfig": "step2_reward",
         "PPOConfig": "step3_ppo",
     }
-    words = ["-m", f"{modules[type(config).__name__]}.train", "--config", str(file)]
+    args = ["-m", f"{modules[type(config).__name__]}.train", "--config", str(file)]
     if processes is None:
-        return words
+        return args
     launcher = ["-m", "pipeline.launch.torchrun", "--standalone"]
-    return [*launcher, "--nproc-per-node", str(processes), *words]
+    return [*launcher, "--nproc-per-node", str(processes), *args]
 
 
 def free_port() -> int:
@@ -274,14 +274,14 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-OF_TIME = ("seconds", "seconds_trained", "logged_at", "metrics_bytes")
-"""State that depends on the clock, or on how many digits its readings have."""
+TIME_KEYS = ("seconds", "seconds_trained", "logged_at", "metrics_bytes")
+"""State that depends on the clock, or on the number of digits of times."""
 
 
 def assert_prefix(out: Path, reference: Path) -> int:
-    """The step that `out` offers, bit for bit what the undisturbed run had after the same step."""
-    checkpoint, passed_over = newest(out / "checkpoints")
-    assert not passed_over  # a kill leaves nothing that has to be passed over
+    """Assert that the newest checkpoint equals the reference's bitwise; return its step."""
+    checkpoint, unusable = newest(out / "checkpoints")
+    assert not unusable  # a kill leaves no unusable checkpoints
     if checkpoint is None:
         return 0
     step = checkpoint.step
@@ -293,51 +293,51 @@ def assert_prefix(out: Path, reference: Path) -> int:
 
 def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     state = dict(checkpoint.state)
-    run_state = {k: v for k, v in state["parts"]["run"].items() if k not in OF_TIME}
+    run_state = {k: v for k, v in state["parts"]["run"].items() if k not in TIME_KEYS}
     return {**state, "parts": {**state["parts"], "run": run_state}}
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    different = [key for key, tensor in found.items() if not torch.equal(tensor, expected[key])]
+def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [key for key, tensor in actual.items() if not torch.equal(tensor, expected[key])]
     assert not different, f"these differ: {different}"
 
 
 def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = False) -> None:
-    """Both runs ended alike: last checkpoint, metrics, exported models.
+    """Assert that both runs have equal last checkpoints, metrics and exported models.
 
-    With other numbers of processes (`elastic`) generators of random numbers are not compared, which
-    belong to a process, and the laboratory's figures only with a tolerance: each process scores
-    other rows at once, which rounds otherwise.
+    With other numbers of processes (`elastic`) random number generators are not compared, which
+    belong to processes, and the laboratory's figures have a tolerance: each process scores
+    other rows at once, which rounds differently.
     """
     assert read_metrics(out) == read_metrics(reference)
     ours, theirs = read_checkpoint(out, step), read_checkpoint(reference, step)
     files, expected = read_exported(out), read_exported(reference)
     assert {Path(name).name for name in files} >= {"model.safetensors", "config.json"}
     if elastic:
-        ours, theirs = (_without_generators(each) for each in (ours, theirs))
+        ours, theirs = map(_without_generators, (ours, theirs))
         assert parse_config(files.pop("config.json")) == parse_config(expected.pop("config.json"))
-        found, wanted = (
-            _figures(json.loads(each.pop("lab.json", b"{}"))) for each in (files, expected)
+        figures, expected_figures = (
+            _flatten(json.loads(run.pop("lab.json", b"{}"))) for run in (files, expected)
         )
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            near = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
-            assert found[name] == near, name
+        assert figures.keys() == expected_figures.keys()
+        for name, value in expected_figures.items():
+            expected_value = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert figures[name] == expected_value, name
     assert_same_tensors(ours, theirs)
     assert files.keys() == expected.keys()
     different = [name for name, content in files.items() if content != expected[name]]
     assert not different, f"these differ: {different}"
 
 
-def _figures(value: Any, way: str = "") -> dict[str, Any]:
-    """The numbers and texts of a JSON file, by the keys and indices on the way to each."""
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Flatten JSON to its numbers and texts, by path."""
     if isinstance(value, list):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
-        return {way: value}
-    parts = [_figures(each, f"{way}/{key}") for key, each in value.items()]
-    return {key: figure for part in parts for key, figure in part.items()}
+        return {path: value}
+    children = [_flatten(child, f"{path}/{key}") for key, child in value.items()]
+    return {key: figure for part in children for key, figure in part.items()}
 
 
 def _without_generators(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

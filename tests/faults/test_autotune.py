@@ -1,4 +1,4 @@
-"""A real tuning on the embedded model; a trial's process is killed in the middle."""
+"""Autotuning of the embedded model, in which a trial's process is killed."""
 
 import json
 import time
@@ -9,36 +9,38 @@ import pytest
 
 from tests.faults.jobs import Command
 
-WORDS = [
+ARGS = [
     *("train.py", "--step", "1", "--deployment-type", "single_node", "--num-processes", "2"),
     *("--sft.batch_size", "8", "--sft.model.gradient_checkpointing", "false"),
     *("--sft.model.zero_stage", "0", "--autotune-steps", "3", "--autotune", "tune"),
 ]
 
 
-def workers(pid: int) -> list[psutil.Process]:
-    """The processes that train, below the launcher."""
+def find_workers(pid: int) -> list[psutil.Process]:
+    """The training processes that the launcher started."""
     try:
-        below = psutil.Process(pid).children(recursive=True)
-        words = {process: process.cmdline() for process in below}
+        processes = psutil.Process(pid).children(recursive=True)
+        commands = {process: process.cmdline() for process in processes}
     except psutil.NoSuchProcess:
         return []
     launcher = "pipeline.launch.torchrun"
     return [
-        each for each in below if "step1_sft.train" in words[each] and launcher not in words[each]
+        process
+        for process, command in commands.items()
+        if "step1_sft.train" in command and launcher not in command
     ]
 
 
 @pytest.mark.faults
-def test_a_tuning_survives_a_killed_trial_and_prints_its_settings(tmp_path: Path) -> None:
+def test_autotune_survives_a_killed_trial_and_prints_settings(tmp_path: Path) -> None:
     out = tmp_path / "out"
     log = out / "autotune" / "logs" / "step1_sft-002.log"
 
-    with Command(*WORDS, "--output-dir", str(out)) as job:
-        while not log.exists() or not workers(job.process.pid):
+    with Command(*ARGS, "--output-dir", str(out)) as job:
+        while not log.exists() or not find_workers(job.process.pid):
             assert job.process.poll() is None, job.output()
             time.sleep(0.05)
-        workers(job.process.pid)[0].kill()
+        find_workers(job.process.pid)[0].kill()
         assert job.wait(300) == 0, job.output()
 
     lines = (out / "autotune" / "trials.jsonl").read_text().splitlines()

@@ -11,14 +11,14 @@ from tests.faults.jobs import (
     assert_prefix,
     assert_same_end,
     run_forked,
-    small,
+    small_job,
 )
 
 POINTS = [
     pytest.param("engine.forward", marks=pytest.mark.faults),
     pytest.param("engine.backward", marks=pytest.mark.faults),
     pytest.param("engine.step", marks=pytest.mark.faults),
-    # The other one then has a save under way that never ends.
+    # The other rank is then in a save that can't finish.
     pytest.param("checkpoint.before_write", marks=pytest.mark.faults),
     pytest.param("checkpoint.mid_file", marks=pytest.mark.faults),
     pytest.param("checkpoint.after_file", marks=pytest.mark.faults),
@@ -27,10 +27,10 @@ POINTS = [
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("point", POINTS)
-def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
-    point: str, start: Path, reference: Path, tmp_path: Path
+def test_job_ends_when_a_rank_is_killed_and_resumes(
+    point: str, inputs: Path, reference: Path, tmp_path: Path
 ) -> None:
-    config = small(start, "sft", output_dir=tmp_path)
+    config = small_job(inputs, "sft", output_dir=tmp_path)
 
     with Forked(config, fault=f"{point}:1:5:kill") as job:
         job.processes[1].join(30)

@@ -1,4 +1,4 @@
-"""Several machines, each with its address, name and processes."""
+"""Training on several machines, which are network namespaces."""
 
 import json
 import sys
@@ -33,19 +33,19 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield machines
 
 
-def train(out: Path, *words: str) -> Command:
-    """`train.py` on the embedded model and task, in a small way."""
+def run_train(out: Path, *options: str) -> Command:
+    """Start `run_train.py` on the embedded model and task with few, small steps."""
     settings = out.with_name("small.yaml")
     settings.write_text(SMALL)
     return Command(
         *("train.py", "--config", str(settings), "--output-dir", str(out)),
         *SMALL_DATA.split(),
-        *words,
+        *options,
         OMP_NUM_THREADS="1",
     )
 
 
-def by_ssh(ssh: Path, hostfile: Path) -> list[str]:
+def ssh_options(ssh: Path, hostfile: Path) -> list[str]:
     return [
         *("--deployment-type", "multi_node", "--hostfile", str(hostfile)),
         *("--ssh-command", str(ssh)),
@@ -58,7 +58,7 @@ def finish(job: Command, code: int = 0, seconds: float = 240) -> str:
         return job.output()
 
 
-def weights(out: Path) -> dict[str, bytes]:
+def read_weights(out: Path) -> dict[str, bytes]:
     """The exported models of all steps."""
     return {
         f"{step.name}/{name}": content
@@ -71,20 +71,20 @@ def weights(out: Path) -> dict[str, bytes]:
 @needs_machines
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_the_three_steps_end_on_two_machines_as_on_one(tmp_path: Path, machines: Machines) -> None:
-    finish(train(tmp_path / "many", *by_ssh(machines.ssh, machines.hostfile(tmp_path))))
-    finish(train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2"))
+def test_two_machines_train_the_same_weights_as_one(tmp_path: Path, machines: Machines) -> None:
+    finish(run_train(tmp_path / "many", *ssh_options(machines.ssh, machines.hostfile(tmp_path))))
+    finish(run_train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2"))
 
     steps = json.loads((tmp_path / "many" / "summary.json").read_text())["steps"]
     assert list(steps) == ["step1_sft", "step2_reward", "step3_ppo"]
-    assert weights(tmp_path / "many") == weights(tmp_path / "one")
-    assert len(weights(tmp_path / "one")) >= 4
+    assert read_weights(tmp_path / "many") == read_weights(tmp_path / "one")
+    assert len(read_weights(tmp_path / "one")) >= 4
 
 
 def wait_for_checkpoint(out: Path, job: Command, step: str = "step1_sft") -> None:
-    end = time.monotonic() + 300
+    deadline = time.monotonic() + 300
     while not list((out / step / "checkpoints").glob("step_*/manifest.json")):
-        assert time.monotonic() < end, job.output()
+        assert time.monotonic() < deadline, job.output()
         assert job.process.poll() is None, job.output()
         time.sleep(0.05)
 
@@ -96,25 +96,27 @@ LONG = ["--step", "1", "--sft.max_steps", "60", "--sft.batch_size", "64", "--sav
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", ["killed", "cut off"])
-def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
+def test_lost_machine_is_named_and_the_job_resumes(
     fault: str, tmp_path: Path, machines: Machines
 ) -> None:
     out = tmp_path / "many"
-    many = [*by_ssh(machines.ssh, machines.hostfile(tmp_path)), *LONG]
-    with train(out, *many) as job:
+    options = [*ssh_options(machines.ssh, machines.hostfile(tmp_path)), *LONG]
+    with run_train(out, *options) as job:
         wait_for_checkpoint(out, job)
-        began = time.monotonic()
+        start = time.monotonic()
         machines.kill("worker-1") if fault == "killed" else machines.cut()
         code = job.wait(200)
-        took = time.monotonic() - began
+        seconds = time.monotonic() - start
         output = job.output()
     machines.reconnect()
 
     assert code == 1, output
     assert "worker-1" in output
-    assert took < (60 if fault == "killed" else 150), output
-    finish(train(out, *many, "--resume"))
+    assert seconds < (60 if fault == "killed" else 150), output
+    finish(run_train(out, *options, "--resume"))
     finish(
-        train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2", *LONG)
+        run_train(
+            tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2", *LONG
+        )
     )
-    assert weights(out) == weights(tmp_path / "one")
+    assert read_weights(out) == read_weights(tmp_path / "one")

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.test_many_machines import finish, train, wait_for_checkpoint, weights
+from tests.faults.test_many_machines import finish, read_weights, run_train, wait_for_checkpoint
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -30,11 +30,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_interrupted_and_with_a_lost_node_the_run_ends_as_on_one_machine(
+def test_run_with_a_lost_node_and_an_interrupt_matches_one_machine(
     tmp_path: Path, cluster: Any
 ) -> None:
     out = tmp_path / "ray"
-    with train(out, *RAY) as job:
+    with run_train(out, *RAY) as job:
         wait_for_checkpoint(out, job, "step2_reward")
         (node,) = cluster.worker_nodes
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -43,13 +43,13 @@ def test_interrupted_and_with_a_lost_node_the_run_ends_as_on_one_machine(
         assert job.wait(200) == 1, job.output()
         assert "the node was lost; --resume continues" in job.output()
     cluster.add_node(**NODE)
-    with train(out, *RAY, "--resume") as job:
+    with run_train(out, *RAY, "--resume") as job:
         wait_for_checkpoint(out, job, "step3_ppo")
         job.process.send_signal(signal.SIGINT)
         assert job.wait(200) == 130, job.output()
-    output = finish(train(out, *RAY, "--resume"), seconds=600)
-    finish(train(tmp_path / "one", *ONE), seconds=600)
+    output = finish(run_train(out, *RAY, "--resume"), seconds=600)
+    finish(run_train(tmp_path / "one", *ONE), seconds=600)
 
     assert "node 0 (" in output
-    assert weights(out) == weights(tmp_path / "one")
-    assert len(weights(out)) >= 4
+    assert read_weights(out) == read_weights(tmp_path / "one")
+    assert len(read_weights(out)) >= 4

@@ -1,7 +1,7 @@
-"""Whenever a job is killed, what it offers is a prefix of the undisturbed run, and it ends as that.
+"""A job killed at any instant is a prefix of the uninterrupted run, and resumes to the same result.
 
-The instants are uniform over the wall time of a whole run that saves after every step: imports are
-over, and starting, loading, computing, saving, evaluating and exporting are all hit.
+The instants are uniform over the wall time of a full run that saves after every step. Imports are
+done; starting, loading, computing, saving, evaluating and exporting are all interrupted.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tests.faults.jobs import (
     assert_prefix,
     assert_same_end,
     run_forked,
-    small,
+    small_job,
 )
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Tally:
-    """Targets of the kills."""
+    """Numbers of kills and what they interrupted."""
 
     kills: int = 0
     in_a_save: int = 0
@@ -35,19 +35,19 @@ class Tally:
     completed: int = 0
 
 
-def run_undisturbed(config: StepConfig) -> float:
-    """Seconds of the run that nothing disturbs, without those of the first start of all."""
+def time_uninterrupted_run(config: StepConfig) -> float:
+    """Run without interruption after a warm-up run; return the seconds."""
     assert run_forked(replace(config, max_steps=1)) == [0, 0]
-    began = time.monotonic()
+    start = time.monotonic()
     assert run_forked(config) == [0, 0]
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
-def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> bool:
-    """Start the job and kill one rank or all of them at some instant; whether one was alive."""
-    victims = draw.choice([(0,), (1,), (0, 1), (0, 1)])
+def run_and_kill(config: StepConfig, seconds: float, rng: random.Random) -> bool:
+    """Kill one or all ranks of the job at a random instant; return whether any was alive."""
+    victims = rng.choice([(0,), (1,), (0, 1), (0, 1)])
     with Forked(config) as job:
-        time.sleep(draw.uniform(0, seconds))
+        time.sleep(rng.uniform(0, seconds))
         killed = [rank for rank in victims if job.processes[rank].is_alive()]
         for rank in killed:
             job.processes[rank].kill()
@@ -70,19 +70,19 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
     ],
 )
 @pytest.mark.timeout(1200)
-def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
-    step: str, steps: int, kills: int, start: Path, tmp_path: Path
+def test_randomly_killed_job_is_a_prefix_of_the_uninterrupted_run(
+    step: str, steps: int, kills: int, inputs: Path, tmp_path: Path
 ) -> None:
     reference = tmp_path / "reference"
-    config = small(start, step, output_dir=reference, max_steps=steps)
-    seconds = run_undisturbed(config)
-    draw = random.Random(kills)
+    config = small_job(inputs, step, output_dir=reference, max_steps=steps)
+    seconds = time_uninterrupted_run(config)
+    rng = random.Random(kills)
     tally = Tally()
 
     while tally.kills < kills:
         out = tmp_path / f"run {tally.completed}"
         job, done = replace(config, output_dir=out), 0
-        while tally.kills < kills and kill_at_random(job, seconds, draw):
+        while tally.kills < kills and run_and_kill(job, seconds, rng):
             tally.kills += 1
             tally.in_a_save += any((out / "checkpoints").glob(".writing-*/rank*"))
             job = replace(job, resume=True)

@@ -1,4 +1,4 @@
-"""Nodes that can't meet end in a sentence, in time, with exit code 2."""
+"""Nodes that can't rendezvous time out with one sentence and exit code 2."""
 
 import socket
 
@@ -15,11 +15,11 @@ def last_line(job: Command) -> str:
 
 
 @pytest.mark.faults
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+def test_occupied_rendezvous_port_is_named() -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
         rendezvous = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
         with Command(*TORCHRUN, *rendezvous, *STEP) as job:
             assert job.wait(60) == 2, job.output()
@@ -40,7 +40,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     ],
     ids=["no first node", "no second node"],
 )
-def test_a_node_that_is_missing_ends_the_others_in_time(rendezvous: tuple[str, ...]) -> None:
+def test_missing_node_makes_the_others_time_out(rendezvous: tuple[str, ...]) -> None:
     port = free_port()
     with Command(*TORCHRUN, *rendezvous, "--master-port", str(port), *STEP) as job:
         assert job.wait(60) == 2, job.output()

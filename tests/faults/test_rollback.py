@@ -1,4 +1,4 @@
-"""A run that is killed while it goes back, and resumed, ends as one that was not killed."""
+"""A run that is killed during a rollback resumes to the result of an uninterrupted one."""
 
 import json
 from dataclasses import replace
@@ -11,12 +11,12 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
 from step3_preference.config import GuardConfig as PreferenceGuard
 from step3_preference.config import PreferenceConfig
-from tests.faults.jobs import Forked, run_forked, small
+from tests.faults.jobs import Forked, run_forked, small_job
 from tests.step3_preference.toy import save_toy, toy_config
 from tests.test_resume import read_exported, read_metrics
 
 ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
-"""Beyond its limit from the first iteration on: only the start is healthy."""
+"""Exceeds its limit from the first iteration on, so that only the initial state is healthy."""
 
 POINTS = [
     ("rollback.before_record", 1),
@@ -29,9 +29,9 @@ POINTS = [
 ]
 
 
-def guarded(start: Path, out: Path) -> PPOConfig:
-    """Two rollbacks from iteration 2 to the start, and the end there: six iterations in all."""
-    return small(start, "ppo", output_dir=out, guards=(ALWAYS,), keep_last=2, eval_every=1)
+def ppo_config(inputs: Path, out: Path) -> PPOConfig:
+    """Two rollbacks from iteration 2 to the start, then a stop: six iterations in total."""
+    return small_job(inputs, "ppo", output_dir=out, guards=(ALWAYS,), keep_last=2, eval_every=1)
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +42,20 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ppo_reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
-    assert run_forked(guarded(start, out)) == [0, 0]
+    assert run_forked(ppo_config(inputs, out)) == [0, 0]
     return out
 
 
 @pytest.mark.faults
-def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> None:
-    lines = read_metrics(whole)
+def test_each_rollback_halves_the_learning_rate_and_resamples(ppo_reference: Path) -> None:
+    lines = read_metrics(ppo_reference)
     events = [line["guard"] for line in lines if "guard" in line]
-    acted = [each for each in events if each["action"] != "warn"]
+    actions = [event for event in events if event["action"] != "warn"]
     logged = [line for line in lines if "kl_coef" in line]
 
-    assert [(each["step"], each["action"], each["to"]) for each in acted] == [
+    assert [(event["step"], event["action"], event["to"]) for event in actions] == [
         (2, "rollback", 0),
         (2, "rollback", 0),
         (2, "stop", 0),
@@ -66,38 +66,38 @@ def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> 
         assert line["lr"] == first["lr"] / 2**attempt
         assert line["critic_lr"] == first["critic_lr"] / 2**attempt
         assert line["kl_coef"] == first["kl_coef"] * 2**attempt
-    assert len({line["entropy"] for line in logged[::2]}) == 3  # of one model: other responses
-    result = json.loads((whole / "result.json").read_text())
+    assert len({line["entropy"] for line in logged[::2]}) == 3  # other responses
+    result = json.loads((ppo_reference / "result.json").read_text())
     assert (result["steps"], result["eval"]["kl"], result["eval"]["best_step"]) == (0, 0.0, 0)
-    assert result["guards"] == acted
+    assert result["guards"] == actions
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("point", "visit"), POINTS)
-def test_a_run_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
-    point: str, visit: int, start: Path, whole: Path, tmp_path: Path
+def test_ppo_killed_during_rollback_resumes_bitwise(
+    point: str, visit: int, inputs: Path, ppo_reference: Path, tmp_path: Path
 ) -> None:
-    config = guarded(start, tmp_path)
+    config = ppo_config(inputs, tmp_path)
     with Forked(config, fault=f"{point}:0:{visit}:kill") as job:
         codes = job.wait()
     assert codes[0] == -9
 
     assert run_forked(replace(config, resume=True)) == [0, 0]
 
-    assert read_metrics(tmp_path) == read_metrics(whole)
-    assert read_exported(tmp_path) == read_exported(whole)
-    assert left(tmp_path) == left(whole)
+    assert read_metrics(tmp_path) == read_metrics(ppo_reference)
+    assert read_exported(tmp_path) == read_exported(ppo_reference)
+    assert read_outcome(tmp_path) == read_outcome(ppo_reference)
 
 
 @pytest.fixture(scope="module")
-def whole_dpo(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole_dpo")
-    assert run_forked(preferring(toy, out)) == [0, 0]
+def dpo_reference(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dpo_reference")
+    assert run_forked(dpo_config(toy, out)) == [0, 0]
     return out
 
 
-def preferring(toy: Path, out: Path) -> PreferenceConfig:
-    """The same of a run that learns from pairs."""
+def dpo_config(toy: Path, out: Path) -> PreferenceConfig:
+    """The same for DPO."""
     always = PreferenceGuard(signal="repetition", limit=-1.0, window=1, action="rollback")
     settings = {"guards": (always,), "save_every": 1, "eval_every": 2, "max_steps": 4}
     return toy_config(toy, output_dir=out, **settings)
@@ -108,23 +108,23 @@ def preferring(toy: Path, out: Path) -> PreferenceConfig:
     ("point", "visit"),
     [("rollback.before_record", 1), ("rollback.after_record", 2), ("rollback.before_removal", 3)],
 )
-def test_a_run_on_pairs_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
-    point: str, visit: int, toy: Path, whole_dpo: Path, tmp_path: Path
+def test_dpo_killed_during_rollback_resumes_bitwise(
+    point: str, visit: int, toy: Path, dpo_reference: Path, tmp_path: Path
 ) -> None:
-    config = preferring(toy, tmp_path)
+    config = dpo_config(toy, tmp_path)
     with Forked(config, fault=f"{point}:0:{visit}:kill") as job:
         codes = job.wait()
     assert codes[0] == -9
 
     assert run_forked(replace(config, resume=True)) == [0, 0]
 
-    assert read_metrics(tmp_path) == read_metrics(whole_dpo)
-    assert read_exported(tmp_path) == read_exported(whole_dpo)
-    assert left(tmp_path) == left(whole_dpo)
+    assert read_metrics(tmp_path) == read_metrics(dpo_reference)
+    assert read_exported(tmp_path) == read_exported(dpo_reference)
+    assert read_outcome(tmp_path) == read_outcome(dpo_reference)
 
 
-def left(out: Path) -> tuple[list[str], Any]:
-    """Names of the checkpoints, and what the result says but for the time."""
+def read_outcome(out: Path) -> tuple[list[str], Any]:
+    """Names of the checkpoints, and the result without times."""
     result = json.loads((out / "result.json").read_text())
     del result["seconds"], result["changed_settings"]
     return sorted(path.name for path in (out / "checkpoints").iterdir()), result

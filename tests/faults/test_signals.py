@@ -1,4 +1,4 @@
-"""Ctrl-C or a scheduler's signal, whenever it comes: the state is saved, --resume continues.
+"""After Ctrl-C or a scheduler's signal at any time, the state is saved and --resume continues.
 
 The exit code is 130 after Ctrl-C, 75 after a scheduler's signal.
 """
@@ -15,40 +15,40 @@ import pytest
 from pipeline.config import StepConfig
 from pipeline.run.run import changed_settings
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
-from tests.faults.jobs import Command, Forked, assert_prefix, run_forked, small, step_words
+from tests.faults.jobs import Command, Forked, assert_prefix, run_forked, small_job, step_args
 from tests.test_resume import read_metrics
 
 STEPS = 20
 
 
-def make_job(start: Path, out: Path) -> StepConfig:
-    """Saves only because of the signal."""
-    return small(start, "sft", output_dir=out, max_steps=STEPS, save_every=None)
+def signal_job(inputs: Path, out: Path) -> StepConfig:
+    """A job that saves only when it receives a signal."""
+    return small_job(inputs, "sft", output_dir=out, max_steps=STEPS, save_every=None)
 
 
 @pytest.fixture(scope="module")
-def long_reference(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that nothing disturbs, which keeps every checkpoint."""
+def long_reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run on two processes, with all checkpoints."""
     out = tmp_path_factory.mktemp("reference")
-    assert run_forked(small(start, "sft", output_dir=out, max_steps=STEPS)) == [0, 0]
+    assert run_forked(small_job(inputs, "sft", output_dir=out, max_steps=STEPS)) == [0, 0]
     return out
 
 
-def lines(out: Path) -> int:
-    """Of metrics so far."""
+def count_lines(out: Path) -> int:
+    """The number of metrics lines so far."""
     path = out / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def wait_for(condition: Callable[[], object], job: Forked | Command) -> None:
-    end = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, job.output()
+        assert time.monotonic() < deadline, job.output()
         time.sleep(0.005)
 
 
 def wait_for_lines(out: Path, count: int, job: Forked | Command) -> None:
-    wait_for(lambda: lines(out) >= count, job)
+    wait_for(lambda: count_lines(out) >= count, job)
 
 
 def exit_code(number: signal.Signals) -> int:
@@ -63,10 +63,10 @@ def exit_code(number: signal.Signals) -> int:
         pytest.param(signal.SIGUSR1, marks=pytest.mark.faults),
     ],
 )
-def test_a_signal_in_the_loop_saves_the_step_at_hand(
-    number: signal.Signals, start: Path, long_reference: Path, tmp_path: Path
+def test_signal_in_the_loop_saves_the_current_step(
+    number: signal.Signals, inputs: Path, long_reference: Path, tmp_path: Path
 ) -> None:
-    config = make_job(start, tmp_path)
+    config = signal_job(inputs, tmp_path)
 
     with Forked(config) as job:
         wait_for_lines(tmp_path, 4, job)
@@ -81,23 +81,21 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
         f"stopped after step {step} of {STEPS} and has saved its state;"
         f" --resume continues after step {step}\n" in output
     )
-    assert [line["step"] for line in read_metrics(tmp_path)][-1] == step  # not one step more
+    assert [line["step"] for line in read_metrics(tmp_path)][-1] == step  # no further step
     with Forked(replace(config, resume=True)) as job:
         assert job.wait() == [0, 0]
         assert f"resuming step1_sft after step {step}\n" in job.output()
     assert read_metrics(tmp_path) == read_metrics(long_reference)
-    assert model(tmp_path) == model(long_reference)
+    assert read_model(tmp_path) == read_model(long_reference)
 
 
-def model(out: Path) -> bytes:
+def read_model(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
-def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
-    start: Path, tmp_path: Path
-) -> None:
-    """One process sleeps in its third step, the other waits for it in a collective."""
-    with Forked(make_job(start, tmp_path), fault="engine.step:1:3:hang") as job:
+def test_second_ctrl_c_aborts_a_hanging_step(inputs: Path, tmp_path: Path) -> None:
+    """One process sleeps in its third step; the other waits in a collective."""
+    with Forked(signal_job(inputs, tmp_path), fault="engine.step:1:3:hang") as job:
         wait_for(lambda: "engine.step hangs\n" in job.output(), job)
         job.signal(signal.SIGINT)
         wait_for(lambda: "finishing the current step, saving the state" in job.output(), job)
@@ -114,29 +112,27 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.faults), signal.SIGTERM]
 )
-def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_failure(
-    number: signal.Signals, start: Path, tmp_path: Path
+def test_signal_before_all_ranks_enter_the_loop_is_no_failure(
+    number: signal.Signals, inputs: Path, tmp_path: Path
 ) -> None:
-    with Forked(make_job(start, tmp_path), fault="steps.begin:1:1:hang") as job:
+    with Forked(signal_job(inputs, tmp_path), fault="steps.begin:1:1:hang") as job:
         wait_for(lambda: "steps.begin hangs\n" in job.output(), job)
-        time.sleep(0.5)  # the first process comes to its loop
+        time.sleep(0.5)  # the first process enters its loop
         job.signal(number)
         codes = job.wait(10)
 
-        # Before the loop SIGTERM ends a process as any program, and a launcher then all others.
-        usual = {exit_code(number)} | ({-signal.SIGTERM} if number == signal.SIGTERM else set())
-        assert set(codes) <= usual
+        # Before the loop SIGTERM ends a process by default, and the launcher ends the others.
+        allowed = {exit_code(number)} | ({-signal.SIGTERM} if number == signal.SIGTERM else set())
+        assert set(codes) <= allowed
         assert "Traceback" not in job.output()
         assert "rank" not in job.output()
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.faults), 2])
-def test_ctrl_c_while_the_model_is_written_loses_no_step(
-    processes: int, start: Path, tmp_path: Path
-) -> None:
-    """The second process waits for the one that writes."""
-    config = small(start, "sft", output_dir=tmp_path / "whole", save_every="1h")
+def test_ctrl_c_during_export_loses_no_step(processes: int, inputs: Path, tmp_path: Path) -> None:
+    """The second process waits for the first, which writes."""
+    config = small_job(inputs, "sft", output_dir=tmp_path / "whole", save_every="1h")
     assert set(run_forked(config, world_size=processes)) == {0}
     config = replace(config, output_dir=tmp_path / "run")
     with Forked(config, world_size=processes, fault="export.before_replace:0:1:hang") as job:
@@ -152,19 +148,19 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
     with Forked(replace(config, resume=True), world_size=processes) as job:
         assert set(job.wait()) == {0}
         assert "resuming step1_sft after step 8\n" in job.output()
-        assert " step 8/8 " not in job.output()  # no step is done again
+        assert " step 8/8 " not in job.output()  # no step is repeated
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert model(tmp_path / "run") == model(tmp_path / "whole")
+    assert read_model(tmp_path / "run") == read_model(tmp_path / "whole")
 
 
-def train_words(config: StepConfig, out: Path) -> list[str]:
-    """`train.py` with the settings of a step 1."""
-    words = ["train.py", "--step", "1", "--output-dir", str(out), "--deployment-type"]
-    words += ["single_node", "--num-processes", "2"]
+def train_args(config: StepConfig, out: Path) -> list[str]:
+    """The `train.py` command with the settings of a step 1."""
+    args = ["train.py", "--step", "1", "--output-dir", str(out), "--deployment-type"]
+    args += ["single_node", "--num-processes", "2"]
     for name, value in changed_settings(config).items():
         values = value if isinstance(value, list | tuple) else [value]
-        words += [f"--sft.{name}", *("null" if each is None else str(each) for each in values)]
-    return words
+        args += [f"--sft.{name}", *("null" if item is None else str(item) for item in values)]
+    return args
 
 
 @pytest.mark.faults
@@ -177,29 +173,29 @@ def train_words(config: StepConfig, out: Path) -> list[str]:
         ("step1_sft.train", signal.SIGUSR1),
     ],
 )
-def test_the_real_commands_save_and_go_on(
-    command: str, number: signal.Signals, start: Path, tmp_path: Path
+def test_commands_save_on_a_signal_and_resume(
+    command: str, number: signal.Signals, inputs: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run" / "step1_sft"
     out.parent.mkdir()
-    config = small(start, "sft", output_dir=out, max_steps=60)
-    whole = tmp_path / "whole"
-    single = command != "train.py"
-    world_size = 1 if single else 2
-    assert set(run_forked(replace(config, output_dir=whole), world_size=world_size)) == {0}
+    config = small_job(inputs, "sft", output_dir=out, max_steps=60)
+    reference = tmp_path / "whole"
+    is_step = command != "train.py"
+    world_size = 1 if is_step else 2
+    assert set(run_forked(replace(config, output_dir=reference), world_size=world_size)) == {0}
     config = replace(config, save_every=None)
-    words = step_words(config, processes=None) if single else train_words(config, out.parent)
+    args = step_args(config, processes=None) if is_step else train_args(config, out.parent)
 
-    with Command(*words) as job:
+    with Command(*args) as job:
         wait_for_lines(out, 1, job)
         time.sleep(random.Random(number).uniform(0, 0.5))
         job.process.send_signal(number)
         assert job.wait() == exit_code(number), job.output()
-        step = assert_prefix(out, whole)
+        step = assert_prefix(out, reference)
         assert f"--resume continues after step {step}\n" in job.output()
     assert [line["step"] for line in read_metrics(out)][-1] == step
 
-    with Command(*words, "--resume") as job:
+    with Command(*args, "--resume") as job:
         assert job.wait() == 0, job.output()
-    assert read_metrics(out) == read_metrics(whole)
-    assert model(out) == model(whole)
+    assert read_metrics(out) == read_metrics(reference)
+    assert read_model(out) == read_model(reference)
