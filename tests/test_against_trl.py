@@ -21,7 +21,7 @@ pytest.importorskip("trl")
 
 @torch.no_grad()
 def test_log_probabilities_and_entropy_match_trl() -> None:
-    from trl.make_trainer.utils import entropy_from_logits, selective_log_softmax
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     model = tiny_causal_lm("llama")
     (row,) = random_rows((9,))
@@ -118,7 +118,7 @@ def make_outputs(logps: torch.Tensor, tokens: int) -> SimpleNamespace:
 
 @pytest.mark.parametrize("method", ["dpo", "rdpo", "hinge", "ipo", "ldpo"])
 def test_losses_with_a_reference_match_trl(method: str) -> None:
-    from trl.make_trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.dpo_trainer import DPOTrainer
 
     name = {"dpo": "sigmoid", "rdpo": "robust", "ldpo": "sigmoid_norm"}.get(method, method)
     config = PreferenceConfig(method="dpo", **METHODS[method])
@@ -181,7 +181,7 @@ def test_odds_ratio_loss_matches_trl() -> None:
 
 
 def test_kto_loss_matches_trl() -> None:
-    from trl.make_trainer.kto_trainer import KTOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
 
     tokens, kl_logps = 4, torch.tensor([0.5, 1.5, 0.0, 0.25, 0.75, 0.0])
     mask = torch.ones(6, tokens + 1, dtype=torch.long)

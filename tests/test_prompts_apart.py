@@ -32,7 +32,7 @@ def append_rows(path: Path, name: str, count: int) -> str:
     with path.open("a") as file:
         for n in range(count):
             row = {"prompt": f"{name} {n}", "chosen": "good", "rejected": "bad"}
-            file.append_rows(json.dumps(row) + "\n")
+            file.write(json.dumps(row) + "\n")
     return str(path)
 
 
