@@ -1,4 +1,4 @@
-"""What measures a GPU is right where that can be known without one."""
+"""The GPU measurements, as far as they can be tested without a GPU."""
 
 import json
 import subprocess
@@ -12,14 +12,14 @@ from pipeline.config import TrainedModelConfig
 from tests.sources import ROOT
 
 
-def run(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
+def run_suite(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
     command = ["env", f"OUT={out}", f"PYTHON={sys.executable}", "bash", "scripts/measure_gpu.sh"]
     command += options
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_the_parts_of_both_courses_and_the_cases_of_ppo_name_what_exists(tmp_path: Path) -> None:
-    lists = [run(course, "--list", out=tmp_path).stdout for course in ("first", "speed")]
+def test_measurement_suites_list_existing_files_and_valid_ppo_cases(tmp_path: Path) -> None:
+    lists = [run_suite(suite, "--list", out=tmp_path).stdout for suite in ("first", "speed")]
 
     words = " ".join(lists).split()
     files = {word for word in words if word.startswith(("tests/", "train."))}
@@ -29,20 +29,20 @@ def test_the_parts_of_both_courses_and_the_cases_of_ppo_name_what_exists(tmp_pat
     assert len([TrainedModelConfig(**case) for case in CASES.values()]) == 15
 
 
-def test_a_part_that_fails_is_a_row_and_the_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "ppo.log").mkdir()  # where its output belongs
+def test_failed_measurement_is_reported_as_row_and_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "ppo.log").mkdir()  # in place of its log file
 
-    done = run("first", "ppo", "nccl", "--tiny", out=tmp_path)
+    result = run_suite("first", "ppo", "nccl", "--tiny", out=tmp_path)
 
     rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    found = [(row["name"], row["ok"], row.get("skipped")) for row in rows]
-    assert found == [("ppo", False, None), ("nccl", True, "needs a GPU")]
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "1 of 2 rows are ok")
+    outcomes = [(row["name"], row["ok"], row.get("skipped")) for row in rows]
+    assert outcomes == [("ppo", False, None), ("nccl", True, "needs a GPU")]
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "1 of 2 rows are ok")
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("course", ["first", "speed"])
-def test_a_whole_course_runs_with_toys(course: str, tmp_path: Path) -> None:
-    done = run(course, "--tiny", out=tmp_path)
+@pytest.mark.parametrize("suite", ["first", "speed"])
+def test_measurement_suite_runs_on_tiny_models(suite: str, tmp_path: Path) -> None:
+    result = run_suite(suite, "--tiny", out=tmp_path)
 
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout

@@ -1,4 +1,4 @@
-"""`python -m evaluation`, as a user runs it, on a tiny model made on the spot."""
+"""`python -m evaluation` as a user runs it, on a tiny random model."""
 
 import json
 from pathlib import Path
@@ -40,79 +40,79 @@ def gsm8k(tmp_path: Path) -> Path:
     return path
 
 
-def evaluated(model: Path, out: Path, *words: str) -> dict[str, Any]:
-    main(["--path", str(model), "--output", str(out), *words])
+def run_evaluation(model: Path, out: Path, *options: str) -> dict[str, Any]:
+    main(["--path", str(model), "--output", str(out), *options])
     return json.loads(out.read_text())
 
 
-def test_a_model_is_evaluated_on_several_tasks(
+def test_model_is_evaluated_on_several_tasks(
     model: Path, gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--tasks", "gsm8k", "arithmetic", "--data", f"gsm8k={gsm8k}", "--limit", "5")
-    words += ("--k", "1", "2", "--samples", "3", "--max-new-tokens", "4")
+    options = ("--tasks", "gsm8k", "arithmetic", "--data", f"gsm8k={gsm8k}", "--limit", "5")
+    options += ("--k", "1", "2", "--samples", "3", "--max-new-tokens", "4")
 
-    found = evaluated(model, tmp_path / "evaluation.json", *words)
+    results = run_evaluation(model, tmp_path / "evaluation.json", *options)
 
-    figures = found["figures"]
-    assert [(each["task"], each["metric"], each["k"]) for each in figures] == [
+    figures = results["figures"]
+    assert [(row["task"], row["metric"], row["k"]) for row in figures] == [
         ("gsm8k", "strict", 1), ("gsm8k", "strict", 2),
         ("gsm8k", "flexible", 1), ("gsm8k", "flexible", 2),
         ("arithmetic", "correct", 1), ("arithmetic", "correct", 2),
     ]  # fmt: skip
-    assert [each["questions"] for each in figures] == [3] * 4 + [5] * 2
-    assert all(each["low"] <= each["value"] <= each["high"] for each in figures)
-    assert found["weights_hash"] == weights_hash(load_for_inference(model)[0])
-    assert found["settings"]["samples"] == 3
-    assert found["settings"]["temperature"] == 1.0
+    assert [row["questions"] for row in figures] == [3] * 4 + [5] * 2
+    assert all(row["low"] <= row["value"] <= row["high"] for row in figures)
+    assert results["weights_hash"] == weights_hash(load_for_inference(model)[0])
+    assert results["settings"]["samples"] == 3
+    assert results["settings"]["temperature"] == 1.0
     text = (tmp_path / "evaluation.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [len(line["responses"]) for line in lines] == [3] * (3 + 5)
-    right = [grades["correct"][0] for line in lines[3:] for grades in line["grades"]]
-    assert figures[4]["value"] == sum(right) / 15
+    correct = [grades["correct"][0] for line in lines[3:] for grades in line["grades"]]
+    assert figures[4]["value"] == sum(correct) / 15
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["task", "metric", "value", "95", "%", "interval", "questions"]
     assert table[2].startswith("gsm8k       strict pass@2")
 
 
-def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path) -> None:
-    """A task whose answers are what the model says is solved, and by other answers not at all."""
-    chat, network = loaded(model)
+def test_accuracy_is_that_of_the_greedy_responses(model: Path, tmp_path: Path) -> None:
+    """Grades are those of the model's own greedy responses."""
+    chat, network = load(model)
     sampling = Sampling(max_new_tokens=6, temperature=0.0)
     questions = [Question((Message("user", f"Say {n}"),)) for n in range(3)]
-    given = responses_to(questions, network, chat, sampling, task="t")
-    solved = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
+    replies = responses_to(questions, network, chat, sampling, task="t")
+    tasks = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in solved))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in tasks))
 
-    found = evaluated(
+    results = run_evaluation(
         model, tmp_path / "out.json", "--tasks", "arithmetic", "--data", f"arithmetic={rows}",
         "--max-new-tokens", "6",
     )  # fmt: skip
 
-    right = [
-        TASKS["arithmetic"].grade(Question((), {"answer": row["answer"]}), each[0])["correct"][0]
-        for row, each in zip(solved, given, strict=True)
+    correct = [
+        TASKS["arithmetic"].grade(Question((), {"answer": row["answer"]}), reply[0])["correct"][0]
+        for row, reply in zip(tasks, replies, strict=True)
     ]
-    assert found["figures"][0]["value"] == pytest.approx(sum(right) / 3)
+    assert results["figures"][0]["value"] == pytest.approx(sum(correct) / 3)
 
 
-def loaded(model: Path) -> tuple[ChatFormat, Any]:
+def load(model: Path) -> tuple[ChatFormat, Any]:
     network, tokenizer = load_for_inference(model)
     return resolve_format(tokenizer, "auto"), network
 
 
-def sampled(model: Path) -> list[list[str]]:
-    chat, network = loaded(model)
+def sample_responses(model: Path) -> list[list[str]]:
+    chat, network = load(model)
     questions = TASKS["arithmetic"].read(Reading(limit=5))
     sampling = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
     return responses_to(questions, network, chat, sampling, task="arithmetic", num_samples=2)
 
 
-def test_two_processes_draw_the_answers_of_one(model: Path) -> None:
-    alone = sampled(model)
+def test_two_processes_sample_the_same_responses_as_one(model: Path) -> None:
+    expected = sample_responses(model)
 
-    assert run_ranks(sampled, model) == [alone, alone]
-    assert len({tuple(each) for each in alone}) > 1
+    assert run_ranks(sample_responses, model) == [expected, expected]
+    assert len(set(map(tuple, expected))) > 1
 
 
 WRONG = {
@@ -135,6 +135,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_wrong_input_is_named(sentence: str) -> None:
+def test_wrong_input_is_rejected_with_its_name(sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         main(WRONG[sentence])

@@ -1,4 +1,4 @@
-"""Shares, pass@k and their intervals."""
+"""Accuracy, pass@k and their confidence intervals."""
 
 from itertools import combinations
 
@@ -7,18 +7,18 @@ import pytest
 from evaluation.figures import Figure, compute_figures, pass_at_k
 
 
-def test_pass_at_k_is_the_share_of_the_subsets_that_hold_a_right_answer() -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_answer() -> None:
     for count in range(1, 8):
-        for right in range(count + 1):
-            answers = [True] * right + [False] * (count - right)
+        for correct in range(count + 1):
+            answers = [True] * correct + [False] * (count - correct)
             for k in range(1, count + 1):
                 subsets = list(combinations(answers, k))
-                share = sum(map(any, subsets)) / len(subsets)
+                fraction = sum(map(any, subsets)) / len(subsets)
 
-                assert pass_at_k(count, right, k) == pytest.approx(share, abs=1e-15)
+                assert pass_at_k(count, correct, k) == pytest.approx(fraction, abs=1e-15)
 
 
-def test_the_interval_is_wilsons() -> None:
+def test_confidence_interval_is_wilsons() -> None:
     # 8 of 10 with z = 1.96, by hand:
     # (.8 + .19208 -+ 1.96 sqrt(.016 + .009604)) / 1.38416
     low, high = Figure("t", "m", 1, 0.8, 10, 10).interval
@@ -28,13 +28,13 @@ def test_the_interval_is_wilsons() -> None:
     assert Figure("t", "m", 1, 1.0, 10, 10).interval[1] == pytest.approx(1.0)
 
 
-def test_each_thing_of_an_answer_is_graded_over_all_answers() -> None:
+def test_several_grades_per_answer_are_averaged() -> None:
     first = [{"all": [False], "each": [True, False]}, {"all": [True], "each": [True, True]}]
     second = [{"all": [False], "each": [False]}, {"all": [False], "each": [False]}]
 
-    figures = {each.name: each for each in compute_figures("t", [first, second], ks=(1, 2))}
+    figures = {figure.name: figure for figure in compute_figures("t", [first, second], ks=(1, 2))}
 
-    assert {name: each.value for name, each in figures.items()} == {
+    assert {name: figure.value for name, figure in figures.items()} == {
         "t_all": 0.25,
         "t_all_pass@2": 0.5,
         "t_each": pytest.approx((1 + 0.5 + 0) / 3),

@@ -1,4 +1,4 @@
-"""Every kind of instruction, with a text that follows it and one that doesn't."""
+"""Every kind of instruction, with texts that do and don't follow it."""
 
 import json
 from pathlib import Path
@@ -83,15 +83,15 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_text_follows_an_instruction_or_does_not(name: str) -> None:
-    for arguments, right, wrong in CASES[name]:
+def test_instruction_check_separates_following_from_violating_texts(name: str) -> None:
+    for arguments, following, violating in CASES[name]:
         INSTRUCTIONS[name].check(arguments, name)
-        assert follows(right, name, arguments), right
-        assert not follows(wrong, name, arguments), wrong
+        assert follows(following, name, arguments), following
+        assert not follows(violating, name, arguments), violating
         assert not follows("  \n", name, arguments)
 
 
-def test_loose_forgives_lines_around_the_answer_and_asterisks(tmp_path: Path) -> None:
+def test_loose_grade_ignores_surrounding_lines_and_asterisks(tmp_path: Path) -> None:
     names, kwargs = ["startend:quotation", "punctuation:no_comma"], [{}, {"num_words": None}]
     row = {"key": 1, "prompt": "Be brief.", "instruction_id_list": names, "kwargs": kwargs}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))

@@ -1,4 +1,4 @@
-"""Tasks that a step asks of the model that it trains."""
+"""Evaluation tasks during training."""
 
 import json
 from dataclasses import replace
@@ -22,8 +22,8 @@ from tests.families import tiny_causal_lm
 CORRECT = "eval_arithmetic_correct"
 
 
-def always_seven(directory: Path, **changes: Any) -> SFTConfig:
-    """Demonstrations that say `It is 7.` to everything; that is right in half of the task."""
+def make_config(directory: Path, **changes: Any) -> SFTConfig:
+    """Settings with demonstrations that always answer 7, which solves half of the task."""
     tokenizer = build_tokenizer()
     tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")
@@ -47,26 +47,24 @@ def always_seven(directory: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(**{**settings, **changes})
 
 
-def logged(out: Path) -> list[tuple[int, float]]:
+def read_accuracies(out: Path) -> list[tuple[int, float]]:
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line[CORRECT]) for line in lines if CORRECT in line]
 
 
-def result(out: Path) -> dict[str, Any]:
+def read_result(out: Path) -> dict[str, Any]:
     return json.loads((out / "result.json").read_text())["eval"]
 
 
-def test_a_step_asks_its_tasks_and_reports_what_the_exported_model_gets_right(
-    tmp_path: Path,
-) -> None:
-    config = always_seven(tmp_path)
+def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
 
     train(config)
 
-    figures = logged(config.output_dir)
+    figures = read_accuracies(config.output_dir)
     assert [step for step, _ in figures] == [0, 8, 16]
     assert (figures[0][1], figures[-1][1]) == (0.0, 0.5)
-    assert result(config.output_dir)["tasks"] == {
+    assert read_result(config.output_dir)["tasks"] == {
         "arithmetic_correct": {"before": 0.0, "after": 0.5, "questions": 6}
     }
     evaluate(
@@ -85,21 +83,21 @@ def test_a_step_asks_its_tasks_and_reports_what_the_exported_model_gets_right(
     assert "Arithmetic correct" in page
 
 
-def _train_together(config: SFTConfig) -> None:
-    division = config.parallel
-    with cut_mesh(replicas=1, pp=division.pp, tp=division.tp, timeout_seconds=60.0):
+def _train_sharded(config: SFTConfig) -> None:
+    parallel = config.parallel
+    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("division", [ParallelConfig(tp=2), ParallelConfig(pp=2)])
-def test_two_processes_with_parts_of_a_model_answer_together(
-    division: ParallelConfig, tmp_path: Path
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)])
+def test_sharded_models_have_the_accuracy_of_one_process(
+    parallel: ParallelConfig, tmp_path: Path
 ) -> None:
-    config = always_seven(tmp_path)
-    both = replace(config, output_dir=tmp_path / "both", parallel=division)
+    config = make_config(tmp_path)
+    sharded = replace(config, output_dir=tmp_path / "both", parallel=parallel)
 
     train(config)
-    run_ranks(_train_together, both)
+    run_ranks(_train_sharded, sharded)
 
-    assert logged(both.output_dir) == logged(config.output_dir)
+    assert read_accuracies(sharded.output_dir) == read_accuracies(config.output_dir)

@@ -14,7 +14,7 @@ from pipeline.demo.task import held_out_questions
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """GSM8K's schema: rows 0 to 9, whose answer is the double of their number."""
+    """Rows 0 to 9 with GSM8K's schema; the answer is twice the row's number."""
     found = [
         {"question": f"{n} and {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
         for n in range(10)
@@ -35,31 +35,31 @@ def rows(tmp_path: Path) -> Path:
         ("No idea", False, False),
     ],
 )
-def test_gsm8k_reads_an_answer_in_two_ways(answer: str, strict: bool, flexible: bool) -> None:
+def test_gsm8k_extracts_answers_in_two_ways(answer: str, strict: bool, flexible: bool) -> None:
     question = Question((Message("user", "?"),), {"answer": "#### 1000"})
 
     assert grade_gsm8k(question, answer) == {"strict": (strict,), "flexible": (flexible,)}
 
 
 @pytest.mark.parametrize("limit", [64, 200, 256])
-def test_a_part_of_the_embedded_task_has_the_kinds_of_the_whole(limit: int) -> None:
+def test_embedded_task_subset_keeps_the_mix_of_kinds(limit: int) -> None:
     task = TASKS["embedded"]
-    whole, part = (
-        Counter(each.extra["kind"] for each in task.read(Reading(limit=number)))
+    all_counts, subset_counts = (
+        Counter(question.extra["kind"] for question in task.read(Reading(limit=number)))
         for number in (None, limit)
     )
 
-    assert part.total() == limit
-    for kind, count in whole.items():
-        assert abs(part[kind] - count * limit / whole.total()) <= 1, kind
+    assert subset_counts.total() == limit
+    for kind, count in all_counts.items():
+        assert abs(subset_counts[kind] - count * limit / all_counts.total()) <= 1, kind
 
 
-def test_the_embedded_task_asks_its_held_out_prompts_and_grades_by_its_verifier() -> None:
+def test_embedded_task_has_held_out_prompts_and_uses_its_verifier() -> None:
     task = TASKS["embedded"]
     questions = task.read(Reading())
 
-    assert [each.messages[-1].content for each in questions] == [
-        each.text for each in held_out_questions()
+    assert [question.messages[-1].content for question in questions] == [
+        question.text for question in held_out_questions()
     ]
     answer = questions[0].extra["answer"]
     assert task.grade(questions[0], f"Sure! {answer}") == {
@@ -68,4 +68,4 @@ def test_the_embedded_task_asks_its_held_out_prompts_and_grades_by_its_verifier(
     assert task.grade(questions[0], f"Ugh. {answer}")["both"] == (False,)
     few = task.read(Reading(limit=50))
     assert len(few) == 50
-    assert len({each.extra["kind"] for each in few}) > 5
+    assert len({question.extra["kind"] for question in few}) > 5

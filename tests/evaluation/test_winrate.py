@@ -1,4 +1,4 @@
-"""`python -m evaluation.winrate`, as a user runs it, on tiny models made on the spot."""
+"""`python -m evaluation.winrate` as a user runs it, on tiny random models."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def broken(episodes):
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three random models, a function and prompts."""
     directory = tmp_path_factory.mktemp("models")
     tokenizer = byte_level(bos=True)
@@ -41,37 +41,37 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def settings(home: Path, function: str, *models: str) -> dict[str, Any]:
+def settings(inputs: Path, function: str, *models: str) -> dict[str, Any]:
     return {
-        "paths": tuple(str(home / name) for name in models),
-        "prompts": str(home / "rows.jsonl"),
-        "judge": f"{home / 'score.py'}:{function}",
+        "paths": tuple(str(inputs / name) for name in models),
+        "prompts": str(inputs / "rows.jsonl"),
+        "judge": f"{inputs / 'score.py'}:{function}",
         "max_new_tokens": 12,
         "workers": 1,
     }
 
 
-def words(given: dict[str, Any], *more: str) -> list[str]:
-    options = [["--paths", *given["paths"]]]
+def make_args(settings: dict[str, Any], *others: str) -> list[str]:
+    options = [["--paths", *settings["paths"]]]
     names = ("prompts", "judge", "max_new_tokens", "workers")
-    options += [[f"--{name.replace('_', '-')}", str(given[name])] for name in names]
-    return [word for option in options for word in option] + list(more)
+    options += [[f"--{name.replace('_', '-')}", str(settings[name])] for name in names]
+    return [word for option in options for word in option] + list(others)
 
 
 @pytest.mark.jobs
-def test_every_two_models_are_compared_by_what_a_program_gives(
-    home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_every_pair_of_models_is_compared_by_a_program(
+    inputs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    given = settings(home, "length", "a", "b", "c")
+    options = settings(inputs, "length", "a", "b", "c")
     out = tmp_path / "winrate.json"
 
-    main(words(given, "--output", str(out)))
+    main(make_args(options, "--output", str(out)))
 
-    found = json.loads(out.read_text())
-    config = WinrateConfig(**given)
+    results = json.loads(out.read_text())
+    config = WinrateConfig(**options)
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
     lengths = [
-        [len(each.response) for (each,) in sample_responses(path, examples, config)]
+        [len(answer.response) for (answer,) in sample_responses(path, examples, config)]
         for path in config.paths
     ]
     expected = {
@@ -84,26 +84,28 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
         for ours, theirs in ((1, 0), (2, 0), (2, 1))
     }
     assert {
-        (config.paths.index(each["model"]), config.paths.index(each["against"])): each["win_rate"]
-        for each in found["matches"]
+        (config.paths.index(row["model"]), config.paths.index(row["against"])): row["win_rate"]
+        for row in results["matches"]
     } == pytest.approx(expected)
-    assert [each["unknown"] for each in found["matches"]] == [1, 1, 1]
+    assert [row["unknown"] for row in results["matches"]] == [1, 1, 1]
     printed = capsys.readouterr().out
-    assert f"{home / 'b'} against {home / 'a'}" in printed
+    assert f"{inputs / 'b'} against {inputs / 'a'}" in printed
 
 
-def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:
-    if not (home / "reward").exists():
-        export_reward(home / "a", home / "reward")
-    judge = json.dumps({"kind": "model", "path": str(home / "reward")})
-    config = WinrateConfig(**{**settings(home, "length", "a", "b"), "judge": judge})
+def test_reward_model_judge_prefers_higher_scores(inputs: Path) -> None:
+    if not (inputs / "reward").exists():
+        export_reward(inputs / "a", inputs / "reward")
+    judge = json.dumps({"kind": "model", "path": str(inputs / "reward")})
+    config = WinrateConfig(**{**settings(inputs, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
-    answers = [[each for (each,) in sample_responses(p, examples, config)] for p in config.paths]
+    answers = [
+        [answer for (answer,) in sample_responses(p, examples, config)] for p in config.paths
+    ]
 
     (match,) = matches(answers, config)
 
     scores = [
-        np.array(score_responses(str(home / "reward"), [(e.prompt, e.response) for e in of_model]))
-        for of_model in answers
+        np.array(score_responses(str(inputs / "reward"), [(e.prompt, e.response) for e in run]))
+        for run in answers
     ]
     assert match.points.tolist() == (scores[1] > scores[0]).astype(float).tolist()

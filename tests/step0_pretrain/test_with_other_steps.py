@@ -1,4 +1,4 @@
-"""Step 0 with the other steps: starting models, plans, refusals."""
+"""Step 0 with the other steps: initial models, plans, rejected settings."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from pipeline.system.errors import UserError
 from tests.pipeline.data.store.corpus import write_rows
 from train import STAGES
 
-FEW = [
+SHORT = [
     *("--plan", "off", "--pretrain.max_steps", "2", "--pretrain.batch_size", "4"),
     *("--pretrain.data.max_length", "64", "--pretrain.data.max_eval_rows", "4"),
     *("--sft.max_steps", "2", "--sft.batch_size", "8", "--sft.data.max_eval_rows", "8"),
@@ -27,7 +27,7 @@ FEW = [
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A file of tokens, and the texts in texts.jsonl."""
+    """A token file, next to the texts in texts.jsonl."""
     write_rows(
         tmp_path / "texts.jsonl", [f"{n} and {n + 1} are {2 * n + 1}. " * 20 for n in range(40)]
     )
@@ -36,23 +36,21 @@ def texts(tmp_path: Path) -> Path:
     return out
 
 
-def plan(out: Path, *argv: str) -> Plan:
+def plan_run(out: Path, *argv: str) -> Plan:
     return make_plan(["--output-dir", str(out), *argv], STAGES)
 
 
-def get_path(plan: Plan, name: str) -> str:
-    config: Any = plan.configs[name]
+def get_path(plan_run: Plan, name: str) -> str:
+    config: Any = plan_run.configs[name]
     return config.model.path
 
 
 @pytest.mark.faults
-def test_step_1_begins_with_what_step_0_makes_and_both_are_reported(
-    texts: Path, tmp_path: Path
-) -> None:
+def test_step1_starts_from_step0_and_both_are_reported(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     corpus = ("--pretrain.data.path", str(texts))
 
-    main(["--step", "0", "1", "--output-dir", str(out), *corpus, *FEW], STAGES)
+    main(["--step", "0", "1", "--output-dir", str(out), *corpus, *SHORT], STAGES)
 
     summary = json.loads((out / "summary.json").read_text())["steps"]
     assert list(summary) == ["step0_pretrain", "step1_sft"]
@@ -62,18 +60,20 @@ def test_step_1_begins_with_what_step_0_makes_and_both_are_reported(
     sentences = " ".join(finding.whole for finding in findings(results))
     assert "tokens of held-out texts" in sentences
     assert "8 held-out answers" in sentences
-    chosen = model_to_talk_to(results.steps)
-    assert chosen is not None
-    assert chosen.name == "step1_sft"
+    model = model_to_talk_to(results.steps)
+    assert model is not None
+    assert model.name == "step1_sft"
     assert "Continued pre-training" in (out / "report.html").read_text()
 
 
-def test_models_come_from_step_0_where_it_runs_or_has_run(texts: Path, tmp_path: Path) -> None:
-    given = ("--actor-model", "some/model", "--data-path", f"{texts}.jsonl")
+def test_step1_plan_uses_the_model_of_step0_if_it_runs_or_has_run(
+    texts: Path, tmp_path: Path
+) -> None:
+    options = ("--actor-model", "some/model", "--data-path", f"{texts}.jsonl")
     corpus = ("--pretrain.data.path", str(texts))
 
-    both = plan(tmp_path / "both", "--step", "0", "1", *given, *corpus)
-    alone = plan(tmp_path / "alone", "--step", "1", *given)
+    both = plan_run(tmp_path / "both", "--step", "0", "1", *options, *corpus)
+    alone = plan_run(tmp_path / "alone", "--step", "1", *options)
 
     directory = tmp_path / "both" / "step0_pretrain"
     assert get_path(both, "step0_pretrain") == "some/model"
@@ -84,14 +84,14 @@ def test_models_come_from_step_0_where_it_runs_or_has_run(texts: Path, tmp_path:
     write_config(both.configs["step0_pretrain"], directory / "config.yaml")
     for name in ("result.json", "config.json"):
         (directory / name).write_text("{}")
-    later = plan(tmp_path / "both", "--step", "1", *given)
+    later = plan_run(tmp_path / "both", "--step", "1", *options)
     assert get_path(later, "step1_sft") == str(directory)
 
 
-def test_what_step_0_can_not_use_is_refused_in_the_plan(texts: Path, tmp_path: Path) -> None:
+def test_plan_rejects_invalid_step0_settings(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     alone = ("--step", "0", "--data-path", str(texts))
-    for words, sentence in (
+    for options, message in (
         (["--step", "0"], "pretrain.data.path has no corpus; pass token files"),
         (["--step", "0", "--data-path", str(tmp_path)], "is a directory; list its files"),
         (["--step", "0", "--data-path", "c.tokens"], "pretrain.data.path c.tokens: no such"),
@@ -100,7 +100,7 @@ def test_what_step_0_can_not_use_is_refused_in_the_plan(texts: Path, tmp_path: P
         ([*alone, "--pretrain.data.format", "plain"], "there is no setting pretrain.data.format"),
         ([*alone, "--pretrain.warm_start", str(tmp_path)], "pretrain.warm_start .* no checkpoints"),
     ):
-        with pytest.raises(UserError, match=sentence):
-            plan(out, *words)
+        with pytest.raises(UserError, match=message):
+            plan_run(out, *options)
     main(["--output-dir", str(out), *alone, "--dry-run"], STAGES)
     assert not out.exists()

@@ -1,4 +1,4 @@
-"""Short runs of step 1 on tiny models, and how they end."""
+"""Short runs of step 1 on tiny models, and their outcomes."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ BLOCKS = {"gpt2": "n_layer"}
 """Families with another name for the number of blocks."""
 
 
-def make(directory: Path, family: str, *, blocks: int = 3, **changes: Any) -> Path:
-    """A tiny random model of three blocks, and forty sums of all lengths."""
+def write_task(directory: Path, family: str, *, blocks: int = 3, **changes: Any) -> Path:
+    """Write a tiny random model of three blocks, and forty sums of different lengths."""
     tokenizer = build_tokenizer()
     sizes = {"vocab_size": len(tokenizer), BLOCKS.get(family, "num_hidden_layers"): blocks}
     model = tiny_causal_lm(family, **{**sizes, **changes})
@@ -36,12 +36,12 @@ def make(directory: Path, family: str, *, blocks: int = 3, **changes: Any) -> Pa
     return directory
 
 
-def settings(
-    start: Path, out: Path, *, pp: int = 1, tp: int = 1, model: Any = None, **changes: Any
+def make_config(
+    task: Path, out: Path, *, pp: int = 1, tp: int = 1, model: Any = None, **changes: Any
 ) -> SFTConfig:
-    """Three steps on them, of three micro-batches each at least."""
+    """Settings of three steps with at least three micro-batches each."""
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "parallel": ParallelConfig(pp=pp, tp=tp, micro_batches=3),
         "max_steps": 3,
         "batch_size": 8,
@@ -49,21 +49,21 @@ def settings(
     }
     return SFTConfig(
         output_dir=out,
-        model=TrainedModelConfig(path=str(start / "base"), **{"optim": optim, **(model or {})}),
-        data=DataConfig(path=(str(start / "rows.jsonl"),), max_length=48),
-        **{**own, **changes},
+        model=TrainedModelConfig(path=str(task / "base"), **{"optim": optim, **(model or {})}),
+        data=DataConfig(path=(str(task / "rows.jsonl"),), max_length=48),
+        **{**defaults, **changes},
     )
 
 
 def run(config: SFTConfig) -> None:
-    """Train on the processes there are, divided as the settings say."""
+    """Train on a mesh of all processes, as configured."""
     parallel = config.parallel
     with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 
-def ended(out: Path) -> dict[str, Any]:
-    """Hashes of the files of weights, and what was logged."""
+def outcome(out: Path) -> dict[str, Any]:
+    """Hashes of the weight files, and the logged metrics."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "grad_norm", "lr", "skipped", "eval_perplexity")
     return {
@@ -76,20 +76,20 @@ def ended(out: Path) -> dict[str, Any]:
     }
 
 
-def saved(out: Path, step: int) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint but the random number generators, which are each process's."""
+def read_state(out: Path, step: int) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, without the random number generators of each process."""
     checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
     checkpoint.verify()
     keys = [key for key in sorted(checkpoint.keys()) if not key.startswith("random/")]
-    found = {key: torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key)) for key in keys}
-    for key, tensor in found.items():
+    tensors = {key: torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key)) for key in keys}
+    for key, tensor in tensors.items():
         checkpoint.read(key, 0, tensor)
-    return found
+    return tensors
 
 
-def cut_off(whole: Path, out: Path) -> Path:
-    """Output of a run that was killed after its checkpoint of two steps."""
-    shutil.copytree(whole, out)
+def interrupt(full_run: Path, out: Path) -> Path:
+    """Copy a run as if it had been killed after its second step's checkpoint."""
+    shutil.copytree(full_run, out)
     shutil.rmtree(out / "checkpoints" / "step_00000003")
     (out / "result.json").unlink()
     return out

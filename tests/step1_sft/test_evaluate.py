@@ -1,4 +1,4 @@
-"""Two models answer the same prompts, side by side."""
+"""Side-by-side comparison of two models."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipeline.system.errors import ConfigError
 from step1_sft.evaluate import main
 
 
-def test_the_comparison_has_the_answers_that_generation_gives(
+def test_comparison_contains_the_generated_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "in.jsonl"
@@ -31,7 +31,7 @@ def test_the_comparison_has_the_answers_that_generation_gives(
     assert capsys.readouterr().out.startswith(f"Prompt:   Hi\nBaseline: {answers[0]}\n")
 
 
-def test_the_names_of_deepspeed_chat_work_too(tmp_path: Path) -> None:
+def test_deepspeed_chat_option_names_are_accepted(tmp_path: Path) -> None:
     out = tmp_path / "comparison.json"
 
     main(["--model_name_or_path_baseline", "embedded", "--model_name_or_path_finetune", "embedded",
@@ -40,9 +40,7 @@ def test_the_names_of_deepspeed_chat_work_too(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["paths"] == {"baseline": "embedded", "model": "embedded"}
 
 
-def test_an_output_that_can_not_be_written_is_refused_before_a_model_is_loaded(
-    tmp_path: Path,
-) -> None:
+def test_unwritable_output_is_rejected_before_models_load(tmp_path: Path) -> None:
     models = ["--baseline", str(tmp_path / "absent"), "--model", str(tmp_path / "absent")]
 
     with pytest.raises(ConfigError, match=f"--out {tmp_path}"):

@@ -1,4 +1,4 @@
-"""Step 1 through the stages of a pipeline ends as on one process, bit for bit."""
+"""Step 1 with pipeline parallelism matches one process bitwise."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from step1_sft.config import SFTConfig
 from step1_sft.train import learn_from, load_model
 from tests.distributed import run_ranks
 from tests.jobs import run_job
-from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
+from tests.step1_sft.small_runs import interrupt, make_config, outcome, read_state, run, write_task
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "untied": ("llama", {}, {"precision": "fp32"}),
@@ -47,21 +47,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SOME = ("tied, bf16, checkpointing", "adapters")
-"""That every run of the tests goes through; the others are the grid."""
+SHORT = ("tied, bf16, checkpointing", "adapters")
+"""Cases of the default test run; the others are in the grid."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+    "case", [pytest.param(n, marks=() if n in SHORT else pytest.mark.grid) for n in CASES]
 )
-def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
+def test_two_pipeline_stages_match_one_process_bitwise(case: str, tmp_path: Path) -> None:
     family, changes, model = CASES[case]
-    start = make(tmp_path, family, **changes)
-    run(settings(start, tmp_path / "alone", pp=1, model=model))
+    task = write_task(tmp_path, family, **changes)
+    run(make_config(task, tmp_path / "alone", pp=1, model=model))
 
-    run_ranks(run, settings(start, tmp_path / "staged", pp=2, model=model))
+    run_ranks(run, make_config(task, tmp_path / "staged", pp=2, model=model))
 
-    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
+    assert outcome(tmp_path / "staged") == outcome(tmp_path / "alone")
     bubbles = [
         json.loads(line)["bubble"]
         for line in (tmp_path / "staged" / "metrics.jsonl").read_text().splitlines()
@@ -71,8 +71,8 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     assert all(0 < bubble < 1 for bubble in bubbles)
 
 
-MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
-    # Processes, division, model, and the processes of the run that it is compared with.
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    # Processes, parallel settings, model settings, and processes of the reference run.
     "one micro-batch": (2, {"micro_batches": 1}, {}, 1),
     "three stages": (3, {"pp": 3, "micro_batches": 5}, {}, 1),
     "two pipelines": (4, {}, {"zero_stage": 2}, 2),
@@ -88,62 +88,62 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in MIXTURES]
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.grid) for n in LAYOUTS]
 )
-def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
-    world, division, model, other = MIXTURES[name]
-    start = make(tmp_path, "llama", tie_word_embeddings=True)
-    parallel = ParallelConfig(**{"pp": 2, "micro_batches": 3, **division})
+def test_pipelines_with_data_parallelism_match_data_parallelism(name: str, tmp_path: Path) -> None:
+    world, changes, model, reference_world = LAYOUTS[name]
+    task = write_task(tmp_path, "llama", tie_word_embeddings=True)
+    parallel = ParallelConfig(**{"pp": 2, "micro_batches": 3, **changes})
     plain = replace(parallel, pp=1, replicas=1)
-    alone = settings(start, tmp_path / "alone", pp=1, model=model, parallel=plain)
-    run_ranks(run, alone, world_size=other)
+    reference = make_config(task, tmp_path / "alone", pp=1, model=model, parallel=plain)
+    run_ranks(run, reference, world_size=reference_world)
 
-    staged = settings(start, tmp_path / "staged", pp=2, model=model, parallel=parallel)
+    staged = make_config(task, tmp_path / "staged", pp=2, model=model, parallel=parallel)
     run_ranks(run, staged, world_size=world)
 
-    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
+    assert outcome(tmp_path / "staged") == outcome(tmp_path / "alone")
 
 
 @pytest.mark.jobs
-def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2", blocks=4)
-    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
-    run(settings(start, tmp_path / "alone", pp=1, **often))
-    run_ranks(run, settings(start, tmp_path / "staged", pp=2, **often))
-    expected = ended(tmp_path / "alone")
+def test_checkpoint_resumes_on_other_numbers_of_stages_bitwise(tmp_path: Path) -> None:
+    task = write_task(tmp_path, "gpt2", blocks=4)
+    common: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
+    run(make_config(task, tmp_path / "alone", pp=1, **common))
+    run_ranks(run, make_config(task, tmp_path / "staged", pp=2, **common))
+    expected = outcome(tmp_path / "alone")
 
     one, two, three = (ParallelConfig(pp=pp, micro_batches=3) for pp in (1, 2, 3))
     for source, parallel in (("alone", two), ("staged", one), ("staged", three)):
-        out = cut_off(tmp_path / source, tmp_path / f"{source} to {parallel.pp}")
-        config = settings(start, out, parallel=parallel, resume=True, **often)
+        out = interrupt(tmp_path / source, tmp_path / f"{source} to {parallel.pp}")
+        config = make_config(task, out, parallel=parallel, resume=True, **common)
         run_ranks(run, config, world_size=parallel.pp)
 
-        assert ended(out) == expected
-        last = saved(out, 3)
-        assert last.keys() == saved(tmp_path / "alone", 3).keys()
-        assert all(torch.equal(last[k], each) for k, each in saved(tmp_path / "alone", 3).items())
+        assert outcome(out) == expected
+        last = read_state(out, 3)
+        assert last.keys() == read_state(tmp_path / "alone", 3).keys()
+        assert all(torch.equal(last[k], v) for k, v in read_state(tmp_path / "alone", 3).items())
 
     newest = tmp_path / "staged" / "checkpoints" / "step_00000003"
     checkpoints(["consolidate", str(newest), str(tmp_path / "c")])
-    made = load_file(tmp_path / "c" / "model.safetensors")
+    consolidated = load_file(tmp_path / "c" / "model.safetensors")
     model = load_file(tmp_path / "alone" / "model.safetensors")
-    assert made.keys() == model.keys()
+    assert consolidated.keys() == model.keys()
 
 
-def overflows(config: SFTConfig, skips: list[int]) -> list[bool]:
-    """Two optimizer steps, the gradient of the first not finite on the last stage alone."""
+def overflow_steps(config: SFTConfig, skips: list[int]) -> list[bool]:
+    """Two optimizer steps, the first with a non-finite gradient on the last stage only."""
     with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
-        with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as opened:
-            sft = load_model(config, rows, opened)
+        with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as run:
+            sft = load_model(config, rows, run)
             skipped: list[bool] = []
             for step in range(2):
                 batch = encode(rows.next_examples(), rows.chat, config)
                 factor = torch.inf if step in skips else 1.0
                 sft.passes.learn(
                     cut(batch, config),
-                    lambda each, factor=factor: (
-                        -factor * sft.engine(each, uniform=True).logprobs.sum()
+                    lambda batch, factor=factor: (
+                        -factor * sft.engine(batch, uniform=True).logprobs.sum()
                     ),
                     divisor=100.0,
                 )
@@ -151,32 +151,31 @@ def overflows(config: SFTConfig, skips: list[int]) -> list[bool]:
     return skipped
 
 
-def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(tmp_path: Path) -> None:
-    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=2)
+def test_non_finite_gradient_on_one_stage_skips_the_step_on_all(tmp_path: Path) -> None:
+    config = make_config(write_task(tmp_path, "llama"), tmp_path / "out", pp=2)
 
-    assert run_ranks(overflows, config, [0]) == [[True, False]] * 2
+    assert run_ranks(overflow_steps, config, [0]) == [[True, False]] * 2
 
 
-def hangs(config: SFTConfig, rank: int) -> None:
-    """A process of the last stage goes to sleep in a forward pass."""
-    cut = config.parallel
-    with cut_mesh(replicas=1, pp=cut.pp, tp=cut.tp, timeout_seconds=30.0) as mesh:
+def train_with_hang(config: SFTConfig, rank: int) -> None:
+    """Train with one rank that sleeps in a forward pass."""
+    parallel = config.parallel
+    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=30.0) as mesh:
         rows = load_rows(config, config.model, step=1)
-        with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
-            sft = load_model(config, rows, opened)
+        with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as run:
+            sft = load_model(config, rows, run)
             if mesh.world.rank == rank:
                 sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
-            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), run, step=1)
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(("pp", "tp"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.faults)])
-def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
-    pp: int, tp: int, tmp_path: Path
-) -> None:
-    config, last = settings(make(tmp_path, "llama"), tmp_path / "out", pp=pp, tp=tp), pp * tp - 1
+def test_hanging_stage_is_named_by_the_waiting_ranks(pp: int, tp: int, tmp_path: Path) -> None:
+    config = make_config(write_task(tmp_path, "llama"), tmp_path / "out", pp=pp, tp=tp)
+    last = pp * tp - 1
 
-    job = run_job(hangs, config, last, world_size=pp * tp, timeout_seconds=3)
+    job = run_job(train_with_hang, config, last, world_size=pp * tp, timeout_seconds=3)
 
     assert job.codes == [1] * (pp * tp)
     assert re.search(rf"rank {last} hangs: rank \d waited \d+ s for it", job.errors)

@@ -1,4 +1,4 @@
-"""Step 1: what it learns, what it reports, and that it is the same however it is cut."""
+"""Step 1: perplexity, equal losses on two processes, and learning to stop."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def small_task(directory: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(**{**settings, **changes})
 
 
-def logged(config: SFTConfig, name: str) -> list[float]:
+def read_metric(config: SFTConfig, name: str) -> list[float]:
     lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
     return [record[name] for line in lines if name in (record := json.loads(line))]
 
@@ -58,7 +58,7 @@ def result(config: SFTConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @torch.no_grad()
-def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
+def test_perplexity_is_the_exponential_of_the_mean_target_nll(
     tmp_path: Path, micro_batch_size: int
 ) -> None:
     config = small_task(tmp_path, micro_batch_size=micro_batch_size)
@@ -68,38 +68,38 @@ def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
         Policy(tiny_causal_lm("llama", vocab_size=VOCABULARY)), config.model, total_steps=1
     )
 
-    got = perplexity(Passes(engine), cut(rows, config))
+    actual = perplexity(Passes(engine), cut(rows, config))
 
     nll, count = 0.0, 0
     for row in rows:
         ids = torch.tensor([row.input_ids])
-        # Labels of -100 are left out of transformers' mean.
+        # transformers ignores labels of -100.
         labels = torch.where(torch.tensor([row.trained]), ids, -100)
         if row.num_targets:
             nll += row.num_targets * plain(ids, labels=labels).loss.item()
             count += row.num_targets
-    assert got == pytest.approx(math.exp(nll / count), rel=1e-4)
+    assert actual == pytest.approx(math.exp(nll / count), rel=1e-4)
     assert engine.model.training
 
 
 def train_losses(config: SFTConfig) -> list[float]:
     train(config)
-    current_mesh().world.barrier()  # the first process writes what both read
-    return logged(config, "loss") + logged(config, "eval_perplexity")
+    current_mesh().world.barrier()  # the first process writes the file that both read
+    return read_metric(config, "loss") + read_metric(config, "eval_perplexity")
 
 
-def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    """Five rows a step: the two processes never have equally many."""
-    alone = train_losses(small_task(tmp_path, batch_size=5, output_dir=tmp_path / "alone"))
+def test_losses_on_two_processes_match_one_process(tmp_path: Path) -> None:
+    """With five rows per step the processes never have equally many."""
+    expected = train_losses(small_task(tmp_path, batch_size=5, output_dir=tmp_path / "alone"))
 
     config = small_task(tmp_path, batch_size=5, output_dir=tmp_path / "together")
     first, second = run_ranks(train_losses, config)
 
-    assert first == second == pytest.approx(alone, rel=1e-4)
+    assert first == second == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.jobs
-def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: Path) -> None:
+def test_model_with_eos_as_padding_learns_to_stop(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     settings = LlamaConfig(
