@@ -1,4 +1,4 @@
-"""A tiny actor in its engine, with what generates from it."""
+"""A tiny trained model with its hybrid engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ OFFLOADED = ZeroConfig(offload=OffloadConfig(optimizer="cpu", params="cpu"))
 
 
 class Actor:
-    """A model in its engine, with what generates from it."""
+    """A model, its training engine and its hybrid engine."""
 
     def __init__(
         self, path: str, *, tp_size: int = 1, resident: bool = False, **changes: Any
@@ -48,8 +48,8 @@ class Actor:
             self.engine.backward(self.engine(BATCH).logprobs.square().mean())
             self.engine.step()
 
-    def relearn(self, steps: int = 1) -> None:
-        """Learn after a generation: what generated before is no longer what trains."""
+    def train_after_sync(self, steps: int = 1) -> None:
+        """Train after a generation, so that the replica's weights are out of date."""
         before = self.replica_logits()
         self.learn(steps)
         assert not torch.allclose(before, self.logits(), rtol=1e-3, atol=1e-3)
@@ -80,6 +80,6 @@ class Actor:
         return [response.ids for response in responses]
 
     def weights(self) -> dict[str, Tensor]:
-        """Everything in the state dict, whole."""
+        """The full, unsharded weights by name."""
         named = named_weights(base_model(self.model), self.engine)
         return {name: weight.clone() for name, weight in named}

@@ -1,4 +1,4 @@
-"""The embedded model, untrained: what it says is noise, but it says it fast."""
+"""The embedded model, untrained: its responses are noise, but fast."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ def embedded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 @pytest.fixture
-def converse(
+def make_conversation(
     embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> Callable[..., Conversation]:
-    """Makes a conversation with the embedded model."""
+    """A factory of conversations with the embedded model."""
 
     def make(**sampling: int | float) -> Conversation:
         settings = Sampling(**{"max_new_tokens": 12, "seed": 1, **sampling})

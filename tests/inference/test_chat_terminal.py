@@ -1,4 +1,4 @@
-"""chat.py at a real terminal: a pseudo-terminal, with a person's keys sent to it."""
+"""chat.py in a pseudo-terminal, with keys sent to it."""
 
 import json
 import os
@@ -25,87 +25,87 @@ class Chat:
     """chat.py in a new terminal."""
 
     def __init__(self, home: Path) -> None:
-        self.ours, theirs = pty.openpty()
-        self.shown = ""
-        self._read_up_to = 0
-        # The first process that opens it in a new session controls the terminal and gets Ctrl-C.
-        opened = (
+        self.descriptor, terminal = pty.openpty()
+        self.output = ""
+        self._position = 0
+        # The first process of the new session that opens the terminal receives Ctrl-C from it.
+        program = (
             "import os, runpy, sys; os.close(os.open(os.ttyname(0), os.O_RDWR));"
             " sys.argv[0] = 'chat.py'; runpy.run_path('chat.py', run_name='__main__')"
         )
-        command = [sys.executable, "-c", opened, "--path", "embedded", "--seed", "1"]
+        command = [sys.executable, "-c", program, "--path", "embedded", "--seed", "1"]
         self.process = subprocess.Popen(
             [*command, "--temperature", "0"],
             cwd=ROOT,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
             start_new_session=True,
             env={**os.environ, "TERM": "xterm", "HOME": str(home)},
         )
-        os.close(theirs)
+        os.close(terminal)
 
     def type(self, keys: str) -> None:
-        os.write(self.ours, keys.encode())
+        os.write(self.descriptor, keys.encode())
 
-    def until(self, text: str) -> str:
+    def read_until(self, text: str) -> str:
         """Return the output from the last call up to `text`."""
-        limit = time.monotonic() + SECONDS
-        while (place := self.shown.find(text, self._read_up_to)) < 0:
-            if time.monotonic() > limit or not self._read():
-                raise AssertionError(f"no {text!r} after {self.shown[self._read_up_to :]!r}")
-        begin, self._read_up_to = self._read_up_to, place + len(text)
-        return self.shown[begin:place]
+        deadline = time.monotonic() + SECONDS
+        while (index := self.output.find(text, self._position)) < 0:
+            if time.monotonic() > deadline or not self._read():
+                raise AssertionError(f"no {text!r} after {self.output[self._position :]!r}")
+        start, self._position = self._position, index + len(text)
+        return self.output[start:index]
 
-    def begin_anew(self, *, length: int) -> None:
-        """Forget the dialogue; answers have `length` tokens at the most from now on."""
+    def start_dialogue(self, *, length: int) -> None:
+        """Start a new dialogue, with answers of at most `length` tokens."""
         self.type(f"/length {length}\n")
-        self.until(PROMPT)
+        self.read_until(PROMPT)
         self.type("/reset\n")
-        self.until("(new dialogue)")
-        self.until(PROMPT)
+        self.read_until("(new dialogue)")
+        self.read_until(PROMPT)
 
     def messages(self, file: Path) -> list[tuple[str, str]]:
-        """The dialogue as it stands, by /save."""
+        """The current dialogue, from /save."""
         self.type(f"/save {file}\n")
-        self.until("(saved ")
-        self.until(PROMPT)
+        self.read_until("(saved ")
+        self.read_until(PROMPT)
         return [(turn["role"], turn["content"]) for turn in json.loads(file.read_text())]
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self.ours)
+        os.close(self.descriptor)
 
     def _read(self) -> bool:
-        if not select.select([self.ours], [], [], 1.0)[0]:
+        if not select.select([self.descriptor], [], [], 1.0)[0]:
             return self.process.poll() is None
         try:
-            part = os.read(self.ours, 1 << 16)
-        except OSError:  # the other side is closed
+            chunk = os.read(self.descriptor, 1 << 16)
+        except OSError:  # the other end is closed
             return False
-        # Without what steers the terminal.
-        self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part.decode()).replace("\r", "")
-        return bool(part)
+        # Remove terminal control sequences.
+        self.output += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", chunk.decode()).replace("\r", "")
+        return bool(chunk)
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     """A chat that waits at its prompt."""
-    started = Chat(tmp_path_factory.mktemp("home"))
-    assert GREETING in started.until(PROMPT)
-    yield started
-    started.close()
+    terminal = Chat(tmp_path_factory.mktemp("home"))
+    assert GREETING in terminal.read_until(PROMPT)
+    yield terminal
+    terminal.close()
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue(chat: Chat, tmp_path: Path) -> None:
-    chat.begin_anew(length=110)  # the model's context holds two such answers
+    chat.start_dialogue(length=110)  # two such answers fit in the model's context
     chat.type("Hi\n")
-    chat.until("Model: ")
+    chat.read_until("Model: ")
     chat.type(CTRL_C)
-    answer = chat.until(PROMPT)
+    answer = chat.read_until(PROMPT)
 
-    said = chat.messages(tmp_path / "saved.json")
+    messages = chat.messages(tmp_path / "saved.json")
 
     assert "[stopped]" in answer
-    assert [text for role, text in said if role == "user"] == ["Hi"]
+    assert [text for role, text in messages if role == "user"] == ["Hi"]

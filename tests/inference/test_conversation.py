@@ -10,8 +10,8 @@ from pipeline.models.forward.forward import context_length
 Converse = Callable[..., Conversation]
 
 
-def test_the_pieces_are_the_answer_that_generation_gives(converse: Converse) -> None:
-    conversation = converse(temperature=0.0)
+def test_streamed_pieces_join_to_the_generated_response(make_conversation: Converse) -> None:
+    conversation = make_conversation(temperature=0.0)
     conversation.messages = [Message("user", "Hi"), Message("assistant", "Hello.")]
     pieces: list[str] = []
 
@@ -26,16 +26,14 @@ def test_the_pieces_are_the_answer_that_generation_gives(converse: Converse) -> 
         stop_ids=conversation.chat_format.stop_ids,
         seed=0,
     )
-    whole = conversation.tokenizer.decode(response.ids, skip_special_tokens=True)
-    assert "".join(pieces) == whole
-    assert answer.text == whole.strip()
+    text = conversation.tokenizer.decode(response.ids, skip_special_tokens=True)
+    assert "".join(pieces) == text
+    assert answer.text == text.strip()
     assert conversation.messages == [*dialogue, Message("assistant", answer.text)]
 
 
-def test_a_dialogue_longer_than_the_context_goes_on_without_its_oldest_turns(
-    converse: Converse,
-) -> None:
-    conversation = converse(temperature=0.0, max_new_tokens=40)
+def test_long_dialogue_drops_its_oldest_turns(make_conversation: Converse) -> None:
+    conversation = make_conversation(temperature=0.0, max_new_tokens=40)
     conversation.reset("Be brief.")
     assert context_length(conversation.model) == 256
 

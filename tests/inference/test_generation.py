@@ -1,4 +1,4 @@
-"""Generation equals plain transformers, and a row never depends on the other rows."""
+"""Generation matches transformers, and rows don't depend on each other."""
 
 from pathlib import Path
 
@@ -26,12 +26,12 @@ NEW_TOKENS = 8
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def loaded(family: str, directory: Path, **changes: object) -> PreTrainedModel:
+def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
     path = saved(tiny_causal_lm(family, **changes), directory)
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
-def greedy_of_transformers(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+def transformers_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     settings = GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2, pad_token_id=2
     )
@@ -42,13 +42,13 @@ def greedy_of_transformers(model: PreTrainedModel, prompt: list[int]) -> list[in
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    # Not the peculiar ones in bf16: a tie in the routing of experts changes all that follows.
+    # PECULIAR ones not in bf16, where a tie in expert routing changes all later tokens.
     [
         *((family, "fp32") for family in [*FAMILIES, *PECULIAR]),
         *((family, "bf16") for family in FAMILIES),
     ],
 )
-def test_greedy_answers_to_more_prompts_than_slots_are_those_of_transformers(
+def test_greedy_responses_match_transformers(
     family: str, precision: Precision, tmp_path: Path
 ) -> None:
     plain = tiny_causal_lm(family).to(getattr(torch, TORCH_NAMES[precision]))
@@ -66,32 +66,32 @@ def test_greedy_answers_to_more_prompts_than_slots_are_those_of_transformers(
     )
 
     for prompt, response in zip(PROMPTS, responses, strict=True):
-        expected = greedy_of_transformers(plain, prompt)
+        expected = transformers_greedy(plain, prompt)
         if precision == "fp32":
             assert response.ids == expected
         else:
-            assert_equal_up_to_a_tie(plain, prompt, response.ids, expected)
+            assert_equal_up_to_ties(plain, prompt, response.ids, expected)
 
 
 @torch.no_grad()
-def assert_equal_up_to_a_tie(
-    model: PreTrainedModel, prompt: list[int], ours: list[int], theirs: list[int]
+def assert_equal_up_to_ties(
+    model: PreTrainedModel, prompt: list[int], actual: list[int], expected: list[int]
 ) -> None:
-    """Answers may part only where two tokens are equally likely but for rounding."""
-    parts = [place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
-    if parts:
-        first = parts[0]
-        logits = model(torch.tensor([prompt + ours[:first]])).logits[0, -1]
+    """Allow responses to diverge only where two tokens are equally likely up to rounding."""
+    differences = [
+        index for index, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b
+    ]
+    if differences:
+        first = differences[0]
+        logits = model(torch.tensor([prompt + actual[:first]])).logits[0, -1]
         step = torch.finfo(logits.dtype).eps * logits.abs().max()
-        assert (logits[ours[first]] - logits[theirs[first]]).abs() <= 4 * step
+        assert (logits[actual[first]] - logits[expected[first]]).abs() <= 4 * step
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_log_probabilities_of_samples_are_those_training_computes(
-    family: str, tmp_path: Path
-) -> None:
-    model = loaded(family, tmp_path)
+def test_log_probabilities_match_those_of_training(family: str, tmp_path: Path) -> None:
+    model = load(family, tmp_path)
 
     responses = generate(
         model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0.8, stop_ids=[2], seed=1
@@ -107,10 +107,8 @@ def test_log_probabilities_of_samples_are_those_training_computes(
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon"])
-def test_a_sampled_answer_does_not_depend_on_order_or_the_number_of_slots(
-    family: str, tmp_path: Path
-) -> None:
-    model = loaded(family, tmp_path)
+def test_samples_do_not_depend_on_order_or_number_of_slots(family: str, tmp_path: Path) -> None:
+    model = load(family, tmp_path)
     keys = [40 + row for row in range(len(PROMPTS))]
 
     def sample(order: list[int], batch_size: int) -> dict[int, list[int]]:
@@ -127,17 +125,17 @@ def test_a_sampled_answer_does_not_depend_on_order_or_the_number_of_slots(
         )
         return {row: response.ids for row, response in zip(order, responses, strict=True)}
 
-    together = sample([0, 1, 2, 3, 4, 5], 64)
+    expected = sample([0, 1, 2, 3, 4, 5], 64)
 
-    assert sample([5, 3, 1, 0, 2, 4], 64) == together
-    assert sample([0, 1, 2, 3, 4, 5], 1) == together
-    assert sample([4, 2, 0, 1, 3, 5], 3) == together
-    assert sample([0, 1, 2, 3, 4, 5], 8) == together
-    assert len({len(ids) for ids in together.values()}) > 1  # some ended early
+    assert sample([5, 3, 1, 0, 2, 4], 64) == expected
+    assert sample([0, 1, 2, 3, 4, 5], 1) == expected
+    assert sample([4, 2, 0, 1, 3, 5], 3) == expected
+    assert sample([0, 1, 2, 3, 4, 5], 8) == expected
+    assert len({len(ids) for ids in expected.values()}) > 1  # some ended early
 
 
-def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list[int]]:
-    """Return the responses of a process that has every `world_size`-th prompt, by prompt."""
+def sample_shard(rank: int, world_size: int, directory: Path) -> dict[int, list[int]]:
+    """Return responses to every `world_size`-th prompt, by prompt."""
     path = FrozenModelConfig(path=str(directory))
     rows = list(range(len(PROMPTS)))[rank::world_size]
     responses = generate(
@@ -152,19 +150,19 @@ def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list
     return {row: response.ids for row, response in zip(rows, responses, strict=True)}
 
 
-def share_of_this_process(directory: Path) -> dict[int, list[int]]:
+def sample_own_shard(directory: Path) -> dict[int, list[int]]:
     world = current_mesh().world
-    return sampled_share(world.rank, world.size, directory)
+    return sample_shard(world.rank, world.size, directory)
 
 
 @pytest.mark.jobs
-def test_two_processes_sample_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_sample_the_same_as_one(tmp_path: Path) -> None:
     saved(tiny_causal_lm("llama"), tmp_path)
 
-    first, second = run_ranks(share_of_this_process, tmp_path)
+    first, second = run_ranks(sample_own_shard, tmp_path)
 
-    assert {**first, **second} == sampled_share(0, 1, tmp_path)
+    assert {**first, **second} == sample_shard(0, 1, tmp_path)
 
 
-def test_tokens_that_repeat_a_trigram_are_counted() -> None:
+def test_repeated_trigrams_are_counted() -> None:
     assert repeated_trigrams([1, 2, 3, 1, 2, 4, 1, 2, 3]) == 1

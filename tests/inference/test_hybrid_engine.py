@@ -1,4 +1,4 @@
-"""The weight sync: what generates is what trains at every stage, and it leaves no trace."""
+"""The weight sync copies the trained weights at every stage, without side effects."""
 
 from typing import Any
 
@@ -15,40 +15,38 @@ from tests.memory import live_bytes
 from tests.operators import Operators
 
 
-def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:
+def compare_logits(path: str) -> list[tuple[str, Tensor, Tensor]]:
     compared: list[tuple[str, Tensor, Tensor]] = []
-    # Every pair of a division and what is trained, and every stage.
+    # Every pair of a tensor-parallel size and kind of training, and every stage.
     for stage, tp_size, lora in (
         *((0, 1, None), (1, 2, LORA), (2, 4, None), (3, 1, LORA), (3, 2, None), (3, 4, LORA)),
     ):
         actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=lora)
-        actor.relearn()
+        actor.train_after_sync()
         name = f"stage {stage}, tp {tp_size}, {'LoRA' if lora else 'all weights'}"
         compared.append((name, actor.replica_logits(), actor.logits()))
     for stage, tp_size in ((0, 2), (3, 1), (3, 2)):
         actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=LORA, quantize="nf4")
-        actor.relearn()
+        actor.train_after_sync()
         name = f"stage {stage}, tp {tp_size}, LoRA on nf4"
         compared.append((name, actor.replica_logits(), actor.logits()))
     return compared
 
 
 @pytest.mark.jobs
-def test_the_replica_says_what_the_trained_model_says_at_every_stage_and_division(
-    llama: str,
-) -> None:
-    for compared in run_ranks(logits_of_all, llama, world_size=4):
-        for name, got, expected in compared:
+def test_replica_logits_match_the_trained_model(llama: str) -> None:
+    for compared in run_ranks(compare_logits, llama, world_size=4):
+        for name, actual, expected in compared:
             if "tp 1" in name and "LoRA" not in name:
-                assert torch.equal(got, expected), name
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=name)
+                assert torch.equal(actual, expected), name
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @torch.no_grad()
-def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
+def test_replica_merges_adapters_like_export(llama: str) -> None:
     actor = Actor(llama, lora=LORA)
     with torch.enable_grad():
-        actor.relearn(3)
+        actor.train_after_sync(3)
     exported = {name.replace(".base_layer", "") for name in actor.weights() if "lora_" not in name}
 
     with actor.hybrid.generating() as replica:
@@ -63,9 +61,7 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_weights_are_copied_again_after_an_update_or_a_release_alone(
-    llama: str, resident: bool
-) -> None:
+def test_weights_are_copied_only_after_update_or_release(llama: str, resident: bool) -> None:
     actor = Actor(llama, zero_stage=3, resident=resident)
     with actor.hybrid.generating() as replica, torch.no_grad():
         with Operators(numel=1) as operators, actor.hybrid.generating():
@@ -75,14 +71,14 @@ def test_weights_are_copied_again_after_an_update_or_a_release_alone(
     with Operators(numel=1) as operators, actor.hybrid.generating():
         pass
     assert (operators.names == []) == resident
-    actor.relearn()
+    actor.train_after_sync()
     assert torch.equal(actor.replica_logits(), actor.logits())
 
 
-def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
-    """Whether 20 syncs with learning between them leave the frozen weights, and bytes more.
+def sync_repeatedly(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
+    """Sync 20 times during training; return if frozen weights are equal, and added bytes.
 
-    After all of them the replica still equals the trained model.
+    The replica then still equals the trained model.
     """
     actor = Actor(path, **changes)
     actor.learn()
@@ -96,7 +92,7 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
     for number in range(20):
         if number % 4 == 0:
             actor.learn()
-        actor.hybrid.engine.zero.updates += 1  # so that every sync is a whole one
+        actor.hybrid.engine.zero.updates += 1  # so that every sync copies all weights
         with actor.hybrid.generating():
             pass
     after = live_bytes()
@@ -113,14 +109,14 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
         {"lora": LORA, "zero_stage": 2, "tp_size": 2, "resident": True},
         {"zero_stage": 3, "zero": OFFLOADED},
     ],
-    ids=["LoRA at stage 3", "LoRA divided, resident", "offloaded"],
+    ids=["LoRA at stage 3", "LoRA, tensor-parallel, resident", "offloaded"],
 )
-def test_weight_syncs_change_no_frozen_byte_and_keep_no_memory(
+def test_weight_syncs_keep_frozen_weights_and_leak_no_memory(
     llama: str, changes: dict[str, Any]
 ) -> None:
-    for unchanged, more_bytes in run_ranks(sync_often, llama, changes):
+    for unchanged, added_bytes in run_ranks(sync_repeatedly, llama, changes):
         assert unchanged
-        assert more_bytes == 0
+        assert added_bytes == 0
 
 
 def train_with_syncs(path: str, changes: dict[str, Any], syncs: list[bool]) -> dict[str, Tensor]:
@@ -139,26 +135,26 @@ def train_with_syncs(path: str, changes: dict[str, Any], syncs: list[bool]) -> d
         # Every pair of settings.
         pytest.param(0, 1, None, id="all weights"),
         pytest.param(3, 1, LORA, id="LoRA, stage 3"),
-        pytest.param(0, 2, LORA, id="LoRA, divided", marks=pytest.mark.jobs),
-        pytest.param(3, 2, None, id="stage 3, divided", marks=pytest.mark.jobs),
+        pytest.param(0, 2, LORA, id="LoRA, tensor-parallel", marks=pytest.mark.jobs),
+        pytest.param(3, 2, None, id="stage 3, tensor-parallel", marks=pytest.mark.jobs),
     ],
 )
-def test_training_with_weight_syncs_is_training_without(
+def test_weight_syncs_do_not_affect_training(
     llama: str, stage: int, tp_size: int, lora: LoraConfig | None
 ) -> None:
     changes = {"zero_stage": stage, "tp_size": tp_size, "lora": lora}
 
-    (without, _), (flipped, _) = (
+    (plain, _), (synced, _) = (
         run_ranks(train_with_syncs, llama, changes, [sync] * 3) for sync in (False, True)
     )
 
-    assert without.keys() == flipped.keys()
-    assert all(torch.equal(flipped[name], weight) for name, weight in without.items())
+    assert plain.keys() == synced.keys()
+    assert all(torch.equal(synced[name], weight) for name, weight in plain.items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
+def test_training_state_is_offloaded_during_generation(
     llama: str, stage: int, precision: str
 ) -> None:
     plain, offloading = (Actor(llama, zero_stage=stage, precision=precision) for _ in range(2))
@@ -167,7 +163,7 @@ def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
     assert not any(group.named_moments() for group in groups)
     for actor in (plain, offloading):
         actor.learn()
-    moments = sum(each.nbytes for group in groups for each in group.named_moments().values())
+    moments = sum(m.nbytes for group in groups for m in group.named_moments().values())
 
     for _ in range(2):
         expected = plain.logits()
@@ -180,5 +176,5 @@ def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
             actor.learn()
 
     assert all(
-        torch.equal(offloading.weights()[name], each) for name, each in plain.weights().items()
+        torch.equal(offloading.weights()[name], weight) for name, weight in plain.weights().items()
     )

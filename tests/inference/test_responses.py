@@ -1,4 +1,4 @@
-"""Answers to a file of prompts."""
+"""Responses to a file of prompts."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ from tests.pipeline.export.models import save_embedded
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
 
 
-def write(path: Path, rows: Sequence[object]) -> Path:
+def write_rows(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def read(path: Path) -> list[dict[str, list]]:
+def read_rows(path: Path) -> list[dict[str, list]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
 def responder(embedded: tuple) -> Callable[..., Responder]:
-    """Makes an responder with the embedded model."""
+    """A factory of responders with the embedded model."""
 
     def make(*, temperature: float = 0.0, **settings: object) -> Responder:
         sampling = Sampling(max_new_tokens=10, temperature=temperature)
@@ -43,22 +43,22 @@ def responder(embedded: tuple) -> Callable[..., Responder]:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> list[Prompt]:
-    return read_prompts(write(tmp_path / "in.jsonl", [{"prompt": text} for text in PROMPTS]))
+    return read_prompts(write_rows(tmp_path / "in.jsonl", [{"prompt": text} for text in PROMPTS]))
 
 
-def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
+def test_command_writes_responses_in_input_order(tmp_path: Path) -> None:
     dialogue = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "Bye"},
     ]
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"messages": dialogue}])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"messages": dialogue}])
     out = tmp_path / "new" / "out.jsonl"
 
     main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out),
           "--max-new-tokens", "5", "--samples", "2", "--temperature", "1"])  # fmt: skip
 
-    rows = read(out)
+    rows = read_rows(out)
     assert [row["prompt"] for row in rows] == ["Hi", dialogue]
     for row in rows:
         assert len(row["answers"]) == len(row["stop"]) == 2
@@ -69,54 +69,54 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
 
 
-def test_the_weights_have_the_precision_that_is_given(tmp_path: Path) -> None:
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
-    found: list[list[float]] = []
+def test_weights_have_the_requested_precision(tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
+    logprobs: list[list[float]] = []
     for precision in ("fp32", "bf16"):
         out = tmp_path / f"{precision}.jsonl"
         main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out),
               "--max-new-tokens", "1", "--precision", precision])  # fmt: skip
-        found += read(out)[0]["logprobs"]
+        logprobs += read_rows(out)[0]["logprobs"]
 
-    assert found[0] != found[1]
-    assert found[0] == pytest.approx(found[1], abs=0.1)
+    assert logprobs[0] != logprobs[1]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=0.1)
 
 
-def test_messages_are_read_as_in_training_rows(tmp_path: Path) -> None:
-    given = {
+def test_messages_are_parsed_like_training_rows(tmp_path: Path) -> None:
+    row = {
         "messages": [{"from": "human", "value": "Q"}, {"from": "observation", "value": "22"}],
         "tools": [{"name": "weather"}],
     }
-    (prompt,) = read_prompts(write(tmp_path / "in.jsonl", [given]))
+    (prompt,) = read_prompts(write_rows(tmp_path / "in.jsonl", [row]))
 
     tools = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
     assert prompt.messages == (Message("user", "Q", keys=json.dumps(tools)), Message("tool", "22"))
-    assert prompt.given == given["messages"]
+    assert prompt.given == row["messages"]
 
 
-def test_a_killed_run_goes_on_from_its_last_whole_line(
+def test_killed_run_resumes_after_its_last_complete_line(
     tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
     sampler = responder(temperature=1.0)
-    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
-    write_responses(sampler, prompts, whole, model_path="embedded", batch_size=2)
-    first, second, third, *_ = whole.read_bytes().splitlines(keepends=True)
+    full, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    write_responses(sampler, prompts, full, model_path="embedded", batch_size=2)
+    first, second, third, *_ = full.read_bytes().splitlines(keepends=True)
     marked = first.replace(b'"prompt"', b'"kept": true, "prompt"')
     partial = tmp_path / f"resumed.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
     partial.write_bytes(marked + second + third[:20])
 
     write_responses(sampler, prompts, resumed, model_path="embedded", batch_size=2)
 
-    expected, got = read(whole), read(resumed)
-    assert got[0].pop("kept")
-    for ours, other in zip(got, expected, strict=True):
-        # Other rows are in the batch: rounding may differ, the responses may not.
-        assert ours.pop("logprobs")[0] == pytest.approx(other.pop("logprobs")[0], abs=1e-5)
-        assert ours == other
+    expected, actual = read_rows(full), read_rows(resumed)
+    assert actual[0].pop("kept")
+    for row, expected_row in zip(actual, expected, strict=True):
+        # Batches have other rows, so that rounding may differ.
+        assert row.pop("logprobs")[0] == pytest.approx(expected_row.pop("logprobs")[0], abs=1e-5)
+        assert row == expected_row
     assert not partial.exists()
 
 
-def test_generation_ends_at_a_stop_string(
+def test_generation_stops_at_a_stop_string(
     responder: Callable[..., Responder], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = responder()
@@ -126,11 +126,11 @@ def test_generation_ends_at_a_stop_string(
     lengths: list[int] = []
     finish = stopping.finish
 
-    def note(prompt: list[int], response: Response) -> TextResponse:
+    def record(prompt: list[int], response: Response) -> TextResponse:
         lengths.append(len(response.ids))
         return finish(prompt, response)
 
-    monkeypatch.setattr(stopping, "finish", note)
+    monkeypatch.setattr(stopping, "finish", record)
     ((cut,),) = stopping.responses([token_ids], first_row=0, batch_size=1)
 
     assert lengths == [len(cut.token_ids)]
@@ -140,7 +140,7 @@ def test_generation_ends_at_a_stop_string(
 @pytest.mark.parametrize(
     ("raw", "whole", "cut"), [(True, " ab  cd ", " ab "), (False, "ab  cd", "ab")]
 )
-def test_a_chat_s_text_is_stripped_and_raw_text_is_not(
+def test_chat_text_is_stripped_and_raw_text_is_not(
     responder: Callable[..., Responder], raw: bool, whole: str, cut: str
 ) -> None:
     ids = responder().tokenizer(" ab  cd ", add_special_tokens=False)["input_ids"]
@@ -148,12 +148,12 @@ def test_a_chat_s_text_is_stripped_and_raw_text_is_not(
         response = Response([*ids, 2], [0.0] * (len(ids) + 1), stopped=stopped)
         assert responder(raw=raw).finish([1], response).text == whole
         assert responder(raw=raw).finish([1], response).stop == stop
-    found = responder(raw=raw, stop_strings=["d", " cd"]).finish([1], response)
-    assert (found.text, found.stop) == (cut, "stop_string")
-    assert len(found.token_ids) == len(found.logprobs) < len(ids)
+    cut_response = responder(raw=raw, stop_strings=["d", " cd"]).finish([1], response)
+    assert (cut_response.text, cut_response.stop) == (cut, "stop_string")
+    assert len(cut_response.token_ids) == len(cut_response.logprobs) < len(ids)
 
 
-def greedy_by_transformers(directory: Path, ids: list[int]) -> list[int]:
+def transformers_greedy(directory: Path, ids: list[int]) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     return model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0].tolist()
 
@@ -161,13 +161,13 @@ def greedy_by_transformers(directory: Path, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("file", "raw"), [("generation_config.json", False), ("config.json", True)]
 )
-def test_a_response_ends_where_that_of_plain_generate_does(
+def test_response_ends_where_transformers_generate_ends(
     file: str, raw: bool, tmp_path: Path, prompts: list[Prompt]
 ) -> None:
     save_embedded(tmp_path)
     settings = Sampling(max_new_tokens=10, temperature=0.0)
     ids = Responder(*load_for_inference(tmp_path), settings, raw=raw).encode(prompts[0])
-    end = greedy_by_transformers(tmp_path, ids)[len(ids) + 4]  # no end without the file's
+    end = transformers_greedy(tmp_path, ids)[len(ids) + 4]  # this ends nothing by default
     if file == "config.json":
         (tmp_path / "generation_config.json").unlink()
     stored = json.loads((tmp_path / file).read_text()) | {"eos_token_id": [2, end]}
@@ -176,15 +176,15 @@ def test_a_response_ends_where_that_of_plain_generate_does(
     responder = Responder(*load_for_inference(tmp_path), settings, raw=raw)
     ((response,),) = responder.responses([ids], first_row=0, batch_size=1)
 
-    assert ids + response.token_ids == greedy_by_transformers(tmp_path, ids)
+    assert ids + response.token_ids == transformers_greedy(tmp_path, ids)
     assert response.stop == "eos"
-    # The token that ended it is a word of the tokenizer's, and no part of the response.
+    # The token that ended it is an ordinary word, which is not part of the response.
     text = responder.tokenizer.decode(response.token_ids[:-1], skip_special_tokens=True)
     assert response.text.strip() == text.strip()
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ("{", "line 2 is not valid JSON"),
         ("9" * 5000, "line 2 is not valid JSON"),
@@ -202,15 +202,15 @@ def test_a_response_ends_where_that_of_plain_generate_does(
         ),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('\ufeff{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
 
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         read_prompts(path)
 
-    assert str(path) in str(caught.value)
-    assert sentence in str(caught.value)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
     path.write_text("\n")
     with pytest.raises(DataError, match="has no prompts"):
         read_prompts(path)

@@ -1,4 +1,4 @@
-"""A sharded model equals the unsharded one, for every family with a plan."""
+"""A tensor-parallel replica matches the unsharded model, for every supported family."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,8 +25,8 @@ from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
 
 
-class InPlace:
-    """The weights of a model that is not sharded."""
+class UnshardedWeights:
+    """Weights of a model that isn't sharded."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -38,27 +38,27 @@ class InPlace:
 
 IDS = torch.tensor([row.input_ids for row in random_rows((9, 9, 9))])
 PROMPTS = [[[5, 6, 7, 8, 9, 10, 11], [12, 13]], [[14, 15, 16]]]
-"""By rank."""
+"""Prompts by rank."""
 
 WIDE: dict[str, Any] = {"vocab_size": 104, "tie_word_embeddings": False}
-"""An output layer that can be divided."""
+"""Changes for an output layer that can be sharded."""
 
-WITHOUT_PLAN = ("falcon", "gptj", "gpt_neo", "bloom")
+UNSUPPORTED = ("falcon", "gptj", "gpt_neo", "bloom")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES if family not in WITHOUT_PLAN},
-    "llama, output layer divided": ("llama", WIDE),
+    **{family: (family, {}) for family in FAMILIES if family not in UNSUPPORTED},
+    "llama, sharded output layer": ("llama", WIDE),
 }
 
 
-def divided(model: PreTrainedModel, size: int) -> PreTrainedModel:
+def make_replica(model: PreTrainedModel, size: int) -> PreTrainedModel:
     tp_group = current_mesh().tp_group(size, timeout_seconds=60.0)
     replica = Replica(model, shares=True, tp_group=tp_group)
-    replica.load(InPlace(model))
+    replica.load(UnshardedWeights(model))
     return replica.model
 
 
-def prepared(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+def make_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
     model = tiny_causal_lm(family, **changes)
     if how_to_run(model).packed:
         model.set_attn_implementation("ragged")
@@ -73,41 +73,41 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def ask_all(size: int) -> dict[str, tuple[Tensor, list[list[int]], int]]:
-    """Logits, greedy answers to this process's prompts, and bytes of the process's weights."""
-    said: dict[str, tuple[Tensor, list[list[int]], int]] = {}
+def run_variants(size: int) -> dict[str, tuple[Tensor, list[list[int]], int]]:
+    """Logits, greedy responses to this rank's prompts, and bytes of this rank's weights."""
+    outputs: dict[str, tuple[Tensor, list[list[int]], int]] = {}
     for name, (family, changes) in VARIANTS.items():
-        model = divided(prepared(family, changes), size)
+        model = make_replica(make_model(family, changes), size)
         num_bytes = sum(param.nbytes for param in model.parameters())
-        said[name] = (model(input_ids=IDS).logits, greedy(model, PROMPTS[rank()]), num_bytes)
-    return said
+        outputs[name] = (model(input_ids=IDS).logits, greedy(model, PROMPTS[rank()]), num_bytes)
+    return outputs
 
 
 @pytest.mark.jobs
 @torch.no_grad()
-def test_two_processes_together_say_what_one_says() -> None:
-    answers = run_ranks(ask_all, 2)
+def test_tensor_parallel_outputs_match_one_process() -> None:
+    by_rank = run_ranks(run_variants, 2)
 
     for name, (family, changes) in VARIANTS.items():
-        model = prepared(family, changes)
+        model = make_model(family, changes)
         logits = model(input_ids=IDS).logits
         num_bytes = sum(param.nbytes for param in model.parameters())
-        for of, said in enumerate(answers):
-            torch.testing.assert_close(said[name][0], logits, rtol=1e-5, atol=5e-5, msg=name)
-            assert said[name][1] == greedy(model, PROMPTS[of]), name
-            assert said[name][2] < 0.8 * num_bytes, name
-        assert torch.equal(answers[0][name][0], answers[1][name][0]), name
+        for index, outputs in enumerate(by_rank):
+            torch.testing.assert_close(outputs[name][0], logits, rtol=1e-5, atol=5e-5, msg=name)
+            assert outputs[name][1] == greedy(model, PROMPTS[index]), name
+            assert outputs[name][2] < 0.8 * num_bytes, name
+        assert torch.equal(by_rank[0][name][0], by_rank[1][name][0]), name
 
 
-def of_rank(of: int, size: int, family: str, **changes: Any) -> Sharding:
-    return Sharding(tiny_causal_lm(family, **changes), Group(of, tuple(range(size))))
+def make_sharding(index: int, size: int, family: str, **changes: Any) -> Sharding:
+    return Sharding(tiny_causal_lm(family, **changes), Group(index, tuple(range(size))))
 
 
-def test_a_key_head_for_two_processes_counts_once() -> None:
+def test_key_head_shared_by_two_ranks_counts_once() -> None:
     shape = torch.Size([16, 32])  # 2 heads of 8
     specs = [
-        of_rank(of, 4, "llama").spec("model.layers.0.self_attn.k_proj", "weight", shape)
-        for of in range(4)
+        make_sharding(index, 4, "llama").spec("model.layers.0.self_attn.k_proj", "weight", shape)
+        for index in range(4)
     ]
 
     assert specs == [
@@ -118,10 +118,10 @@ def test_a_key_head_for_two_processes_counts_once() -> None:
     ]
 
 
-def test_the_bias_after_a_sum_is_added_once() -> None:
+def test_bias_after_a_reduction_is_added_once() -> None:
     first, second = (
-        of_rank(of, 2, "opt").spec("model.decoder.layers.0.fc2", "bias", torch.Size([32]))
-        for of in range(2)
+        make_sharding(index, 2, "opt").spec("model.decoder.layers.0.fc2", "bias", torch.Size([32]))
+        for index in range(2)
     )
 
     assert first is None
@@ -130,7 +130,7 @@ def test_the_bias_after_a_sum_is_added_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "changes", "sentence"),
+    ("family", "size", "changes", "message"),
     [
         ("llama", 3, {}, "inference_tp_size 3 doesn't divide the 4 attention heads of llama"),
         (
@@ -151,18 +151,18 @@ def test_the_bias_after_a_sum_is_added_once() -> None:
         ),
     ],
 )
-def test_what_cannot_be_divided_is_one_sentence(
-    family: str, size: int, changes: dict[str, Any], sentence: str
+def test_unshardable_model_is_rejected(
+    family: str, size: int, changes: dict[str, Any], message: str
 ) -> None:
     model = tiny_causal_lm(family, **changes)
 
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         Replica(model, shares=True, tp_group=Group(0, tuple(range(size))))
 
 
-def answer() -> dict[str, Any]:
-    """Lengths of each process's own responses."""
-    model = divided(prepared("llama", {}), 2)
+def generate_own() -> dict[str, Any]:
+    """Lengths of this rank's responses, and its number of key heads."""
+    model = make_replica(make_model("llama", {}), 2)
     finished = generate_each(
         model,
         PROMPTS[rank()],
@@ -170,18 +170,18 @@ def answer() -> dict[str, Any]:
         max_new_tokens=9,
         cache_bytes=10**5 * (rank() + 1),
     )
-    answers = {each.index: len(each.response.ids) for each in finished}
+    answers = {item.index: len(item.response.ids) for item in finished}
     return {"answers": answers, "kv_heads": kv_heads_here(model)}
 
 
-def test_each_process_gets_the_responses_to_its_own_prompts() -> None:
-    for own, result in zip(PROMPTS, run_ranks(answer), strict=True):
-        assert result == {"answers": dict.fromkeys(range(len(own)), 9), "kv_heads": 1}
+def test_each_rank_gets_the_responses_to_its_prompts() -> None:
+    for prompts, result in zip(PROMPTS, run_ranks(generate_own), strict=True):
+        assert result == {"answers": dict.fromkeys(range(len(prompts)), 9), "kv_heads": 1}
 
 
-def drawn(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
-    """A model of three blocks, with adapters that change its outputs."""
-    model = getattr(prepared(family, {"num_hidden_layers": 3}), precision)()
+def make_trained(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
+    """A model of three blocks with random adapters."""
+    model = getattr(make_model(family, {"num_hidden_layers": 3}), precision)()
     trained = model if lora is None else add_lora(model, lora, task="causal", seed=1)
     noise = torch.Generator().manual_seed(1)
     for param in trained.parameters():
@@ -190,25 +190,25 @@ def drawn(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
 
 
 @torch.no_grad()
-def replica_of(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]:
-    """Logits, answers and hash of a replica, before and after the trained weights change."""
+def run_replica(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]:
+    """Logits, responses and weight hash of a replica, before and after a weight update."""
     replica = Replica(trained, shares=shares, stages=stages)
-    said: list[Any] = []
+    outputs: list[Any] = []
     for _ in range(2):
         assert all(param.isnan().all() for param in replica.model.parameters())
-        replica.load(InPlace(trained))
+        replica.load(UnshardedWeights(trained))
         answers = greedy(replica.model, PROMPTS[0])
-        said.append((replica.model(input_ids=IDS).logits, answers, replica.weights_hash()))
+        outputs.append((replica.model(input_ids=IDS).logits, answers, replica.weights_hash()))
         for param in trained.parameters():
             param.data *= 1.25
         replica.release()
-    return said
+    return outputs
 
 
-def of_stages(*model: Any, shares: bool) -> list[Any]:
-    trained = drawn(*model)
+def run_stage_replica(*model: Any, shares: bool) -> list[Any]:
+    trained = make_trained(*model)
     cut_stage(trained, number=rank(), blocks=[1, 2])
-    return replica_of(trained, shares=shares, stages=current_mesh().world)
+    return run_replica(trained, shares=shares, stages=current_mesh().world)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ def of_stages(*model: Any, shares: bool) -> list[Any]:
     [(("llama", LoraConfig(rank=2), "float"), True), (("opt", None, "bfloat16"), False)],
     ids=["adapters", "tied weights"],
 )
-def test_every_stage_generates_with_the_weights_that_all_stages_train(
+def test_pipeline_stages_generate_with_all_stages_weights(
     model: tuple[str, LoraConfig | None, str], shares: bool
 ) -> None:
-    expected = replica_of(drawn(*model), shares=True, stages=ALONE)
+    expected = run_replica(make_trained(*model), shares=True, stages=ALONE)
 
-    for said in run_ranks(partial(of_stages, shares=shares), *model):
-        for (logits, *rest), (its_logits, *others) in zip(expected, said, strict=True):
-            assert torch.equal(its_logits, logits)
-            assert others == rest
+    for outputs in run_ranks(partial(run_stage_replica, shares=shares), *model):
+        for (logits, *rest), (stage_logits, *stage_rest) in zip(expected, outputs, strict=True):
+            assert torch.equal(stage_logits, logits)
+            assert stage_rest == rest

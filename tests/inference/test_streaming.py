@@ -1,4 +1,4 @@
-"""Text from tokens as they come."""
+"""Streaming of text from tokens."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -11,7 +11,7 @@ TEXT = "Grüße, 東京 🙂🏽!\n\n  two  spaces , and a dot ."
 
 @pytest.fixture(scope="module")
 def byte_level() -> PreTrainedTokenizerFast:
-    """A tokenizer that has most characters in several byte tokens, as GPT-2's."""
+    """A byte-level tokenizer, in which most characters are several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,7 +25,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def test_pieces_join_to_the_whole_text(byte_level: PreTrainedTokenizerFast) -> None:
+def test_streamed_pieces_join_to_the_text(byte_level: PreTrainedTokenizerFast) -> None:
     ids = byte_level.encode(TEXT)
     stream = TextStream(byte_level)
 
@@ -35,7 +35,7 @@ def test_pieces_join_to_the_whole_text(byte_level: PreTrainedTokenizerFast) -> N
     assert stream.finish() == ""
 
 
-def test_an_answer_cut_inside_a_character_ends_in_the_replacement_character(
+def test_truncated_character_becomes_the_replacement_character(
     byte_level: PreTrainedTokenizerFast,
 ) -> None:
     stream = TextStream(byte_level)

@@ -1,4 +1,4 @@
-"""The chat's terminal."""
+"""The terminal of the chat."""
 
 import io
 import json
@@ -12,19 +12,19 @@ import pytest
 from inference.conversation import HELP, Conversation, Terminal
 from tests.commands import run_command
 
-Type = Callable[..., list[str]]
+EnterLines = Callable[..., list[str]]
 
 
 @pytest.fixture
-def conversation(converse: Callable[..., Conversation]) -> Conversation:
-    return converse(temperature=0.0, max_new_tokens=3)
+def conversation(make_conversation: Callable[..., Conversation]) -> Conversation:
+    return make_conversation(temperature=0.0, max_new_tokens=3)
 
 
 @pytest.fixture
-def enter(
+def enter_lines(
     conversation: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Type:
-    """Enters lines through a pipe; returns the lines that were printed."""
+) -> EnterLines:
+    """A function that enters lines through a pipe and returns the printed lines."""
 
     def run(*lines: str) -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -34,12 +34,12 @@ def enter(
     return run
 
 
-def test_save_writes_the_messages_again_and_again_but_over_no_other_file(
-    enter: Type, conversation: Conversation, tmp_path: Path
+def test_save_overwrites_its_own_file_but_no_other(
+    enter_lines: EnterLines, conversation: Conversation, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.txt").write_text("precious")
 
-    printed = enter(
+    printed = enter_lines(
         "/system Be kind.",
         f"/save {tmp_path / 'chat.json'}",
         "Hi",
@@ -57,10 +57,10 @@ def test_save_writes_the_messages_again_and_again_but_over_no_other_file(
     assert printed[-1].endswith("chat.json can't be written: No such file or directory)")
 
 
-def test_commands_change_the_dialogue_and_its_settings(
-    enter: Type, conversation: Conversation
+def test_commands_change_the_dialogue_and_settings(
+    enter_lines: EnterLines, conversation: Conversation
 ) -> None:
-    printed = enter(
+    printed = enter_lines(
         *("/system Be kind.", "Hi", "/reset", "/temperature 0.5", "/temperature x"),
         *("/temperature -1", "/length 2", "/length 2.5", "/length 0", "/save", "/none", ""),
     )
@@ -79,34 +79,36 @@ def test_commands_change_the_dialogue_and_its_settings(
         "(/save needs a file name)",
         "Unknown command /none; see /help.",
     ]
-    told = "\n".join(enter("/system", "Hi", "tell me " * 999, "/help", "/quit", "/length 9"))
-    assert told.startswith("(no system message)\n")
-    assert re.search(rf"\n\(the message has \d+ tokens, .*\)\n{re.escape(HELP)}$", told)
+    output = "\n".join(
+        enter_lines("/system", "Hi", "tell me " * 999, "/help", "/quit", "/length 9")
+    )
+    assert output.startswith("(no system message)\n")
+    assert re.search(rf"\n\(the message has \d+ tokens, .*\)\n{re.escape(HELP)}$", output)
     assert [message.role for message in conversation.messages] == ["user", "assistant"]
     assert conversation.sampling.max_new_tokens == 2
 
 
-class Interrupted(io.StringIO):
-    """Standard output at whose first line Ctrl-C comes."""
+class InterruptedOutput(io.StringIO):
+    """Standard output that is interrupted at its first line."""
 
     def write(self, _: str) -> int:
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_ends_a_chat_whose_lines_come_from_a_pipe(
-    enter: Type, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_ends_a_chat_with_piped_input(
+    enter_lines: EnterLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", Interrupted())
+    monkeypatch.setattr(sys, "stdout", InterruptedOutput())
 
     with pytest.raises(KeyboardInterrupt):
-        enter("/length 2")
+        enter_lines("/length 2")
 
 
 @pytest.mark.jobs
-def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
-    words = ("--path", "embedded", "--max-new-tokens", "3", "--seed", "1")
-    done = run_command("chat.py", *words, stdin="hi\nquit\n")
+def test_command_answers_piped_lines() -> None:
+    options = ("--path", "embedded", "--max-new-tokens", "3", "--seed", "1")
+    result = run_command("chat.py", *options, stdin="hi\nquit\n")
 
-    assert done.returncode == 0
-    assert done.stdout.strip()
-    assert "You:" not in done.stdout
+    assert result.returncode == 0
+    assert result.stdout.strip()
+    assert "You:" not in result.stdout

@@ -1,4 +1,4 @@
-"""The hash of the weights that a rollout was generated with."""
+"""The hash of the weights that generated a rollout."""
 
 from pathlib import Path
 
@@ -14,32 +14,34 @@ from tests.families import saved, tiny_causal_lm
 from tests.inference.actors import CPU, LORA, Actor
 
 
-def hashes(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -> list[int]:
+def hash_updates(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -> list[int]:
     actor = Actor(path, tp_size=tp_size, zero_stage=stage, lora=lora, precision="bf16")
-    seen: list[int] = []
+    values: list[int] = []
     for _ in range(3):
         for _ in range(2):
             with actor.hybrid.generating():
                 pass
-            seen.append(actor.hybrid.weights_hash)
+            values.append(actor.hybrid.weights_hash)
         actor.learn()
-    return seen
+    return values
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])
-def test_the_hash_is_that_of_the_weights_now_however_they_are_divided(
+def test_hash_follows_updates_and_does_not_depend_on_sharding(
     lora: LoraConfig | None, tmp_path: Path
 ) -> None:
     path = saved(tiny_causal_lm("llama").bfloat16(), tmp_path)
     untrained = weights_hash(
         load_causal_lm(TrainedModelConfig(path=path, precision="bf16"), device=CPU)
     )
-    ways = [run_ranks(hashes, path, tp, stage, lora) for tp, stage in ((1, 0), (2, 1), (2, 3))]
+    layouts = [
+        run_ranks(hash_updates, path, tp, stage, lora) for tp, stage in ((1, 0), (2, 1), (2, 3))
+    ]
 
-    first = ways[0][0]
+    first = layouts[0][0]
 
-    assert all(each == first for way in ways for each in way)
+    assert all(ranks == first for layout in layouts for ranks in layout)
     assert first[0] == untrained
     assert [first[index] == first[index + 1] for index in (0, 2, 4)] == [True] * 3
     assert len(set(first)) == 3
@@ -47,11 +49,11 @@ def test_the_hash_is_that_of_the_weights_now_however_they_are_divided(
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_hash_is_that_of_the_model_as_it_is_exported(
+def test_hash_equals_that_of_the_exported_model(
     llama: str, precision: Precision, lora: LoraConfig | None, tmp_path: Path
 ) -> None:
     actor = Actor(llama, lora=lora, precision=precision)
-    actor.relearn()
+    actor.train_after_sync()
     with actor.hybrid.generating():
         pass
     export(actor.model, build_tokenizer(), tmp_path, weights=actor.engine)
