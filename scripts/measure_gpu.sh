@@ -28,7 +28,7 @@ LANES=3 # parts of `first` that run concurrently
 # NAME, time limit in seconds, requirement (-, gpu, or a program), alone or shared, command
 parts_of_first() {
   local tests="-m pytest -q -p no:cacheprovider -W default --timeout 90 tests"
-  local kernels=$tests/pipeline/kernels/test_device.py nccl=test_a_graph_contains_the_collectives_of_nccl
+  local kernels=$tests/pipeline/kernels/test_device.py nccl=test_graph_contains_nccl_collectives
   local graphs="$tests/inference/engine/test_decoder.py tests/pipeline/system/test_torch_process.py -m gpu"
   cat <<END
 card 40 - alone -m benchmarks.device

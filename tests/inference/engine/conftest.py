@@ -9,7 +9,7 @@ from inference.engine import batch, decoder
 
 
 @pytest.fixture
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
@@ -17,7 +17,7 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_logged() -> None:
-    """Messages that a process logs once are logged by each test, whichever ran before it."""
+def reset_logged_once() -> None:
+    """Let every test log the messages that a process logs only once."""
     batch._log_padded.cache_clear()
     decoder._log_once.cache_clear()

@@ -1,4 +1,4 @@
-"""Requests that come and go while others run have the responses that they have alone."""
+"""Responses don't depend on requests that start and end in the same batch."""
 
 import random
 import threading
@@ -24,26 +24,26 @@ PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4)
 WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
 
 
-def loaded(family: str, directory: Path, **changes: object) -> PreTrainedModel:
+def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
     path = saved(tiny_causal_lm(family, **changes), directory)
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> PreTrainedModel:
-    return loaded("llama", tmp_path)
+    return load("llama", tmp_path)
 
 
-def asked(number: int, sampler: Sampler = WARM, length: int = 12) -> Request:
+def make_request(number: int, sampler: Sampler = WARM, length: int = 12) -> Request:
     return Request(PROMPTS[number % len(PROMPTS)], sampler, key=40 + number, max_new_tokens=length)
 
 
-def opened(model: PreTrainedModel, slots: int = 3, **settings: int) -> OpenBatch:
+def open_batch(model: PreTrainedModel, slots: int = 3, **settings: int) -> OpenBatch:
     return OpenBatch(model, num_slots=slots, capacity=40, **settings)
 
 
-def alone(model: PreTrainedModel, request: Request) -> Response:
-    batch = opened(model, slots=1)
+def run_alone(model: PreTrainedModel, request: Request) -> Response:
+    batch = open_batch(model, slots=1)
     ticket = batch.submit(request)
     finish(batch)
     return ticket.response
@@ -56,32 +56,32 @@ def finish(batch: OpenBatch) -> list[Event]:
     return events
 
 
-def reasons(events: Sequence[Event]) -> dict[Ticket, list[Reason]]:
-    found: dict[Ticket, list[Reason]] = defaultdict(list)
+def end_reasons(events: Sequence[Event]) -> dict[Ticket, list[Reason]]:
+    reasons: dict[Ticket, list[Reason]] = defaultdict(list)
     for event in events:
         if isinstance(event, Ended):
-            found[event.ticket].append(event.reason)
-    return found
+            reasons[event.ticket].append(event.reason)
+    return reasons
 
 
-def come_one_by_one(batch: OpenBatch, requests: Sequence[Request], seed: int) -> list[Ticket]:
-    """The tickets of requests that are submitted in any order, some steps apart."""
-    chance = random.Random(seed)
+def submit_at_random(batch: OpenBatch, requests: Sequence[Request], seed: int) -> list[Ticket]:
+    """Submit requests in random order, some steps apart; return their tickets."""
+    rng = random.Random(seed)
     tickets: dict[int, Ticket] = {}
     events: list[Event] = []
-    for place in chance.sample(range(len(requests)), len(requests)):
-        tickets[place] = batch.submit(requests[place])
-        for _ in range(chance.choice((0, 1, 2, 5))):
+    for index in rng.sample(range(len(requests)), len(requests)):
+        tickets[index] = batch.submit(requests[index])
+        for _ in range(rng.choice((0, 1, 2, 5))):
             events += batch.step()
     events += finish(batch)
 
-    told: dict[Ticket, list[int]] = defaultdict(list)
+    streamed: dict[Ticket, list[int]] = defaultdict(list)
     for event in events:
         if isinstance(event, Token):
-            told[event.ticket].append(event.id)
-    assert told == {ticket: ticket.response.ids for ticket in tickets.values()}
-    assert {len(each) for each in reasons(events).values()} == {1}
-    return [tickets[place] for place in range(len(requests))]
+            streamed[event.ticket].append(event.id)
+    assert streamed == {ticket: ticket.response.ids for ticket in tickets.values()}
+    assert {len(values) for values in end_reasons(events).values()} == {1}
+    return [tickets[index] for index in range(len(requests))]
 
 
 @pytest.mark.parametrize(
@@ -92,34 +92,32 @@ def come_one_by_one(batch: OpenBatch, requests: Sequence[Request], seed: int) ->
         *(pytest.param(n, marks=pytest.mark.grid) for n in ("llama", "gpt2", "falcon")),
     ],
 )
-def test_requests_of_every_kind_of_model_may_come_while_others_run(
-    family: str, tmp_path: Path
-) -> None:
-    model = loaded(family, tmp_path)
-    requests = [asked(number) for number in range(14)]
+def test_responses_do_not_depend_on_other_requests(family: str, tmp_path: Path) -> None:
+    model = load(family, tmp_path)
+    requests = [make_request(number) for number in range(14)]
 
-    tickets = come_one_by_one(opened(model), requests, seed=0)
+    tickets = submit_at_random(open_batch(model), requests, seed=0)
 
-    ids = [each.response.ids for each in tickets]
-    assert ids == [alone(model, each).ids for each in requests]
+    ids = [ticket.response.ids for ticket in tickets]
+    assert ids == [run_alone(model, request).ids for request in requests]
 
 
-def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> None:
+def test_cancelled_request_ends_once_at_any_time(llama: PreTrainedModel) -> None:
     greedy = Sampler(temperature=0.0, seed=0)
-    batch = opened(llama, slots=2)
+    batch = open_batch(llama, slots=2)
     first, second, third, fourth, fifth = (
-        batch.submit(asked(number, greedy)) for number in range(5)
+        batch.submit(make_request(number, greedy)) for number in range(5)
     )
-    batch.cancel(fifth)  # before anything has seen it
+    batch.cancel(fifth)  # before the first step
     events = [event for _ in range(4) for event in batch.step()]
-    assert reasons(events) == {fifth: ["cancelled"]}
+    assert end_reasons(events) == {fifth: ["cancelled"]}
     assert len(second.response.ids) == 4
 
-    batch.cancel(second)  # runs
-    batch.cancel(third)  # waits for a slot
+    batch.cancel(second)  # is running
+    batch.cancel(third)  # is waiting for a slot
     batch.cancel(third)
     events += batch.step()
-    assert reasons(events) == {each: ["cancelled"] for each in (fifth, second, third)}
+    assert end_reasons(events) == {ticket: ["cancelled"] for ticket in (fifth, second, third)}
     assert len(fourth.response.ids) == 1  # its slot was refilled in the same step
     events += finish(batch)
     batch.cancel(first)  # has ended
@@ -127,23 +125,23 @@ def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> N
     events += batch.step()
 
     assert not batch.busy
-    assert reasons(events) == {
+    assert end_reasons(events) == {
         first: ["length"],
         second: ["cancelled"],
         third: ["cancelled"],
         fourth: ["length"],
         fifth: ["cancelled"],
     }
-    assert [len(each.response.ids) for each in (second, third, fifth)] == [4, 0, 0]
+    assert [len(ticket.response.ids) for ticket in (second, third, fifth)] == [4, 0, 0]
     for ticket in (first, fourth):
-        assert ticket.response.ids == alone(llama, ticket.request).ids
+        assert ticket.response.ids == run_alone(llama, ticket.request).ids
 
 
 @pytest.mark.jobs
-def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
-    requests = [asked(number) for number in range(12)]
-    expected = [alone(llama, request).ids for request in requests]
-    batch = opened(llama)
+def test_requests_are_submitted_from_other_threads(llama: PreTrainedModel) -> None:
+    requests = [make_request(number) for number in range(12)]
+    expected = [run_alone(llama, request).ids for request in requests]
+    batch = open_batch(llama)
     tickets: dict[int, Ticket] = {}
 
     def submit(numbers: Sequence[int]) -> None:
@@ -151,7 +149,7 @@ def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
             tickets[number] = batch.submit(requests[number])
             batch.cancel(batch.submit(requests[number]))
 
-    threads = [threading.Thread(target=submit, args=(range(of, 12, 3),)) for of in range(3)]
+    threads = [threading.Thread(target=submit, args=(range(start, 12, 3),)) for start in range(3)]
     for thread in threads:
         thread.start()
     events: list[Event] = []
@@ -159,12 +157,12 @@ def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
         events += batch.step()
 
     assert [tickets[number].response.ids for number in range(12)] == expected
-    assert len(reasons(events)) == 24
-    assert {len(each) for each in reasons(events).values()} == {1}
+    assert len(end_reasons(events)) == 24
+    assert {len(values) for values in end_reasons(events).values()} == {1}
 
 
 @pytest.mark.parametrize(
-    ("request_", "sentence"),
+    ("request_", "message"),
     [
         (Request((5,) * 30, WARM, 0, 11), "a prompt of 30 tokens and a response of 11 don't fit"),
         (Request((), WARM, 0, 1), "a prompt has no tokens"),
@@ -172,36 +170,34 @@ def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
         (Request((1, 99_999_999), WARM, 0, 1), "token id 99999999, but the model's are 0 to 100;"),
     ],
 )
-def test_a_request_that_can_not_be_answered_is_refused_in_one_sentence(
-    llama: PreTrainedModel, request_: Request, sentence: str
+def test_invalid_request_is_rejected(
+    llama: PreTrainedModel, request_: Request, message: str
 ) -> None:
-    batch = opened(llama)
+    batch = open_batch(llama)
 
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=message):
         batch.submit(request_)
 
     assert not batch.busy
 
 
-def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_tokens(
-    llama: PreTrainedModel,
-) -> None:
-    """Whatever the sampler does to the logits, and next to rows that report nothing."""
-    batch = opened(llama)
+def test_reported_logprobs_are_at_temperature_1(llama: PreTrainedModel) -> None:
+    """The sampler's changes to the logits and rows without reports have no effect."""
+    batch = open_batch(llama)
     biased = Sampler(temperature=0.3, seed=1, logit_bias=((7, 100.0),))
     ticket = batch.submit(Request(PROMPTS[0], biased, key=0, max_new_tokens=3, num_top=4))
-    other = batch.submit(asked(1))
+    other = batch.submit(make_request(1))
 
-    events = [each for each in finish(batch) if isinstance(each, Token)]
+    events = [event for event in finish(batch) if isinstance(event, Token)]
 
-    found = [each.reported for each in events if each.ticket is ticket]
+    reports = [event.reported for event in events if event.ticket is ticket]
     assert ticket.response.ids == [7, 7, 7]
-    assert all(each.reported is None for each in events if each.ticket is other)
-    whole = torch.tensor([[*PROMPTS[0], 7, 7, 7]])
+    assert all(event.reported is None for event in events if event.ticket is other)
+    ids = torch.tensor([[*PROMPTS[0], 7, 7, 7]])
     plain = tiny_causal_lm("llama").eval()
     with torch.no_grad():
-        logprobs = plain(input_ids=whole).logits[0].log_softmax(-1)[len(PROMPTS[0]) - 1 : -1]
-    for report, row in zip(found, logprobs, strict=True):
+        logprobs = plain(input_ids=ids).logits[0].log_softmax(-1)[len(PROMPTS[0]) - 1 : -1]
+    for report, row in zip(reports, logprobs, strict=True):
         assert report is not None
         assert report.logprob == pytest.approx(row[7].item(), abs=1e-4)
         assert [token for token, _ in report.top] == row.topk(4).indices.tolist()
@@ -211,15 +207,15 @@ def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_to
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
-def test_the_memory_of_a_page_is_what_the_cache_takes(family: str, tmp_path: Path) -> None:
-    model = loaded(family, tmp_path)
-    batch = opened(model)
-    batch.submit(asked(0))
+def test_page_size_matches_the_allocated_cache(family: str, tmp_path: Path) -> None:
+    model = load(family, tmp_path)
+    batch = open_batch(model)
+    batch.submit(make_request(0))
     finish(batch)
 
-    cache, one = batch._rows.cache, page_bytes(model)
-    # One page for 40 tokens of each of three sequences, and one for padding.
-    assert sum(each.nbytes for each in (*cache.keys, *cache.values)) == 4 * one
-    assert pages_within(model, 4 * one - 1, num_tokens=65) == 3
-    with pytest.raises(ConfigError, match=f"take {3 * one:,} bytes, but only {3 * one - 1:,}"):
-        pages_within(model, 3 * one - 1, num_tokens=65)
+    cache, size = batch._rows.cache, page_bytes(model)
+    # One page for the 40 tokens of each of three sequences, and one for padding.
+    assert sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) == 4 * size
+    assert pages_within(model, 4 * size - 1, num_tokens=65) == 3
+    with pytest.raises(ConfigError, match=f"take {3 * size:,} bytes, but only {3 * size - 1:,}"):
+        pages_within(model, 3 * size - 1, num_tokens=65)

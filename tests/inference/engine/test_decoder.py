@@ -1,6 +1,6 @@
-"""Decoding from traces and graphs has the tokens of the modules, or the modules run.
+"""Decoding with traces and graphs matches the modules, which run if it doesn't.
 
-Without a GPU a trace stands in for a CUDA graph: both repeat operators on the memory that they had.
+Without a GPU a trace replaces the CUDA graph: both repeat operators on the same memory.
 """
 
 import logging
@@ -32,12 +32,12 @@ CPU = torch.device("cpu")
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 
 
-def loaded(family: str, directory: Path, **changes: object) -> PreTrainedModel:
+def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
     path = saved(tiny_causal_lm(family, **changes), directory)
     return load_causal_lm(FrozenModelConfig(path=path), device=CPU)
 
 
-def answered(
+def generate_responses(
     model: PreTrainedModel, *, slots: int = 8, new_tokens: int = 12
 ) -> tuple[list[Response], PassCounts]:
     passes = PassCounts()
@@ -49,17 +49,17 @@ def answered(
         batch_size=slots,
         passes=passes,
     )
-    return [each.response for each in sorted(finished, key=lambda each: each.index)], passes
+    return [f.response for f in sorted(finished, key=lambda f: f.index)], passes
 
 
-def watched(model: PreTrainedModel) -> PreTrainedModel:
-    """Add a hook, so that the modules run in each pass."""
+def with_hook(model: PreTrainedModel) -> PreTrainedModel:
+    """Add a hook, so that every pass runs the modules."""
     model.register_forward_hook(lambda *_: None)
     return model
 
 
-def traced(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
-    """Capture by a trace, as graphs are captured on a GPU."""
+def capture_trace(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
+    """Capture a trace, as a graph is captured on a GPU."""
     with TraceRecorder() as recorder:
         result = compute()
     return OperatorTrace(recorder.calls, [inputs], result).replay
@@ -67,16 +67,16 @@ def traced(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor
 
 @pytest.mark.parametrize("slots", [3, 8])
 @pytest.mark.parametrize("family", RAGGED_FAMILIES)
-def test_traces_and_graphs_have_the_tokens_of_the_modules(
+def test_traces_and_graphs_match_the_modules(
     family: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = loaded(family, tmp_path)
-    by_traces, trace_passes = answered(model, slots=slots)
+    model = load(family, tmp_path)
+    by_traces, trace_passes = generate_responses(model, slots=slots)
     with monkeypatch.context() as patch:
-        patch.setattr("inference.engine.slots.Decoder", partial(Decoder, capture=traced))
-        patch.setenv(SWITCH, "off")  # a trace in place of a graph records operators only
-        by_graphs, graph_passes = answered(model, slots=slots)
-        expected, passes = answered(watched(model), slots=slots)
+        patch.setattr("inference.engine.slots.Decoder", partial(Decoder, capture=capture_trace))
+        patch.setenv(SWITCH, "off")  # the trace that replaces a graph records only operators
+        by_graphs, graph_passes = generate_responses(model, slots=slots)
+        expected, passes = generate_responses(with_hook(model), slots=slots)
 
     for counts in (trace_passes, graph_passes):
         assert counts.replayed > 8
@@ -87,25 +87,27 @@ def test_traces_and_graphs_have_the_tokens_of_the_modules(
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_mixtures_have_the_tokens_of_their_modules(family: str, tmp_path: Path) -> None:
+def test_traces_of_mixtures_of_experts_match_the_modules(family: str, tmp_path: Path) -> None:
     path = saved(tiny_mixture(family), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
 
-    ours, _ = answered(model)
+    actual, _ = generate_responses(model)
 
-    expected, _ = answered(watched(model))
-    assert [each.ids for each in ours] == [each.ids for each in expected]
+    expected, _ = generate_responses(with_hook(model))
+    assert [r.ids for r in actual] == [r.ids for r in expected]
 
 
-def test_a_verified_trace_serves_the_sequences_that_are_left(
+def test_verified_trace_serves_the_remaining_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = loaded("llama", tmp_path)
-    made: list[int] = []
-    rows = decoder.TracedRows
+    model = load("llama", tmp_path)
+    row_counts: list[int] = []
+    traced_rows = decoder.TracedRows
     monkeypatch.setattr(decoder, "is_built", lambda _: True)
     monkeypatch.setattr(
-        decoder, "TracedRows", lambda modules, count: made.append(count) or rows(modules, count)
+        decoder,
+        "TracedRows",
+        lambda modules, count: row_counts.append(count) or traced_rows(modules, count),
     )
 
     finished = generate_each(
@@ -117,10 +119,10 @@ def test_a_verified_trace_serves_the_sequences_that_are_left(
     )
 
     assert len(list(finished)) == 32
-    assert made[:2] == [32, 4]  # 32 rows serve 8 to 31 sequences
+    assert row_counts[:2] == [32, 4]  # 32 rows are used for 8 to 31 sequences
 
 
-def test_a_pass_is_launched_before_the_tokens_of_the_last_one_are_read(
+def test_next_pass_launches_before_tokens_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[int] = []
@@ -133,37 +135,37 @@ def test_a_pass_is_launched_before_the_tokens_of_the_last_one_are_read(
     greedy = Sampler(temperature=0.0, seed=0)
     list(
         generate_each(
-            *(loaded("llama", tmp_path), PROMPTS[:1], greedy),
+            *(load("llama", tmp_path), PROMPTS[:1], greedy),
             max_new_tokens=12,
             on_token=lambda _, __: counts.append(len(launched)),
         )
     )
 
-    # The modules compute two passes, and the second one is compared with a graph.
+    # The modules compute two passes; the second is compared with a graph.
     assert counts == [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11]
 
 
-def test_sequences_that_end_while_the_next_pass_runs_change_no_other(
+def test_sequences_that_end_during_a_pass_change_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = loaded("llama", tmp_path, max_position_embeddings=512)
+    model = load("llama", tmp_path, max_position_embeddings=512)
     sampler = Sampler(temperature=1.0, seed=3, top_p=0.9, stop_ids=range(2, 10))
     prompts = [*PROMPTS * 8, *([token] * 240 for token in range(20, 26))]  # a graph has 256 tokens
 
     def sample() -> list[Response]:
         finished = generate_each(model, prompts, sampler, max_new_tokens=40, batch_size=16)
-        return [each.response for each in sorted(finished, key=lambda each: each.index)]
+        return [f.response for f in sorted(finished, key=lambda f: f.index)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "Decoder", partial(Decoder, capture=traced))
+        patch.setattr(slots, "Decoder", partial(Decoder, capture=capture_trace))
         patch.setenv(SWITCH, "off")
-        ours = sample()
+        actual = sample()
 
-    assert_close(ours, sample())
+    assert_close(actual, sample())
 
 
-def test_a_row_at_its_limit_repeats_its_last_pass() -> None:
-    rows = GraphedRows(watched, 2, longest=64, device=CPU, capture=traced, agree=bool)
+def test_row_at_its_limit_repeats_its_last_position() -> None:
+    rows = GraphedRows(with_hook, 2, longest=64, device=CPU, capture=capture_trace, agree=bool)
     rows._numbers.copy_(torch.tensor([[5, 6], [10, 20], [10, 20], [11, 21]]))
 
     rows.advance(torch.tensor([7, 8]), torch.tensor([1, 0]))
@@ -171,11 +173,11 @@ def test_a_row_at_its_limit_repeats_its_last_pass() -> None:
     assert rows._numbers.tolist() == [[7, 6], [11, 20], [11, 20], [12, 21]]
 
 
-def off_by(factor: float) -> Capture:
+def scale_by(factor: float) -> Capture:
     return lambda compute, _: lambda: compute() * factor
 
 
-def refuse(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
+def raise_replay_error(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
     del compute, inputs
     raise ReplayError("it waits for a number")
 
@@ -183,16 +185,16 @@ def refuse(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor
 @pytest.mark.parametrize(
     ("capture", "counts", "reason"),
     [
-        (off_by(1 + 1e-5), PassCounts(1, 2, 10, 0), ""),
-        (off_by(-1.0), PassCounts(1, 12, 0, 1), "does not match the modules: logits differ"),
+        (scale_by(1 + 1e-5), PassCounts(1, 2, 10, 0), ""),
+        (scale_by(-1.0), PassCounts(1, 12, 0, 1), "does not match the modules: logits differ"),
         (
-            refuse,
+            raise_replay_error,
             PassCounts(1, 12, 0, 1),
             "the model's modules in each pass: it waits for a number",
         ),
     ],
 )
-def test_a_graph_is_used_if_it_repeats_its_modules_up_to_rounding(
+def test_graph_is_used_only_if_it_matches_the_modules(
     capture: Capture,
     counts: PassCounts,
     reason: str,
@@ -200,39 +202,39 @@ def test_a_graph_is_used_if_it_repeats_its_modules_up_to_rounding(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = loaded("llama", tmp_path)
+    model = load("llama", tmp_path)
     monkeypatch.setattr(slots, "Decoder", partial(Decoder, capture=capture))
 
     with caplog.at_level(logging.INFO, "inference"):
-        ours, passes = answered(model)
+        actual, passes = generate_responses(model)
 
     assert passes == counts
     assert reason in caplog.text
-    expected, _ = answered(watched(model))
-    assert [each.ids for each in ours] == [each.ids for each in expected]
+    expected, _ = generate_responses(with_hook(model))
+    assert [r.ids for r in actual] == [r.ids for r in expected]
 
 
 @pytest.mark.gpu
-def test_responses_on_a_gpu_are_those_of_its_modules(tmp_path: Path) -> None:
+def test_gpu_responses_match_the_modules(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     path = saved(tiny_causal_lm("llama", **sizes), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cuda", 0))
 
-    ours, passes = answered(model)
+    actual, passes = generate_responses(model)
 
     assert (passes.refused, passes.replayed) == (0, 10)
-    assert_close(ours, answered(watched(model))[0])
+    assert_close(actual, generate_responses(with_hook(model))[0])
 
 
 @pytest.mark.gpu
-def test_a_graph_contains_the_collectives_of_nccl(tmp_path: Path) -> None:
+def test_graph_contains_nccl_collectives(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     device = torch.device("cuda", 0)
-    place = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("nccl", init_method=place, rank=0, world_size=1, device_id=device)
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=device)
     try:
         x = torch.ones(64, 64, device=device)
 
@@ -244,8 +246,8 @@ def test_a_graph_contains_the_collectives_of_nccl(tmp_path: Path) -> None:
         compute()
         replay = CudaCapture(device)(compute, x)
         x.fill_(2.0)
-        found = replay().clone()
+        result = replay().clone()
 
-        assert torch.equal(found, torch.full_like(found, 4 * 64 + 1))
+        assert torch.equal(result, torch.full_like(result, 4 * 64 + 1))
     finally:
         dist.destroy_process_group()

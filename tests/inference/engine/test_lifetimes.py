@@ -15,25 +15,25 @@ from tests.families import saved, tiny_causal_lm
 
 
 @pytest.mark.jobs
-@pytest.mark.usefixtures("uncollected")
-def test_keys_and_values_go_with_the_answers(
+@pytest.mark.usefixtures("gc_disabled")
+def test_keys_and_values_are_freed_after_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tiny_causal_lm("llama"), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
-    alive: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
     new_zeros = cache.new_zeros
 
-    def watched(like: Tensor, *shape: int) -> Tensor:
+    def track(like: Tensor, *shape: int) -> Tensor:
         stored = new_zeros(like, *shape)
-        alive.append(weakref.ref(stored))
+        references.append(weakref.ref(stored))
         return stored
 
-    monkeypatch.setattr(cache, "new_zeros", watched)
-    responses = generate(  # that many tokens that passes come from a tape
+    monkeypatch.setattr(cache, "new_zeros", track)
+    responses = generate(  # enough tokens for passes from a trace
         model, [[5, 6], [7]], max_new_tokens=9, temperature=0.0, stop_ids=[], seed=0
     )
 
-    assert [len(each.ids) for each in responses] == [9, 9]
-    assert len(alive) == 2 * model.config.num_hidden_layers
-    assert not any(stored() is not None for stored in alive)
+    assert [len(response.ids) for response in responses] == [9, 9]
+    assert len(references) == 2 * model.config.num_hidden_layers
+    assert not any(stored() is not None for stored in references)

@@ -1,4 +1,4 @@
-"""Operators that can't be repeated are refused while they are recorded."""
+"""Operators that can't be replayed are rejected during recording."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from inference.engine.replay import ReplayError, TraceRecorder
         (lambda x: x if torch.equal(x, x + 1) else -x, "equal"),
     ],
 )
-def test_a_computation_that_depends_on_more_than_its_inputs_is_refused(
+def test_computation_that_depends_on_more_than_its_inputs_is_rejected(
     compute: Callable[[Tensor], Tensor], reason: str
 ) -> None:
     with torch.inference_mode(), pytest.raises(ReplayError, match=reason), TraceRecorder():

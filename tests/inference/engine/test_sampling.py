@@ -1,4 +1,4 @@
-"""Counter-based randomness and inverse-transform sampling, on cases known by hand."""
+"""Counter-based random numbers, inverse-transform sampling, and logits processing."""
 
 import math
 
@@ -18,7 +18,7 @@ from inference.engine.sampling import Sampler, inverse_transform, nucleus
 DISTRIBUTION = torch.tensor([[0.1, 0.4, 0.0, 0.3, 0.2]], dtype=torch.float64)
 
 
-def test_inverse_transform_takes_the_token_whose_share_holds_the_point() -> None:
+def test_inverse_transform_selects_the_interval_with_the_point() -> None:
     points = torch.tensor(
         [0.0, 0.099, 0.1, 0.499, 0.5, 0.799, 0.8, 1 - 2**-53], dtype=torch.float64
     )
@@ -29,7 +29,7 @@ def test_inverse_transform_takes_the_token_whose_share_holds_the_point() -> None
 
 
 @pytest.mark.parametrize("vocabulary", [1, 257, 4096, 32_000])
-def test_the_token_is_where_the_cumulative_weight_passes_the_share(vocabulary: int) -> None:
+def test_inverse_transform_is_accurate_for_large_vocabularies(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(100, vocabulary, generator=generator)
     logits[:, 3::7] = -torch.inf
@@ -47,7 +47,7 @@ def test_the_token_is_where_the_cumulative_weight_passes_the_share(vocabulary: i
     assert (weights[rows, tokens] > 0).all()
 
 
-def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
+def test_nucleus_has_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
     kept = {
         top_p: nucleus(DISTRIBUTION, top_p).nonzero()[:, 1].tolist()
         for top_p in (0.1, 0.39, 0.41, 0.71, 0.95)
@@ -60,26 +60,24 @@ def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 37, 5000])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 1 - 1e-12])
-def test_the_nucleus_is_a_prefix_of_all_tokens_sorted_by_weight_and_id(
-    vocabulary: int, top_p: float
-) -> None:
-    """Rows that are nearly even, usual, with many alike and with zeros, peaked, and all alike."""
+def test_nucleus_is_a_prefix_of_tokens_sorted_by_weight(vocabulary: int, top_p: float) -> None:
+    """Rows: nearly uniform, typical, with ties, with zeros, peaked, and uniform."""
     logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     logits[1:4] *= 3
     logits[2] = (2 * logits[2]).round() / 2
     logits[3, 1::2] = -torch.inf
     logits[4] *= 200
     logits[5] = 0
-    every = logits.softmax(dim=-1).double()
-    for weights in (every, *every.split(1)):  # few candidates or many decide for all rows of a call
-        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    rows = logits.softmax(dim=-1).double()
+    for weights in (rows, *rows.split(1)):  # all rows of a call have few or many candidates
+        ordered, indices = weights.sort(dim=-1, descending=True, stable=True)
         kept = ordered * (ordered.cumsum(dim=-1) - ordered < top_p)
-        expected = torch.zeros_like(weights).scatter(-1, order, kept)
+        expected = torch.zeros_like(weights).scatter(-1, indices, kept)
         assert torch.equal(nucleus(weights, top_p), expected)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.75])
-def test_samples_are_distributed_as_the_policy_says(top_p: float) -> None:
+def test_samples_follow_the_policys_distribution(top_p: float) -> None:
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0])
     sampler = Sampler(temperature=2.0, top_p=top_p, seed=3)
     expected = (logits / 2).double().softmax(-1)
@@ -94,11 +92,11 @@ def test_samples_are_distributed_as_the_policy_says(top_p: float) -> None:
     assert counts[~possible].sum() == 0
     chi_square = ((counts - 5000 * expected) ** 2 / (5000 * expected))[possible].sum()
     assert chi_square < 18.5  # 4 degrees of freedom, one in a thousand seeds
-    whole = (logits / 2).log_softmax(-1)
-    assert logprobs == pytest.approx(whole[tokens].tolist())  # of the untruncated policy
+    policy = (logits / 2).log_softmax(-1)
+    assert logprobs == pytest.approx(policy[tokens].tolist())  # of the policy before truncation
 
 
-def test_temperature_0_takes_the_likeliest_token_and_reports_it_at_temperature_1() -> None:
+def test_temperature_0_is_greedy_and_reports_logprobs_at_temperature_1() -> None:
     logits = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 1.0]])
 
     tokens, logprobs = Sampler(temperature=0.0, top_p=1.0, seed=0)(logits, [0, 1], 0)
@@ -124,7 +122,7 @@ HISTORY = [3, 3, 0, 7]
         ),
     ],
 )
-def test_tokens_are_as_frequent_as_the_processors_of_transformers_make_them(
+def test_samples_follow_the_logits_processors_of_transformers(
     settings: dict, processors: list[LogitsProcessor]
 ) -> None:
     logits = torch.FloatTensor([[0.5, 2.5, 2.0, -0.6, 1.0, 0.9, -1.0, 1.5]])

@@ -1,4 +1,4 @@
-"""Admission in groups, prompts in pieces, and reuse of stored prefixes."""
+"""Admission of requests, chunked prefill, and reuse of stored prefixes."""
 
 import random
 from collections.abc import Sequence
@@ -30,17 +30,19 @@ def model(tmp_path: Path) -> PreTrainedModel:
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
-def opened(model: PreTrainedModel, slots: int = 3, **settings: int | None) -> OpenBatch:
+def open_batch(model: PreTrainedModel, slots: int = 3, **settings: int | None) -> OpenBatch:
     return OpenBatch(
         model, num_slots=slots, capacity=CAPACITY, **{"chunk": 32, "reuses": True, **settings}
     )
 
 
-def asked(prompt: Sequence[int], *, key: int = 0, length: int = 12, scope: str = "") -> Request:
+def make_request(
+    prompt: Sequence[int], *, key: int = 0, length: int = 12, scope: str = ""
+) -> Request:
     return Request(tuple(prompt), WARM, key, length, scope=scope)
 
 
-def answer(batch: OpenBatch, request: Request) -> Ticket:
+def run_request(batch: OpenBatch, request: Request) -> Ticket:
     ticket = batch.submit(request)
     finish(batch)
     return ticket
@@ -51,15 +53,15 @@ def finish(batch: OpenBatch) -> None:
         batch.step()
 
 
-def assert_same(found: Response, expected: Response, *, count: int | None = None) -> None:
-    """Compare tokens, and log-probabilities up to rounding."""
-    assert found.ids == expected.ids[:count]
-    assert found.logprobs == pytest.approx(expected.logprobs[:count], abs=1e-4)
+def assert_close(actual: Response, expected: Response, *, count: int | None = None) -> None:
+    """Assert equal tokens, and log-probabilities up to rounding."""
+    assert actual.ids == expected.ids[:count]
+    assert actual.logprobs == pytest.approx(expected.logprobs[:count], abs=1e-4)
 
 
-def read_anew(model: PreTrainedModel, request: Request) -> Response:
-    """The response of a batch that stores nothing yet, its prompt read in one pass."""
-    return answer(OpenBatch(model, num_slots=1, capacity=CAPACITY), request).response
+def run_fresh(model: PreTrainedModel, request: Request) -> Response:
+    """The response of a new batch, which reads the prompt in one pass."""
+    return run_request(OpenBatch(model, num_slots=1, capacity=CAPACITY), request).response
 
 
 def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
@@ -81,30 +83,30 @@ def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
     assert passes.prefill <= 80
 
 
-def test_a_pass_reads_whole_prompts_if_it_splits_none() -> None:
+def test_pass_reads_only_complete_prompts_without_splitting() -> None:
     scheduler = Scheduler(PagedCache(9), num_slots=4, capacity=64, reuses=False)
-    tickets = [Ticket(asked(range(5, 5 + length))) for length in (6, 5, 4, 31)]
+    tickets = [Ticket(make_request(range(5, 5 + length))) for length in (6, 5, 4, 31)]
     scheduler.admit(dict.fromkeys(tickets))
 
     def lengths(*, splits: bool) -> list[int]:
         return [count for _, count in scheduler.next_pieces(10, splits=splits)]
 
-    # All tokens of a prompt but the last one are read.
+    # The prefill reads all but the last token of a prompt.
     assert lengths(splits=True) == [5, 4, 1]
     assert lengths(splits=False) == [5, 4]
     scheduler.free(tickets[:3])
     assert lengths(splits=False) == [10]
 
 
-def test_samples_of_a_prompt_share_the_pages_that_it_fills() -> None:
+def test_samples_of_a_prompt_share_its_full_pages() -> None:
     cache = PagedCache(num_pages=40)
     cache.keys, cache.values = [torch.zeros(40, 1, 64, 1)], [torch.zeros(40, 1, 64, 1)]
     scheduler = Scheduler(cache, num_slots=8, capacity=192, reuses=False)
-    first, *others = (Ticket(asked(range(5, 145), key=key, length=20)) for key in range(8))
+    first, *others = (Ticket(make_request(range(5, 145), key=key, length=20)) for key in range(8))
     waiting = dict.fromkeys([first, *others])
 
     scheduler.admit(waiting)
-    assert [*waiting] == others  # until the first one has read the prompt
+    assert [*waiting] == others  # until the first has read the prompt
     assert scheduler.slots[0].pages == [1, 2, 3]
     cache.keys[0][3, 0, :, 0] = torch.arange(64.0)
     scheduler.record_read([(scheduler.slots[0], 139)])
@@ -112,17 +114,17 @@ def test_samples_of_a_prompt_share_the_pages_that_it_fills() -> None:
 
     assert not scheduler.is_reading
     assert [slot.pages[:2] for slot in scheduler.slots] == [[1, 2]] * 8
-    own = [slot.pages[2:] for slot in scheduler.slots]
-    assert own == [[page] for page in range(3, 11)]
-    assert all(torch.equal(cache.keys[0][page], cache.keys[0][3]) for (page,) in own)
+    last_pages = [slot.pages[2:] for slot in scheduler.slots]
+    assert last_pages == [[page] for page in range(3, 11)]
+    assert all(torch.equal(cache.keys[0][page], cache.keys[0][3]) for (page,) in last_pages)
     scheduler.free([first, *others])
-    assert sorted(scheduler._take(39)) == [*range(1, 40)]  # none is lost, nor has two owners
+    assert sorted(scheduler._take(39)) == [*range(1, 40)]  # no page is lost or has two owners
 
 
-def test_a_request_waits_for_pages_that_others_may_need_and_no_longer() -> None:
+def test_request_waits_only_while_others_may_need_its_pages() -> None:
     scheduler = Scheduler(PagedCache(1 + 6), num_slots=4, capacity=128, reuses=False)
     first, second, large, third, last = (
-        Ticket(asked(range(key, key + length), length=60))
+        Ticket(make_request(range(key, key + length), length=60))
         for key, length in enumerate((50, 51, 65, 52, 53))
     )
 
@@ -135,41 +137,41 @@ def test_a_request_waits_for_pages_that_others_may_need_and_no_longer() -> None:
     second.response.ids += [7] * 20
     scheduler.grow({})
     scheduler.free([first])
-    assert admit(third) == []  # no other sequence needs one of the last two pages
+    assert admit(third) == []  # no other sequence needs the last two pages
     assert admit(last) == [last]
     assert not scheduler.is_due({last: None}, is_closed=False)
     assert scheduler.is_due({first: None}, is_closed=False)
 
 
 @pytest.mark.parametrize("reuses", [pytest.param(False, marks=pytest.mark.grid), True])
-def test_without_pages_the_newest_sequences_wait_and_are_read_again(
+def test_newest_sequences_are_preempted_when_pages_run_out(
     model: PreTrainedModel, reuses: bool
 ) -> None:
     requests = [
-        asked(TEXTS[number % 4][: 20 + 3 * number], key=number, length=140 + 7 * number)
+        make_request(TEXTS[number % 4][: 20 + 3 * number], key=number, length=140 + 7 * number)
         for number in range(6)
     ]
-    batch = opened(model, 4, num_pages=1 + 7, reuses=reuses)  # one sequence may need 7
+    batch = open_batch(model, 4, num_pages=1 + 7, reuses=reuses)  # a sequence may need 7
 
     tickets = [batch.submit(request) for request in requests]
     finish(batch)
 
     assert any(len(ticket.prompt) > len(ticket.request.prompt) for ticket in tickets)
     for ticket in tickets:
-        assert_same(ticket.response, read_anew(model, ticket.request))
+        assert_close(ticket.response, run_fresh(model, ticket.request))
 
 
-def test_a_next_turn_reads_its_new_messages_only(model: PreTrainedModel) -> None:
-    batch = opened(model)
+def test_next_turn_reads_only_its_new_messages(model: PreTrainedModel) -> None:
+    batch = open_batch(model)
     context: tuple[int, ...] = TEXTS[0]
     reused: list[int] = []
     stored: list[int] = [0]
     for turn, text in enumerate(TEXTS[1:5]):
-        request = asked(context, key=turn, length=9)
+        request = make_request(context, key=turn, length=9)
 
-        ticket = answer(batch, request)
+        ticket = run_request(batch, request)
 
-        assert_same(ticket.response, read_anew(model, request))
+        assert_close(ticket.response, run_fresh(model, request))
         reused.append(ticket.num_reused)
         stored.append(len(context) + 8)  # the last token is read with the next turn
         context = (*context, *ticket.response.ids, *text[:150])
@@ -179,36 +181,36 @@ def test_a_next_turn_reads_its_new_messages_only(model: PreTrainedModel) -> None
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("num_pages", [pytest.param(None, marks=pytest.mark.grid), 1 + 8])
-def test_dialogues_that_come_and_go_have_the_responses_that_each_has_alone(
+def test_interleaved_dialogues_match_separate_ones(
     model: PreTrainedModel, num_pages: int | None
 ) -> None:
-    """Turns, branches, repetitions and system prompts of two clients in three slots."""
-    chance = random.Random(0)
-    known = [TEXTS[0], TEXTS[3], TEXTS[0] + TEXTS[2], TEXTS[5]]
-    batch = opened(model, num_pages=num_pages)
+    """Turns, branches, repetitions and system prompts of two clients, in three slots."""
+    rng = random.Random(0)
+    prefixes = [TEXTS[0], TEXTS[3], TEXTS[0] + TEXTS[2], TEXTS[5]]
+    batch = open_batch(model, num_pages=num_pages)
     tickets: list[Ticket] = []
     for number in range(24):
-        begin = chance.choice(known)
-        prompt = (*begin[: chance.choice((len(begin), 30))], *TEXTS[1][number : number + 5])
-        ticket = batch.submit(asked(prompt, key=number, length=6, scope=chance.choice("ab")))
+        prefix = rng.choice(prefixes)
+        prompt = (*prefix[: rng.choice((len(prefix), 30))], *TEXTS[1][number : number + 5])
+        ticket = batch.submit(make_request(prompt, key=number, length=6, scope=rng.choice("ab")))
         tickets.append(ticket)
-        for _ in range(chance.choice((0, 3, 15))):
+        for _ in range(rng.choice((0, 3, 15))):
             batch.step()
         if number % 6 == 5:
-            batch.cancel(chance.choice(tickets[-3:]))
+            batch.cancel(rng.choice(tickets[-3:]))
         if ticket.ended and len(prompt) < 300:
-            known.append((*prompt, *ticket.response.ids))
+            prefixes.append((*prompt, *ticket.response.ids))
     finish(batch)
 
-    assert sum(each.num_reused for each in tickets) > 200
+    assert sum(ticket.num_reused for ticket in tickets) > 200
     for ticket in tickets:
-        whole = read_anew(model, ticket.request)
-        assert_same(ticket.response, whole, count=len(ticket.response.ids))
+        expected = run_fresh(model, ticket.request)
+        assert_close(ticket.response, expected, count=len(ticket.response.ids))
     assert sum(len(ticket.response.ids) == 6 for ticket in tickets) >= 20
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
-def test_windows_and_learned_positions_continue_after_a_stored_prefix(
+def test_stored_prefix_works_with_windows_and_learned_positions(
     family: str, tmp_path: Path
 ) -> None:
     path = saved(tiny_causal_lm(family), tmp_path)
@@ -216,11 +218,11 @@ def test_windows_and_learned_positions_continue_after_a_stored_prefix(
     greedy = Sampler(temperature=0.0, seed=0)
     prompt = TEXTS[0][:30]
     batch = OpenBatch(model, num_slots=2, capacity=60, chunk=8, reuses=True)
-    first = answer(batch, Request(prompt, greedy, 0, 8))
+    first = run_request(batch, Request(prompt, greedy, 0, 8))
 
     request = Request((*prompt, *first.response.ids, 5, 6), greedy, 0, 8)
-    second = answer(batch, request)
+    second = run_request(batch, request)
 
     assert second.num_reused == 37
     plain = OpenBatch(model, num_slots=1, capacity=60)
-    assert second.response.ids == answer(plain, request).response.ids
+    assert second.response.ids == run_request(plain, request).response.ids
