@@ -1,21 +1,21 @@
-"""A server, and a browser, for the tests of one file."""
+"""Servers and a browser for the tests of a file."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.inference.serve.serving import CHROMIUM, Running, serving, serving_page
+from tests.inference.serve.serving import CHROMIUM, LiveServer, serving, serving_page
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[LiveServer]:
     with serving() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with serving_page(tmp_path_factory.mktemp("out")) as running:
         yield running
 
@@ -24,8 +24,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with playwright.sync_playwright() as play:
-        opened = play.chromium.launch(
+        chromium = play.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
         )
-        yield opened
-        opened.close()
+        yield chromium
+        chromium.close()

@@ -1,4 +1,4 @@
-"""A server in this process on a free port, and raw requests to it."""
+"""A server in this process on a free port, and raw HTTP requests."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="needs chromium, a package of most distributions"
 )
 TINY = "embedded"
-"""Its weights are noise, so that it says the halves of characters too, and ends rarely."""
+"""Its random weights generate incomplete characters too, and seldom an end of sequence."""
 
 
 @dataclass
-class Running:
-    """A server that answers."""
+class LiveServer:
+    """A running server."""
 
     port: int
     server: Server
@@ -49,36 +49,36 @@ class Running:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Generation stands still within the block."""
-        begun, go_on = threading.Event(), threading.Event()
+        """Pause generation within the block."""
+        paused_event, resume = threading.Event(), threading.Event()
 
         def wait() -> None:
-            begun.set()
-            go_on.wait(60)
+            paused_event.set()
+            resume.wait(60)
 
         worker = self.server._worker
         assert worker is not None
         worker.call(wait)
-        begun.wait(60)
+        paused_event.wait(60)
         try:
             yield
         finally:
-            go_on.set()
+            resume.set()
 
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs, and every slot is free."""
+        """Return whether no request waits or runs."""
         worker = self.server._worker
         assert worker is not None
         waiting = any(worker._waiting.values()) or bool(self.state.broker._jobs)
-        busy = any(each.batch.busy for each in self.state.models.values())
+        busy = any(model.batch.busy for model in self.state.models.values())
         return worker.is_idle and not waiting and not busy
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Whether something becomes so within some time."""
-    end = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    """Wait for a condition; return whether it became true in time."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
@@ -86,28 +86,28 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
 
 @contextmanager
 def serving(
-    places: tuple[ModelPath, ...] = (ModelPath("tiny", TINY),),
+    paths: tuple[ModelPath, ...] = (ModelPath("tiny", TINY),),
     reward: str | None = None,
     send_buffer: int | None = None,
     **settings: Any,
-) -> Iterator[Running]:
-    """A server with these settings, until the end of the block.
+) -> Iterator[LiveServer]:
+    """Run a server with these settings within the block.
 
-    `send_buffer` bounds the bytes that the system takes for a client that doesn't read.
+    `send_buffer` limits the bytes that the system buffers for a client that doesn't read.
     """
-    names = tuple(place.path for place in places)
+    names = tuple(place.path for place in paths)
     config = ServeConfig(**{"path": names, "port": 0, "slots": 4, "drain_seconds": 0, **settings})
-    models, served_reward = load_models(config, places, reward)
+    models, served_reward = load_models(config, paths, reward)
     state = State(config, read_keys(config), models, reward=served_reward)
     listener = listen(config)
-    if send_buffer is not None:  # connections have it from the listener
+    if send_buffer is not None:  # connections inherit it from the listener
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    started: list[Running] = []
+    started: list[LiveServer] = []
     ready = threading.Event()
 
     async def run() -> None:
         server = Server(state)
-        started.append(Running(listener.getsockname()[1], server, asyncio.get_running_loop()))
+        started.append(LiveServer(listener.getsockname()[1], server, asyncio.get_running_loop()))
         asyncio.get_running_loop().call_soon(ready.set)
         await server.run(listener)
 
@@ -115,7 +115,7 @@ def serving(
     thread.start()
     ready.wait(30)
     (running,) = started
-    until(lambda: state.broker.is_ready and running.server.started)
+    wait_until(lambda: state.broker.is_ready and running.server.started)
     try:
         yield running
     finally:
@@ -126,8 +126,8 @@ def serving(
 
 
 @contextmanager
-def serving_page(out: Path) -> Iterator[Running]:
-    """A server all of whose page's views have something to show; its files go to `out`."""
+def serving_page(out: Path) -> Iterator[LiveServer]:
+    """Run a server with which every view of the page works; its files go to `out`."""
     two = (ModelPath("first", TINY), ModelPath("second", TINY, seed=1))
     with serving(two, max_tokens_default=12) as running:
         running.state.ratings = RatingsFile(out / "ratings.jsonl")
@@ -137,7 +137,7 @@ def serving_page(out: Path) -> Iterator[Running]:
 def request_bytes(
     path: str, body: object = None, *, method: str = "POST", headers: dict[str, str] | None = None
 ) -> bytes:
-    """A whole HTTP request; the connection is closed after it."""
+    """A complete HTTP request that closes its connection."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     content = b"" if body is None else content
     fields = {
@@ -152,8 +152,8 @@ def request_bytes(
 
 
 @dataclass
-class Answer:
-    """The response."""
+class HttpResponse:
+    """An HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -168,67 +168,67 @@ class Answer:
         return self.json["error"]
 
 
-def send(running: Running, data: bytes) -> Answer:
-    """The answer to a request as it stands."""
+def send(running: LiveServer, data: bytes) -> HttpResponse:
+    """Send the bytes of a request and receive the response."""
     with running.connect() as connection:
         connection.sendall(data)
         return receive(connection)
 
 
-def receive(connection: socket.socket) -> Answer:
-    """All that comes until the server closes the connection."""
-    parts = []
+def receive(connection: socket.socket) -> HttpResponse:
+    """Receive and parse a response, until the server closes the connection."""
+    chunks = []
     while part := connection.recv(65536):
-        parts.append(part)
-    head, _, body = b"".join(parts).partition(b"\r\n\r\n")
+        chunks.append(part)
+    head, _, body = b"".join(chunks).partition(b"\r\n\r\n")
     if not head:
-        return Answer(0, {}, b"")
+        return HttpResponse(0, {}, b"")
     first, *fields = head.decode("latin-1").split("\r\n")
     headers = {}
     for field in fields:
         name, _, value = field.partition(":")
         headers[name.lower()] = value.strip()
     if headers.get("transfer-encoding") == "chunked":
-        body = _joined(body)
-    return Answer(int(first.split()[1]), headers, body)
+        body = _join_chunks(body)
+    return HttpResponse(int(first.split()[1]), headers, body)
 
 
-def _joined(chunks: bytes) -> bytes:
-    parts = []
+def _join_chunks(chunks: bytes) -> bytes:
+    contents = []
     while chunks:
         size, _, rest = chunks.partition(b"\r\n")
-        parts.append(rest[: int(size, 16)])
+        contents.append(rest[: int(size, 16)])
         chunks = rest[int(size, 16) + 2 :]
-    return b"".join(parts)
+    return b"".join(contents)
 
 
-def post(running: Running, path: str, body: object, **headers: str) -> Answer:
-    """The answer to a request of JSON."""
+def post(running: LiveServer, path: str, body: object, **headers: str) -> HttpResponse:
+    """The response to a request with a JSON body."""
     return send(running, request_bytes(path, body, headers=headers))
 
 
-def get(running: Running, path: str, **headers: str) -> Answer:
-    """The answer to a request without a body."""
+def get(running: LiveServer, path: str, **headers: str) -> HttpResponse:
+    """The response to a request without a body."""
     return send(running, request_bytes(path, method="GET", headers=headers))
 
 
 def chat(text: str = "What is 2 plus 2?", **fields: Any) -> dict[str, Any]:
-    """The body of a request for a response to one message."""
+    """The body of a chat request with one message."""
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def make_client(server: Running) -> Any:
+def make_client(server: LiveServer) -> Any:
     """A client of OpenAI's package."""
     import openai
 
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def events(answer: Answer) -> list[dict[str, Any]]:
-    """The objects of a stream that ended as it should."""
+def stream_events(answer: HttpResponse) -> list[dict[str, Any]]:
+    """The objects of a stream, which must end with [DONE]."""
     *parts, last, rest = answer.body.decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(part.removeprefix("data: ")) for part in parts if part.startswith("data: ")]

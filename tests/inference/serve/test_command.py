@@ -1,4 +1,4 @@
-"""The command: bad starts in a sentence, and a real process from its first request to SIGTERM."""
+"""The command: error messages, the models of a run, and a process that is stopped."""
 
 import contextlib
 import ctypes
@@ -27,18 +27,18 @@ from tests.inference.serve.serving import CHAT, chat, post, request_bytes, servi
 from tests.sources import ROOT
 
 
-def refused(*argv: str) -> str:
+def run_rejected(*argv: str) -> str:
     """Return the one-sentence error of a command line that exits with code 2."""
-    out = io.StringIO()
-    with contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as exit_info:
         run_main(main, argv)
-    assert ended.value.code == 2, out.getvalue()
-    (line,) = out.getvalue().splitlines()
+    assert exit_info.value.code == 2, stderr.getvalue()
+    (line,) = stderr.getvalue().splitlines()
     return line
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "message"),
     [
         ((), "error: --path is missing: pass a model directory, or --run OUT"),
         (("--path", "./none"), "error: no such model"),
@@ -71,19 +71,19 @@ def refused(*argv: str) -> str:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_a_bad_start_is_a_sentence(
-    argv: Sequence[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_options_print_one_sentence(
+    argv: Sequence[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    assert refused(*argv).startswith(sentence)
+    assert run_rejected(*argv).startswith(message)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
 
-        line = refused("--path", "embedded", "--port", str(port))
+        line = run_rejected("--path", "embedded", "--port", str(port))
 
     assert line == (
         f"error: --port {port} of 127.0.0.1 is in use; choose another, or --port 0 for any free"
@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     )
 
 
-def test_the_models_of_a_run_are_found_with_its_best_one_last(tmp_path: Path) -> None:
+def test_models_of_a_run_are_listed_with_the_best_last(tmp_path: Path) -> None:
     for name, score in (("step1_sft", None), ("step3_dpo", 2), ("step3_grpo", 1)):
         figure = "perplexity_after" if score is None else "win_rate"
         exported = {"eval_by_prompt": {"exported": {"score": [score]}}}
@@ -102,10 +102,10 @@ def test_the_models_of_a_run_are_found_with_its_best_one_last(tmp_path: Path) ->
         (tmp_path / name / "result.json").write_text(f'{{"seconds": 1, "eval": {{"{figure}": 2}}}}')
     (tmp_path / "step1_sft" / "config.yaml").write_text("model: {path: base/dir}\nseed: 4\n")
 
-    found = models_of_run(tmp_path)
+    models = models_of_run(tmp_path)
 
     sft = str(tmp_path / "step1_sft")
-    assert found == [
+    assert models == [
         ModelPath("base", "base/dir", 4, sft),
         ModelPath("step1_sft", sft),
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
@@ -113,10 +113,10 @@ def test_the_models_of_a_run_are_found_with_its_best_one_last(tmp_path: Path) ->
     ]
     both = ServeConfig(run=tmp_path, path=("one=a", "b/actor", "b/ema", "."))
     others = {"one": "a", "b": "b/actor", "b-ema": "b/ema", Path.cwd().name: "."}
-    assert paths_to_serve(both) == [*found, *(ModelPath(*each) for each in others.items())]
+    assert paths_to_serve(both) == [*models, *(ModelPath(*item) for item in others.items())]
 
 
-def test_the_reward_model_of_a_run_is_that_of_a_finished_step_2(tmp_path: Path) -> None:
+def test_reward_model_of_a_run_is_that_of_a_finished_step2(tmp_path: Path) -> None:
     for name, figure in (("step1_sft", "perplexity_after"), ("step2_reward", "accuracy_after")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}')
@@ -131,7 +131,7 @@ def test_the_reward_model_of_a_run_is_that_of_a_finished_step_2(tmp_path: Path) 
 
 
 @pytest.mark.jobs
-def test_a_process_answers_until_it_is_stopped_and_lets_what_runs_end() -> None:
+def test_stopped_process_finishes_its_running_requests() -> None:
     command = "inference.serve --path tiny=embedded --port 0 --slots 2"
     with subprocess.Popen(
         [sys.executable, "-m", *command.split()],
@@ -143,9 +143,9 @@ def test_a_process_answers_until_it_is_stopped_and_lets_what_runs_end() -> None:
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.match(r"http://127.0.0.1:(\d+) : page and API", line)
-        assert found, line
-        with socket.create_connection(("127.0.0.1", int(found[1])), timeout=60) as connection:
+        match = re.match(r"http://127.0.0.1:(\d+) : page and API", line)
+        assert match, line
+        with socket.create_connection(("127.0.0.1", int(match[1])), timeout=60) as connection:
             body = chat(stream=True, max_tokens=150, min_tokens=150)
             connection.sendall(request_bytes(CHAT, body))
             first = connection.recv(100)
@@ -160,14 +160,14 @@ def test_a_process_answers_until_it_is_stopped_and_lets_what_runs_end() -> None:
 
 
 def receive_after(first: bytes, connection: socket.socket) -> bytes:
-    parts = [first]
-    while part := connection.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
+    chunks = [first]
+    while chunk := connection.recv(65536):
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
-def offline(answers: SimpleQueue[int | str]) -> None:
-    """Serve in a network namespace that has a loopback alone."""
+def serve_offline(answers: SimpleQueue[int | str]) -> None:
+    """Serve in a network namespace that has only a loopback."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
         answers.put(os.strerror(ctypes.get_errno()))
         return
@@ -182,10 +182,10 @@ def offline(answers: SimpleQueue[int | str]) -> None:
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 
-def test_nothing_goes_out() -> None:
-    """Without a network the server answers as elsewhere."""
+def test_server_needs_no_network() -> None:
+    """The server works without a network."""
     answers: SimpleQueue[int | str] = PROCESSES.SimpleQueue()
-    process = PROCESSES.Process(target=offline, args=(answers,), daemon=True)
+    process = PROCESSES.Process(target=serve_offline, args=(answers,), daemon=True)
     process.start()
     process.join(60)
 

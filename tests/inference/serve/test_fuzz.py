@@ -1,4 +1,4 @@
-"""Requests that no client would send: an error of theirs each, none of the server's."""
+"""Random invalid requests cause client errors, but no server errors."""
 
 import random
 from typing import Any
@@ -8,13 +8,13 @@ import pytest
 from tests.inference.serve.serving import (
     CHAT,
     COMPLETIONS,
-    Running,
+    LiveServer,
     chat,
     post,
     receive,
     request_bytes,
     serving,
-    until,
+    wait_until,
 )
 
 BODIES: tuple[bytes, ...] = (
@@ -70,34 +70,34 @@ FIELDS = (
 PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/v1/score")
 
 
-def make_request(chance: random.Random) -> bytes:
-    """A request that is right but for a few of its fields, or anything at all."""
-    path = chance.choice(PATHS)
-    if chance.random() < 0.1:
-        return request_bytes(path, chance.choice(BODIES))
+def make_request(rng: random.Random) -> bytes:
+    """A request with a few random fields, or with a random body."""
+    path = rng.choice(PATHS)
+    if rng.random() < 0.1:
+        return request_bytes(path, rng.choice(BODIES))
     body: dict[str, Any] = {"max_tokens": 1}
     if path == CHAT:
         body |= {"messages": [{"role": "user", "content": "Hi"}]}
     else:
         body |= {"prompt": "Hi"}
-    for _ in range(chance.randrange(4)):
-        body[chance.choice(FIELDS)] = chance.choice(VALUES)
-    if chance.random() < 0.05:
+    for _ in range(rng.randrange(4)):
+        body[rng.choice(FIELDS)] = rng.choice(VALUES)
+    if rng.random() < 0.05:
         data = bytearray(request_bytes(path, body))
         for _ in range(3):
-            data[chance.randrange(len(data))] = chance.randrange(256)
+            data[rng.randrange(len(data))] = rng.randrange(256)
         return bytes(data)
     return request_bytes(path, body)
 
 
-def check_requests(server: Running, count: int, seed: int) -> None:
-    chance = random.Random(seed)
+def send_random_requests(server: LiveServer, count: int, seed: int) -> None:
+    rng = random.Random(seed)
     for _ in range(count):
-        data = make_request(chance)
+        data = make_request(rng)
         with server.connect() as connection:
             connection.settimeout(20)
             connection.sendall(data)
-            connection.shutdown(1)  # what a lie about its length left out never comes
+            connection.shutdown(1)  # a wrong length must not make the server wait
             answer = receive(connection)
         assert answer.status not in (500, 502), (data[:600], answer)
         if answer.status >= 400 and answer.headers.get("content-type") == "application/json":
@@ -108,16 +108,16 @@ def check_requests(server: Running, count: int, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def short() -> Any:
-    """With few tokens, for what a request may ask for must not make the test long."""
+def short_server() -> Any:
+    """A server that generates few tokens, so that no request takes long."""
     with serving(context=64, max_tokens_default=2, max_n=2, log_requests=False) as running:
         yield running
 
 
-def test_no_request_is_an_error_of_the_server(short: Running) -> None:
-    before = post(short, CHAT, chat(seed=1, max_tokens=4)).json["choices"]
+def test_random_requests_cause_no_server_errors(short_server: LiveServer) -> None:
+    before = post(short_server, CHAT, chat(seed=1, max_tokens=4)).json["choices"]
 
-    check_requests(short, 500, seed=1)
+    send_random_requests(short_server, 500, seed=1)
 
-    assert post(short, CHAT, chat(seed=1, max_tokens=4)).json["choices"] == before
-    assert until(short.is_idle)
+    assert post(short_server, CHAT, chat(seed=1, max_tokens=4)).json["choices"] == before
+    assert wait_until(short_server.is_idle)

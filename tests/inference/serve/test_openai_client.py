@@ -1,4 +1,4 @@
-"""The server through OpenAI's client, whose models validate every response strictly."""
+"""The server with OpenAI's client, whose types validate every response strictly."""
 
 import copy
 import json
@@ -11,21 +11,21 @@ from transformers import AutoModelForCausalLM
 from inference.serve.models import ServedModel
 from tests.inference.serve.serving import (
     COMPLETIONS,
-    Running,
+    LiveServer,
     chat,
-    events,
     make_client,
     post,
     serving,
+    stream_events,
 )
 
-if TYPE_CHECKING:  # importing it takes half a second, also where tests are only collected
+if TYPE_CHECKING:  # importing it takes half a second
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 
-def plain_copy(served: ServedModel) -> Any:
-    """The model as `transformers` has it."""
-    config = copy.deepcopy(served.model.config)  # else the served model's attention changes too
+def transformers_copy(served: ServedModel) -> Any:
+    """The same model in `transformers`."""
+    config = copy.deepcopy(served.model.config)  # else its attention changes too
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     plain.load_state_dict(served.model.state_dict())
     return plain.eval()
@@ -34,8 +34,8 @@ def plain_copy(served: ServedModel) -> Any:
 MESSAGES: Any = [{"role": "user", "content": "What is 2 plus 2?"}]
 
 
-def ask(server: Running, **fields: Any) -> "ChatCompletion":
-    """A chat completion, held to the types of the client."""
+def complete(server: LiveServer, **fields: Any) -> "ChatCompletion":
+    """A chat completion, validated by the client's types."""
     from openai.types.chat import ChatCompletion
 
     with make_client(server) as client:
@@ -45,23 +45,23 @@ def ask(server: Running, **fields: Any) -> "ChatCompletion":
     return ChatCompletion.model_validate_json(raw.text, strict=True)
 
 
-def stream(server: Running, **fields: Any) -> "list[ChatCompletionChunk]":
+def stream_completion(server: LiveServer, **fields: Any) -> "list[ChatCompletionChunk]":
     from openai.types.chat import ChatCompletionChunk
 
     answer = post(server, "/v1/chat/completions", chat(stream=True, **fields))
     assert answer.headers["content-type"].startswith("text/event-stream")
     return [
-        ChatCompletionChunk.model_validate_json(json.dumps(each), strict=True)
-        for each in events(answer)
+        ChatCompletionChunk.model_validate_json(json.dumps(event), strict=True)
+        for event in stream_events(answer)
     ]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_stream_joins_to_the_plain_response_of_the_same_seed(server: Running, count: int) -> None:
+def test_stream_joins_to_the_response_of_the_same_seed(server: LiveServer, count: int) -> None:
     fields = dict[str, Any](seed=7, max_tokens=24, n=count, logprobs=True, top_logprobs=2)
 
-    plain = ask(server, **fields)
-    chunks = stream(server, **fields, stream_options={"include_usage": True})
+    plain = complete(server, **fields)
+    chunks = stream_completion(server, **fields, stream_options={"include_usage": True})
 
     *parts, last = chunks
     assert last.choices == []
@@ -71,31 +71,31 @@ def test_a_stream_joins_to_the_plain_response_of_the_same_seed(server: Running, 
     assert last.usage.total_tokens == plain.usage.prompt_tokens + plain.usage.completion_tokens
     assert plain.usage.completion_tokens >= count
     for choice in plain.choices:
-        own = [each.choices[0] for each in parts if each.choices[0].index == choice.index]
-        assert own[0].delta.role == "assistant"
-        assert "".join(each.delta.content or "" for each in own) == choice.message.content
-        assert own[-1].finish_reason == choice.finish_reason
-        assert [each.finish_reason for each in own[:-1]] == [None] * (len(own) - 1)
+        deltas = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
+        assert deltas[0].delta.role == "assistant"
+        assert "".join(delta.delta.content or "" for delta in deltas) == choice.message.content
+        assert deltas[-1].finish_reason == choice.finish_reason
+        assert {delta.finish_reason for delta in deltas[:-1]} <= {None}
         joined = [
             entry.model_dump()
-            for each in own
-            if each.logprobs is not None
-            for entry in each.logprobs.content or []
+            for delta in deltas
+            if delta.logprobs is not None
+            for entry in delta.logprobs.content or []
         ]
         assert choice.logprobs is not None
-        whole = [entry.model_dump() for entry in choice.logprobs.content or []]
-        assert [entry["token"] for entry in joined] == [entry["token"] for entry in whole]
+        expected = [entry.model_dump() for entry in choice.logprobs.content or []]
+        assert [entry["token"] for entry in joined] == [entry["token"] for entry in expected]
         assert [entry["logprob"] for entry in joined] == pytest.approx(
-            [entry["logprob"] for entry in whole], abs=1e-4
+            [entry["logprob"] for entry in expected], abs=1e-4
         )
     assert len({choice.message.content for choice in plain.choices}) == count  # separate samples
 
 
-def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -> None:
+def test_temperature_0_matches_greedy_transformers(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     prompt = torch.tensor([served.encode_text("The sun")])
     ids = prompt[0].tolist()
-    plain = plain_copy(served)
+    plain = transformers_copy(served)
     with torch.no_grad():
         expected = plain.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16
@@ -116,7 +116,7 @@ def test_temperature_0_is_the_greedy_response_of_transformers(server: Running) -
     assert answer.json["choices"][0]["token_ids"] == expected
 
 
-def test_completions_continue_texts_and_token_ids(server: Running) -> None:
+def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
     from openai.types import Completion
 
     served = server.state.models["tiny"]
@@ -133,25 +133,25 @@ def test_completions_continue_texts_and_token_ids(server: Running) -> None:
             logprobs=2,
         )
 
-    found = Completion.model_validate_json(texts, strict=True)
-    assert [choice.text for choice in found.choices] == [choice.text for choice in ids.choices]
-    for choice in found.choices:
+    completion = Completion.model_validate_json(texts, strict=True)
+    assert [choice.text for choice in completion.choices] == [choice.text for choice in ids.choices]
+    for choice in completion.choices:
         assert choice.logprobs is not None
         assert choice.logprobs.text_offset is not None
         assert choice.logprobs.text_offset[0] == 0
-        assert {len(each) for each in choice.logprobs.top_logprobs or []} <= {1, 2}
+        assert {len(top) for top in choice.logprobs.top_logprobs or []} <= {1, 2}
     streamed = post(
         server,
         COMPLETIONS,
         {"model": "tiny", "prompt": prompts, "seed": 3, "max_tokens": 12, "stream": True},
     )
     joined = ["", ""]
-    for part in events(streamed):
+    for part in stream_events(streamed):
         joined[part["choices"][0]["index"]] += part["choices"][0]["text"]
-    assert joined == [choice.text for choice in found.choices]
+    assert joined == [choice.text for choice in completion.choices]
 
 
-def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
+def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:
     import openai
 
     with make_client(server) as client:
@@ -175,7 +175,7 @@ def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
     assert tools.value.param == "tools"
 
 
-def test_a_wrong_key_is_an_authentication_error_and_a_full_queue_a_rate_limit() -> None:
+def test_wrong_key_and_full_queue_raise_the_clients_exceptions() -> None:
     import openai
 
     with serving(api_key=("secret-key",), queue=1) as server:
@@ -183,9 +183,9 @@ def test_a_wrong_key_is_an_authentication_error_and_a_full_queue_a_rate_limit() 
             client.models.list()
         right = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret-key", max_retries=0)
         with right as client, server.paused():
-            waits = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+            waiting = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
             with pytest.raises(openai.RateLimitError) as full:
                 client.chat.completions.create(model="tiny", messages=MESSAGES)
-            waits.close()
+            waiting.close()
 
     assert int(full.value.response.headers["retry-after"]) >= 1

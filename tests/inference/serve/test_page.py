@@ -1,4 +1,4 @@
-"""The page in a real browser, and how large it is."""
+"""The page in a real browser."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inference.ratings import read_ratings, standing_ratings
-from tests.inference.serve.serving import Running, get, in_browser
+from tests.inference.serve.serving import LiveServer, get, in_browser
 
 MARKUP = (
     "<script>window.hit = 1</script>",
@@ -21,27 +21,27 @@ MARKUP = (
 
 
 @pytest.fixture
-def page(browser: Any, served: Running) -> Iterator[Any]:
-    """A page 360 pixels wide, on which no script fails and no policy is broken."""
+def page(browser: Any, page_server: LiveServer) -> Iterator[Any]:
+    """A page of 360 pixels width, on which no script errors and policy violations occur."""
     context = browser.new_context(viewport={"width": 360, "height": 720})
-    opened = context.new_page()
-    wrong: list[str] = []
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
-    opened.goto(served.url)
-    opened.set_default_timeout(20_000)
-    yield opened
-    assert opened.evaluate("document.documentElement.scrollWidth") <= 360
+    new_page = context.new_page()
+    errors: list[str] = []
+    new_page.on("pageerror", lambda error: errors.append(str(error)))
+    new_page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    new_page.goto(page_server.url)
+    new_page.set_default_timeout(20_000)
+    yield new_page
+    assert new_page.evaluate("document.documentElement.scrollWidth") <= 360
     context.close()
-    assert wrong == []
+    assert errors == []
 
 
-def ratings(served: Running) -> list[Any]:
-    assert served.state.ratings is not None
-    return [*standing_ratings(read_ratings(served.state.ratings.path))]
+def read_all_ratings(page_server: LiveServer) -> list[Any]:
+    assert page_server.state.ratings is not None
+    return [*standing_ratings(read_ratings(page_server.state.ratings.path))]
 
 
-def ask(page: Any, text: str) -> None:
+def send_message(page: Any, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Regenerate").wait_for()
@@ -50,11 +50,9 @@ def ask(page: Any, text: str) -> None:
 
 @pytest.mark.jobs
 @in_browser
-def test_a_dialogue_streams_is_kept_over_a_reload_and_its_response_is_rated(
-    page: Any, served: Running
-) -> None:
-    before = len(ratings(served))
-    ask(page, "What is 2 plus 2?")
+def test_dialogue_survives_a_reload_and_can_be_rated(page: Any, page_server: LiveServer) -> None:
+    before = len(read_all_ratings(page_server))
+    send_message(page, "What is 2 plus 2?")
     first = page.locator(".turn.assistant .text").inner_text()
     page.get_by_label("Show tokens").check()
     assert page.locator(".token").count() > 3
@@ -64,25 +62,25 @@ def test_a_dialogue_streams_is_kept_over_a_reload_and_its_response_is_rated(
 
     page.get_by_role("button", name="Good").click()
     page.get_by_text("Rated").wait_for()
-    (thumb,) = ratings(served)[before:]
+    (thumb,) = read_all_ratings(page_server)[before:]
     assert (thumb["kind"], thumb["choice"]) == ("thumb", 1)
     assert thumb["answers"][0]["text"].strip() == first.strip()
     page.get_by_role("button", name="Good").click()
     page.get_by_text("Removed the rating").wait_for()
-    assert len(ratings(served)) == before
+    assert len(read_all_ratings(page_server)) == before
 
     page.get_by_role("button", name="Write a better one").click()
     page.get_by_label("Better response").fill("It is 4.")
     page.get_by_role("button", name="Save").click()
     page.get_by_text("Saved as a demonstration").wait_for()
-    assert ratings(served)[-1]["edit"] == "It is 4."
+    assert read_all_ratings(page_server)[-1]["edit"] == "It is 4."
 
     page.get_by_role("button", name="Edit").click()
     assert page.get_by_label("Message", exact=True).input_value() == "What is 2 plus 2?"
 
 
 @in_browser
-def test_markdown_is_shown_in_full_and_the_settings_give_way_to_another_view(page: Any) -> None:
+def test_markdown_is_rendered_and_settings_close_on_view_change(page: Any) -> None:
     text = "# T\n- **a**\n  1. b\n\n| x | y |\n|---|---|\n| 1 | `z` |\n\n```py\nq = 1\n```\n"
     tokens = [{"token": "```", "logprob": -1, "top_logprobs": []}]
     answer = {"model": "m", "finish": "length", "token_ids": [1] * 90, "tokens": tokens}
@@ -109,8 +107,8 @@ def test_markdown_is_shown_in_full_and_the_settings_give_way_to_another_view(pag
 
 
 @in_browser
-def test_markup_of_a_model_is_text(page: Any, served: Running) -> None:
-    """As if a model had written it, in a dialogue of this browser."""
+def test_markup_of_a_model_is_shown_as_text(page: Any, page_server: LiveServer) -> None:
+    """The markup is in a stored dialogue, as if a model had generated it."""
     turns = [
         turn
         for text in MARKUP
@@ -128,4 +126,4 @@ def test_markup_of_a_model_is_text(page: Any, served: Running) -> None:
     assert page.locator("main script, main iframe, main img, main a, main style").count() == 0
     shown = page.locator(".turn.user .text").all_inner_texts()
     assert [text.split() for text in shown] == [text.split() for text in MARKUP]
-    assert get(served, "/api/server").status == 200
+    assert get(page_server, "/api/server").status == 200

@@ -1,13 +1,13 @@
-"""Later turns reuse keys and values of earlier ones: same responses, reported token counts."""
+"""Later turns reuse keys and values of earlier ones, with equal responses."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.inference.serve.serving import COMPLETIONS, Running, make_client, post, serving
+from tests.inference.serve.serving import COMPLETIONS, LiveServer, make_client, post, serving
 
-if TYPE_CHECKING:  # importing it takes half a second, also where tests are only collected
+if TYPE_CHECKING:  # importing it takes half a second
     from openai.types.chat import ChatCompletion
 
 Turn = dict[str, str]
@@ -17,18 +17,18 @@ KEYS = ("the-first-key", "the-second-key")
 
 
 @pytest.fixture(scope="module")
-def reusing() -> Iterator[Running]:
+def reusing_server() -> Iterator[LiveServer]:
     with serving(prefill_chunk=24) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def anew() -> Iterator[Running]:
+def plain_server() -> Iterator[LiveServer]:
     with serving(prefix_reuse="off") as running:
         yield running
 
 
-def answer(server: Running, messages: Any, **fields: Any) -> "ChatCompletion":
+def complete(server: LiveServer, messages: Any, **fields: Any) -> "ChatCompletion":
     from openai.types.chat import ChatCompletion
 
     with make_client(server) as client:
@@ -40,7 +40,7 @@ def answer(server: Running, messages: Any, **fields: Any) -> "ChatCompletion":
     return ChatCompletion.model_validate_json(raw.text, strict=True)
 
 
-def cached(completion: "ChatCompletion") -> int:
+def num_cached(completion: "ChatCompletion") -> int:
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     count = completion.usage.prompt_tokens_details.cached_tokens
@@ -53,36 +53,34 @@ def num_prompt(completion: "ChatCompletion") -> int:
     return completion.usage.prompt_tokens
 
 
-def test_turns_are_read_once_and_are_those_of_a_server_that_reads_all(
-    reusing: Running, anew: Running
+def test_prefix_reuse_does_not_change_responses(
+    reusing_server: LiveServer, plain_server: LiveServer
 ) -> None:
     messages: list[Turn] = [{"role": "system", "content": SYSTEM}]
     before = 0
     for text in TEXTS:
         messages.append({"role": "user", "content": text})
 
-        ours, whole = answer(reusing, messages), answer(anew, messages)
+        reused, expected = complete(reusing_server, messages), complete(plain_server, messages)
 
-        assert ours.choices[0].message == whole.choices[0].message
-        assert cached(whole) == 0
-        # What an answer's text is encoded as may differ from what was sampled.
-        assert before <= cached(ours) < num_prompt(ours)
-        before = num_prompt(ours) - 8
-        messages.append({"role": "assistant", "content": ours.choices[0].message.content or "-"})
+        assert reused.choices[0].message == expected.choices[0].message
+        assert num_cached(expected) == 0
+        # The tokens of an answer's text may differ from the sampled ones.
+        assert before <= num_cached(reused) < num_prompt(reused)
+        before = num_prompt(reused) - 8
+        messages.append({"role": "assistant", "content": reused.choices[0].message.content or "-"})
     assert before > 100
 
 
 @pytest.mark.parametrize(("prefix_reuse", "shared"), [("client", False), ("all", True)])
-def test_one_client_learns_nothing_of_the_prompts_of_another(
-    prefix_reuse: str, shared: bool
-) -> None:
+def test_clients_share_cached_prefixes_only_if_allowed(prefix_reuse: str, shared: bool) -> None:
     body = {"prompt": SYSTEM, "max_tokens": 1}
     with serving(api_key=KEYS, prefix_reuse=prefix_reuse) as server:
-        found = [
+        usages = [
             post(server, COMPLETIONS, body, Authorization=f"Bearer {key}").json["usage"]
             for key in (KEYS[0], KEYS[1], KEYS[0])
         ]
 
-    counts = [each["prompt_tokens_details"]["cached_tokens"] for each in found]
-    whole = found[0]["prompt_tokens"] - 1
-    assert counts == [0, whole if shared else 0, whole]
+    counts = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    full = usages[0]["prompt_tokens"] - 1
+    assert counts == [0, full if shared else 0, full]

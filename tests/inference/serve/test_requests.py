@@ -1,4 +1,4 @@
-"""What requests are refused for, echoes with log-probabilities, and ratings by HTTP."""
+"""Validation of requests, echoed log-probabilities, and ratings by HTTP."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,32 +10,32 @@ from inference.ratings import RatingsFile, read_ratings
 from tests.inference.serve.serving import (
     CHAT,
     COMPLETIONS,
-    Running,
-    events,
+    LiveServer,
     get,
     post,
     request_bytes,
     send,
     serving,
+    stream_events,
 )
-from tests.inference.serve.test_openai_client import plain_copy
+from tests.inference.serve.test_openai_client import transformers_copy
 
 CORS = "https://page.example"
 TURN = {"role": "user", "content": "Hi"}
-CALLS = {"role": "assistant", "content": "", "tool_calls": [{}]}
-ANSWERED = [TURN, {"role": "assistant", "content": "Yes"}]
+TOOL_CALLS = {"role": "assistant", "content": "", "tool_calls": [{}]}
+DIALOGUE = [TURN, {"role": "assistant", "content": "Yes"}]
 RATED = [{"model": "tiny", "text": text} for text in ("short", "longer")]
 PAIR: dict[str, Any] = {"kind": "pair", "messages": [TURN], "answers": RATED, "choice": 1}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with serving(max_n=3, cors=(CORS,), max_tokens_default=5) as running:
         running.state.ratings = RatingsFile(tmp_path_factory.mktemp("ratings") / "ratings.jsonl")
         yield running
 
 
-def texts(server: Running, **fields: Any) -> list[str]:
+def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
     answer = post(server, COMPLETIONS, {"prompt": "Hi", "temperature": 0, **fields})
     assert answer.status == 200, answer.body
     return [choice["text"] for choice in answer.json["choices"]]
@@ -54,18 +54,18 @@ def texts(server: Running, **fields: Any) -> list[str]:
         (COMPLETIONS, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
         (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"100000": 1}}, "logit_bias"),
         (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": [TURN, CALLS, TURN]}, "messages"),
-        (CHAT, {"messages": ANSWERED}, "messages"),
+        (CHAT, {"messages": [TURN, TOOL_CALLS, TURN]}, "messages"),
+        (CHAT, {"messages": DIALOGUE}, "messages"),
         (CHAT, {"messages": [TURN], "continue_final_message": True}, "messages"),
         (
             CHAT,
-            {"messages": ANSWERED, "continue_final_message": True, "add_generation_prompt": True},
+            {"messages": DIALOGUE, "continue_final_message": True, "add_generation_prompt": True},
             None,
         ),
         (CHAT, {"messages": [TURN], "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "Hi", "messages": [TURN]}, "prompt"),
-        ("/api/ratings", {**PAIR, "messages": ANSWERED}, None),
+        ("/api/ratings", {**PAIR, "messages": DIALOGUE}, None),
         ("/api/ratings", {**PAIR, "answers": RATED[:1]}, None),
         ("/api/ratings", {**PAIR, "kind": "thumb"}, None),
         ("/api/ratings", {**PAIR, "kind": "thumb", "answers": RATED[:1], "choice": None}, None),
@@ -74,8 +74,8 @@ def texts(server: Running, **fields: Any) -> list[str]:
         ("/api/ratings", {**PAIR, "kind": "edit", "answers": RATED[:1]}, None),
     ],
 )
-def test_a_request_that_can_not_be_served_names_its_field(
-    server: Running, path: str, body: dict[str, Any], param: str | None
+def test_invalid_request_names_its_field(
+    server: LiveServer, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     answer = post(server, path, body)
 
@@ -84,13 +84,13 @@ def test_a_request_that_can_not_be_served_names_its_field(
     assert len(answer.error["message"]) > len(param or "")
 
 
-def test_a_prompt_and_its_response_fill_the_context_at_most(server: Running) -> None:
+def test_prompt_and_response_must_fit_in_the_context(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     prompt = [5] * (served.context - 3)
 
-    assert len(texts(server, prompt=prompt, max_tokens=3)) == 1
-    for more, tokens in (-3, 4), (0, 1), (1, None):
-        body = {"prompt": [5] * (served.context + more), "max_tokens": tokens}
+    assert len(completion_texts(server, prompt=prompt, max_tokens=3)) == 1
+    for offset, tokens in (-3, 4), (0, 1), (1, None):
+        body = {"prompt": [5] * (served.context + offset), "max_tokens": tokens}
         error = post(server, COMPLETIONS, body).error
         assert error["code"] == "context_length_exceeded"
     full = {"prompt": [5] * served.context, "max_tokens": 0, "echo": True}
@@ -98,7 +98,7 @@ def test_a_prompt_and_its_response_fill_the_context_at_most(server: Running) -> 
     assert post(server, COMPLETIONS, full | {"prompt": [5] * (served.context + 1)}).status == 400
 
 
-def test_the_length_of_a_response_is_as_asked_for_or_the_default(server: Running) -> None:
+def test_response_has_the_requested_or_default_length(server: LiveServer) -> None:
     bias = {"logit_bias": {"40": 100}, "return_token_ids": True}
 
     def lengths(path: str, **fields: Any) -> list[int]:
@@ -113,17 +113,17 @@ def test_the_length_of_a_response_is_as_asked_for_or_the_default(server: Running
     assert lengths(CHAT, messages=[TURN]) == [5]
     assert lengths(CHAT, messages=[TURN], max_tokens=3) == [3]
     assert lengths(CHAT, messages=[TURN], max_tokens=3, max_completion_tokens=2) == [2]
-    answered = {"messages": ANSWERED, "max_tokens": 2}
+    answered = {"messages": DIALOGUE, "max_tokens": 2}
     assert lengths(CHAT, **answered, continue_final_message=True) == [2]
     assert lengths(CHAT, **answered, add_generation_prompt=False) == [2]
 
 
-def test_an_echo_has_the_log_probabilities_of_transformers(server: Running) -> None:
+def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     prompt, fields = "The sun", {"max_tokens": 4, "echo": True, "logprobs": 2, "seed": 1}
     ids = torch.tensor([served.encode_text(prompt)])
     with torch.no_grad():
-        expected = plain_copy(served)(ids).logits.log_softmax(-1)[0, :-1]
+        expected = transformers_copy(served)(ids).logits.log_softmax(-1)[0, :-1]
     alone, both = (
         post(server, COMPLETIONS, {"prompt": prompt, **fields, "max_tokens": tokens}).json
         for tokens in (0, 4)
@@ -136,22 +136,22 @@ def test_an_echo_has_the_log_probabilities_of_transformers(server: Running) -> N
     assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
     assert longer["text"].startswith(prompt)
     for logprobs in (choice["logprobs"], longer["logprobs"]):
-        own = [row[token].item() for row, token in zip(expected, ids[0, 1:], strict=True)]
+        target = [row[token].item() for row, token in zip(expected, ids[0, 1:], strict=True)]
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-        assert logprobs["token_logprobs"][1:length] == pytest.approx(own, abs=1e-4)
-        top = [sorted(each.values())[::-1][:2] for each in logprobs["top_logprobs"][1:length]]
+        assert logprobs["token_logprobs"][1:length] == pytest.approx(target, abs=1e-4)
+        top = [sorted(t.values())[::-1][:2] for t in logprobs["top_logprobs"][1:length]]
         assert torch.tensor(top).allclose(expected.topk(2).values, atol=1e-4)
-        assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token is no text
+        assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token has no text
         assert logprobs["tokens"][:length] == ["<s>", "The", " sun"]
     assert len(longer["logprobs"]["tokens"]) == length + both["usage"]["completion_tokens"]
-    parts = events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
+    parts = stream_events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
     streamed = [part["choices"][0] for part in parts]
     assert "".join(part["text"] for part in streamed) == longer["text"]
-    offsets = [each for part in streamed for each in part["logprobs"]["text_offset"]]
+    offsets = [offset for part in streamed for offset in part["logprobs"]["text_offset"]]
     assert offsets == longer["logprobs"]["text_offset"]
 
 
-def test_texts_become_token_ids(server: Running) -> None:
+def test_tokenize_returns_token_ids(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     text = post(server, "/tokenize", {"prompt": "The sun"}).json
 
@@ -159,7 +159,7 @@ def test_texts_become_token_ids(server: Running) -> None:
     assert text == {"tokens": ids, "count": len(ids), "max_model_len": served.context}
 
 
-def test_ratings_are_appended_counted_and_revoked(server: Running) -> None:
+def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
     thumb = {**PAIR, "kind": "thumb", "answers": RATED[:1], "choice": 0}
     edit = {**PAIR, "kind": "edit", "answers": RATED[:1], "choice": None, "edit": "better"}
     tie = {**PAIR, "choice": None, "tie": True, "rater": "anna"}
@@ -179,9 +179,9 @@ def test_ratings_are_appended_counted_and_revoked(server: Running) -> None:
     assert lines[0]["answers"][1]["text"] == "longer"
 
 
-def test_a_page_that_may_ask_is_told_so(server: Running) -> None:
-    asked = request_bytes(CHAT, method="OPTIONS", headers={"Origin": CORS})
-    preflight = send(server, asked)
+def test_allowed_origins_receive_cors_headers(server: LiveServer) -> None:
+    request = request_bytes(CHAT, method="OPTIONS", headers={"Origin": CORS})
+    preflight = send(server, request)
     answer = get(server, "/v1/models/tiny", Origin=CORS)
 
     assert preflight.status == 204
@@ -194,7 +194,7 @@ def test_a_page_that_may_ask_is_told_so(server: Running) -> None:
     assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 1}, Origin=CORS).status == 200
 
 
-def test_what_a_server_lacks_is_not_found(server: Running) -> None:
+def test_unknown_paths_and_disabled_features_return_404(server: LiveServer) -> None:
     views = get(server, "/api/server").json
     has = {"reward": False, "ratings": True}
     assert views == {"models": [{"id": "tiny"}], "max_tokens": 5, **has}
@@ -203,12 +203,12 @@ def test_what_a_server_lacks_is_not_found(server: Running) -> None:
         assert get(server, path).headers["content-type"].startswith(kind)
     assert get(server, "/no/path").status == 404
     assert get(server, COMPLETIONS).status == 405
-    assert post(server, "/v1/score", {"messages": ANSWERED}).status == 404
+    assert post(server, "/v1/score", {"messages": DIALOGUE}).status == 404
     assert post(server, COMPLETIONS, b"[]").status == 400
     assert post(server, COMPLETIONS, b"{").status == 400
-    kept = server.state.ratings
+    ratings = server.state.ratings
     server.state.ratings = None
     try:
         assert post(server, "/api/ratings", PAIR).status == 404
     finally:
-        server.state.ratings = kept
+        server.state.ratings = ratings

@@ -1,4 +1,4 @@
-"""Routes other than completions: scores, metrics, health, unknown paths."""
+"""Routes for scores and metrics."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from inference.reward_model import score_responses
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from tests.families import saved, tiny_classifier
-from tests.inference.serve.serving import Running, get, post, serving
+from tests.inference.serve.serving import LiveServer, get, post, serving
 from tests.pipeline.data.tokenizers import byte_level
 
 DIALOGUE = [
@@ -28,29 +28,27 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def scoring(reward: str) -> Iterator[Running]:
+def scoring_server(reward: str) -> Iterator[LiveServer]:
     with serving(reward=reward) as running:
         yield running
 
 
-def test_a_score_is_that_of_the_reward_model_in_its_own_format(
-    scoring: Running, reward: str
-) -> None:
+def test_score_uses_the_reward_models_chat_format(scoring_server: LiveServer, reward: str) -> None:
     prompt = [Message("user", "How are you?")]
     (expected,) = score_responses(reward, [(prompt, "Fine, so.")])
 
-    answer = post(scoring, "/v1/score", {"messages": DIALOGUE})
+    answer = post(scoring_server, "/v1/score", {"messages": DIALOGUE})
 
     assert answer.json["score"] == pytest.approx(expected, rel=1e-5)
     assert answer.json["model"] == "reward"
 
 
-def test_metrics_count_responses_by_their_reason_to_end() -> None:
+def test_metrics_count_responses_by_finish_reason() -> None:
     request = {"model": "tiny", "prompt": "Hi", "max_tokens": 6, "temperature": 0}
     with serving() as running:
         text = post(running, "/v1/completions", request).json["choices"][0]["text"]
         post(running, "/v1/completions", request | {"stop": text[2:4]})
-        shown = get(running, "/metrics").body.decode()
+        metrics = get(running, "/metrics").body.decode()
 
     model = 'model_name="tiny"'
     for line in (
@@ -70,4 +68,4 @@ def test_metrics_count_responses_by_their_reason_to_end() -> None:
         'rlhf:requests_total{route="/v1/completions",status="200"} 2.0',
         'rlhf:request_seconds_count{route="/v1/completions"} 2.0',
     ):
-        assert f"{line}\n" in shown, line
+        assert f"{line}\n" in metrics, line
