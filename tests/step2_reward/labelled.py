@@ -1,4 +1,4 @@
-"""Rows of every kind of label, of which the polite one is better, and a tiny model."""
+"""Rows with every kind of label, in which polite responses are better, and a tiny model."""
 
 import csv
 import json
@@ -14,12 +14,12 @@ POLITE, CURT, RUDE = "Sure! It is {}.", "It is {}.", "Go away. It is {}."
 
 
 def make_rows(kind: str, *, count: int = 48) -> list[dict[str, Any]]:
-    """Rows with labels of that kind."""
+    """Rows with labels of the given kind."""
     return [_row(kind, number) for number in range(count)]
 
 
 def _row(kind: str, number: int) -> dict[str, Any]:
-    summand, grade = divmod(number, 3)  # each prompt with every grade, which it can't give away
+    summand, grade = divmod(number, 3)  # each prompt has every grade
     prompt = f"Add {summand} and 1."
     polite, curt, rude = (text.format(summand + 1) for text in (POLITE, CURT, RUDE))
     response = (rude, curt, polite)[grade]
@@ -29,10 +29,7 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         steps = [polite, rude, curt] if grade else [curt, polite]
         labels = [step != rude for step in steps]
         return {"prompt": prompt, "completions": steps, "labels": labels}
-    labels = {
-        "classes": ("rude", "curt", "polite")[grade],
-        "scalar": 10.5 + 20 * grade,
-    }
+    labels = {"classes": ("rude", "curt", "polite")[grade], "scalar": 10.5 + 20 * grade}
     return {"prompt": prompt, "response": response, "label": labels[kind]}
 
 
@@ -50,15 +47,15 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def save_base(directory: Path, family: str = "llama", **changes: Any) -> Path:
-    """A tiny random model with the embedded tokenizer."""
+    """Save a tiny random model with the embedded tokenizer."""
     tokenizer = build_tokenizer()
     tiny_causal_lm(family, vocab_size=len(tokenizer), **changes).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
 
-def task(directory: Path, data: Path, base: Path, **changes: Any) -> RewardConfig:
-    """All rows of `data` for step 2."""
+def make_config(directory: Path, data: Path, base: Path, **changes: Any) -> RewardConfig:
+    """Settings of a short run of step 2 on all rows of `data`."""
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
     settings: dict[str, Any] = {
         "output_dir": directory / "out",

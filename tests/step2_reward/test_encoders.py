@@ -1,4 +1,4 @@
-"""Encoder backbones: a reward model that reads a response as a whole, at [CLS]."""
+"""Encoder backbones, whose score is computed at [CLS]."""
 
 import json
 from dataclasses import replace
@@ -23,14 +23,14 @@ from pipeline.config import LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from step2_reward.train import train
-from tests.step2_reward.labelled import make_rows, task, write_csv
+from tests.step2_reward.labelled import make_config, make_rows, write_csv
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["Human", "Assistant", "Add", "and", "Sure", "It", "is", "Go", "away", ":", ".", "!", ","]
 
 
 def save_bert(directory: Path) -> Path:
-    """A tiny masked language model with a tokenizer of words, as encoders come from the Hub."""
+    """Save a tiny masked language model with a tokenizer of words."""
     vocabulary = [*SPECIAL, *WORDS, *map(str, range(20))]
     words = Tokenizer(WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
@@ -59,12 +59,12 @@ def save_bert(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, lr=0.01)])
-def test_an_encoder_learns_classes_and_scores_as_plain_transformers_do(
+def test_encoder_learns_classes_and_scores_match_transformers(
     tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     data = write_csv(tmp_path / "rows.csv", make_rows("classes"))
     values = {"class_list": ("rude", "curt", "polite"), "class_values": (0.0, 1.0, 2.0)}
-    config = task(tmp_path, data, save_bert(tmp_path / "bert"), max_steps=25, **values)
+    config = make_config(tmp_path, data, save_bert(tmp_path / "bert"), max_steps=25, **values)
     config = replace(config, model=replace(config.model, lora=lora))
 
     train(config)

@@ -29,8 +29,8 @@ def reward_dir(actor_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def plain_score(directory: Path, prompt: str, answer: str) -> float:
-    """The score as plain `transformers` computes it."""
+def transformers_score(directory: Path, prompt: str, answer: str) -> float:
+    """The score computed with `transformers`."""
     model = AutoModelForSequenceClassification.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     encoded = resolve_format(tokenizer, "auto").encode(
@@ -39,9 +39,7 @@ def plain_score(directory: Path, prompt: str, answer: str) -> float:
     return model(torch.tensor([encoded.input_ids])).logits.item()
 
 
-def test_scores_are_those_of_plain_transformers(
-    reward_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_match_transformers(reward_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = ("Yes, it is.", "No.", "Perhaps; who can say?")
 
     main(["--path", str(reward_dir), "--prompt", "Is 7 odd?", "--answer", *answers])
@@ -49,5 +47,5 @@ def test_scores_are_those_of_plain_transformers(
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "Prompt: Is 7 odd?"
     assert [line[11:] for line in lines] == list(answers)
-    expected = [plain_score(reward_dir, "Is 7 odd?", answer) for answer in answers]
+    expected = [transformers_score(reward_dir, "Is 7 odd?", answer) for answer in answers]
     assert [float(line[:9]) for line in lines] == pytest.approx(expected, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Every kind of label: learned from its rows, exported for plain `transformers`, cut alike."""
+"""Every kind of label: training, export for `transformers`, and validation."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.labels import detect_kind, resolve_labels, select_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
+from tests.step2_reward.labelled import make_config, make_rows, save_base, write_jsonl
 
 KINDS = ("classes", "scalar", "steps")
 
@@ -30,29 +30,31 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("base"))
 
 
-def figures(config: RewardConfig) -> dict[str, Any]:
+def read_figures(config: RewardConfig) -> dict[str, Any]:
     return json.loads((config.output_dir / "result.json").read_text())["eval"]
 
 
-def logged(config: RewardConfig, name: str) -> list[float]:
+def read_metric(config: RewardConfig, name: str) -> list[float]:
     lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
     return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_learns_from_rows_of_each_kind_and_exports_a_plain_classifier(
+def test_each_label_kind_trains_and_exports_a_classifier(
     tmp_path: Path, base: Path, kind: str
 ) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
     values = {"class_list": ("rude", "curt", "polite"), "class_values": (0.0, 1.0, 4.0)}
-    config = task(tmp_path, data, base, max_steps=15, **(values if kind == "classes" else {}))
+    config = make_config(
+        tmp_path, data, base, max_steps=15, **(values if kind == "classes" else {})
+    )
 
     train(config)
 
-    found = figures(config)
-    assert found["labels"] == kind
-    assert found["accuracy_after"] >= 0.99
-    losses = logged(config, "loss")
+    figures = read_figures(config)
+    assert figures["labels"] == kind
+    assert figures["accuracy_after"] >= 0.99
+    losses = read_metric(config, "loss")
     assert losses[-1] < 0.5 * losses[0]
     model = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
     assert model.config.num_labels == (3 if kind == "classes" else 1)
@@ -61,12 +63,12 @@ def test_it_learns_from_rows_of_each_kind_and_exports_a_plain_classifier(
         assert model.config.id2label == {0: "rude", 1: "curt", 2: "polite"}
 
 
-def test_the_score_of_classes_is_their_expected_value_by_plain_transformers(
-    tmp_path: Path, base: Path
-) -> None:
+def test_class_score_is_the_expected_value_in_transformers(tmp_path: Path, base: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", make_rows("classes"))
     values = (0.0, 1.0, 4.0)
-    config = task(tmp_path, data, base, class_list=("rude", "curt", "polite"), class_values=values)
+    config = make_config(
+        tmp_path, data, base, class_list=("rude", "curt", "polite"), class_values=values
+    )
     train(config)
     exported = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(config.output_dir)
@@ -83,19 +85,19 @@ def test_the_score_of_classes_is_their_expected_value_by_plain_transformers(
     assert score.item() > 3
 
 
-def labels_alike(config: RewardConfig) -> list[float]:
+def train_and_read(config: RewardConfig) -> list[float]:
     train(config)
-    current_mesh().world.barrier()  # the first process writes what both read
+    current_mesh().world.barrier()  # the first process writes the file that both read
     names = ("loss", "eval_loss", "eval_accuracy")
-    return [number for name in names for number in logged(config, name)]
+    return [number for name in names for number in read_metric(config, name)]
 
 
 @pytest.mark.jobs
-def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path) -> None:
-    """Five rows a step in parts of two: never equally many for both."""
+def test_losses_on_two_processes_at_stage_3_match_one_process(tmp_path: Path, base: Path) -> None:
+    """With five rows per step the processes never have equally many."""
     data = write_jsonl(tmp_path / "rows.jsonl", make_rows("steps"))
-    config = task(tmp_path, data, base, labels="steps", batch_size=5, max_steps=3)
-    alone = labels_alike(replace(config, output_dir=tmp_path / "alone"))
+    config = make_config(tmp_path, data, base, labels="steps", batch_size=5, max_steps=3)
+    expected = train_and_read(replace(config, output_dir=tmp_path / "alone"))
     config = replace(
         config,
         micro_batch_size=2,
@@ -103,16 +105,16 @@ def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path)
         model=replace(config.model, zero_stage=3),
     )
 
-    first, second = run_ranks(labels_alike, config)
+    first, second = run_ranks(train_and_read, config)
 
-    assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert first == second == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def labelled(*labels: Any) -> list[Example]:
+def label_rows(*labels: Any) -> list[Example]:
     return [Example((), label=label, origin=f"line {n}") for n, label in enumerate(labels, 1)]
 
 
-def in_steps(*labels: float | None) -> Example:
+def step_row(*labels: float | None) -> Example:
     return Example((), steps=("step",) * len(labels), step_labels=labels)
 
 
@@ -123,48 +125,48 @@ PAIR = Example((), TURN, TURN)
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([PAIR, *labelled(1)], "pairs"),
+        ([PAIR, *label_rows(1)], "pairs"),
         ([PAIR, replace(PAIR, tie=True)], "pairs"),
-        ([PAIR, in_steps(1.0)], "steps"),
-        (labelled(*range(20)), "classes"),
-        (labelled(*range(21)), "scalar"),
-        (labelled(0.5, 1), "scalar"),
-        (labelled("good", 1), "classes"),
+        ([PAIR, step_row(1.0)], "steps"),
+        (label_rows(*range(20)), "classes"),
+        (label_rows(*range(21)), "scalar"),
+        (label_rows(0.5, 1), "scalar"),
+        (label_rows("good", 1), "classes"),
     ],
 )
-def test_the_kind_of_label_is_that_of_the_rows(rows: list[Example], expected: str) -> None:
+def test_label_kind_is_detected_from_the_rows(rows: list[Example], expected: str) -> None:
     assert detect_kind(RewardConfig(), rows) == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows", "named"),
+    ("settings", "rows", "message"),
     [
         ({}, [PAIR], "no held-out row has a chosen and a rejected"),
         ({"labels": "scalar"}, [PAIR], "no training row has a label that is a number"),
         ({"loss": "mse"}, [PAIR, PAIR], "reward.loss mse does not learn from pairs"),
         ({}, [PAIR, replace(PAIR, tie=True)], "no held-out row has a chosen and a rejected"),
-        ({}, [in_steps(1.0, None), in_steps(0.0)], "all 1 labelled steps .* are right"),
-        ({}, [in_steps(0.4, 0.0), in_steps(1.0)], "all 2 labelled steps .* are wrong"),
-        ({"labels": "scalar"}, labelled("a", 1), "line 1: label must be a number"),
-        ({"labels": "scalar", "loss": "bce"}, labelled(1.5, 1), "line 1: label is 1.5"),
-        ({"labels": "scalar"}, labelled(2, 2, 3), "all 2 training rows have the label 2"),
-        ({}, labelled("a", "a", "b"), "all 2 training rows are of the class a"),
-        ({"class_list": ("a", "b")}, labelled("a", "c"), "line 2: label c is none of"),
-        ({"class_values": (1.0,)}, labelled("a", "b", "a"), "class_values has 1 numbers, but"),
+        ({}, [step_row(1.0, None), step_row(0.0)], "all 1 labelled steps .* are right"),
+        ({}, [step_row(0.4, 0.0), step_row(1.0)], "all 2 labelled steps .* are wrong"),
+        ({"labels": "scalar"}, label_rows("a", 1), "line 1: label must be a number"),
+        ({"labels": "scalar", "loss": "bce"}, label_rows(1.5, 1), "line 1: label is 1.5"),
+        ({"labels": "scalar"}, label_rows(2, 2, 3), "all 2 training rows have the label 2"),
+        ({}, label_rows("a", "a", "b"), "all 2 training rows are of the class a"),
+        ({"class_list": ("a", "b")}, label_rows("a", "c"), "line 2: label c is none of"),
+        ({"class_values": (1.0,)}, label_rows("a", "b", "a"), "class_values has 1 numbers, but"),
     ],
 )
-def test_labels_that_nothing_can_be_learned_from_are_refused(
-    settings: dict[str, Any], rows: list[Example], named: str
+def test_labels_without_information_are_rejected(
+    settings: dict[str, Any], rows: list[Example], message: str
 ) -> None:
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=message):
         select_rows(RewardConfig(**settings), rows[:-1] or rows, rows[-1:] if rows[1:] else [])
 
 
-def test_classes_have_their_order_and_values() -> None:
-    rows = labelled(True, False, True, True)
+def test_classes_are_sorted_and_have_values() -> None:
+    rows = label_rows(True, False, True, True)
     labels = resolve_labels(RewardConfig(), rows[:3], rows[3:])
-    numbers = resolve_labels(RewardConfig(), labelled(10, 9, 9), [])
-    scalar = resolve_labels(RewardConfig(labels="scalar"), labelled(1.0, 2.0, 3.0, 6.0), [])
+    numbers = resolve_labels(RewardConfig(), label_rows(10, 9, 9), [])
+    scalar = resolve_labels(RewardConfig(labels="scalar"), label_rows(1.0, 2.0, 3.0, 6.0), [])
 
     assert (labels.classes, labels.values) == (("false", "true"), (0.0, 1.0))
     assert (numbers.classes, numbers.values, numbers.num_labels) == (("9", "10"), (9.0, 10.0), 2)

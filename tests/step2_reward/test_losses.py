@@ -1,4 +1,4 @@
-"""The losses of labels: neutral settings, and by hand."""
+"""Losses with neutral settings, and against hand-computed values."""
 
 import math
 
@@ -6,12 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from step2_reward.losses import (
-    binary_cross_entropy,
-    cross_entropy,
-    pairwise_loss,
-    squared_error,
-)
+from step2_reward.losses import binary_cross_entropy, cross_entropy, pairwise_loss, squared_error
 
 GENERATOR = torch.Generator().manual_seed(0)
 CHOSEN, REJECTED = torch.randn(2, 50, generator=GENERATOR) * 3
@@ -23,21 +18,21 @@ def softplus(x: float) -> float:
     return math.log(1 + math.exp(x))
 
 
-def test_at_its_neutral_setting_each_loss_of_pairs_is_bradley_terry_to_the_bit() -> None:
+def test_neutral_pair_losses_equal_bradley_terry_bitwise() -> None:
     plain = pairwise_loss(CHOSEN, REJECTED)
-    nothing = torch.zeros(50)
+    zeros = torch.zeros(50)
     neutral = {
-        "margin 0": pairwise_loss(CHOSEN, REJECTED, margin=nothing),
+        "margin 0": pairwise_loss(CHOSEN, REJECTED, margin=zeros),
         "focal gamma 0": pairwise_loss(CHOSEN, REJECTED, focal_gamma=0.0),
     }
 
     for name, loss in neutral.items():
         assert torch.equal(loss, plain), name
     against_0 = binary_cross_entropy(CHOSEN, torch.ones(50))
-    assert torch.equal(against_0, pairwise_loss(CHOSEN, nothing))
+    assert torch.equal(against_0, pairwise_loss(CHOSEN, zeros))
 
 
-def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit() -> None:
+def test_neutral_class_losses_equal_cross_entropy_bitwise() -> None:
     plain = cross_entropy(LOGITS, CLASSES)
 
     assert plain.item() == pytest.approx(
@@ -47,7 +42,7 @@ def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=torch.ones(4)), plain)
 
 
-def test_focal_loss_by_hand() -> None:
+def test_focal_loss_matches_hand_computed_values() -> None:
     logits = torch.tensor([[0.0, math.log(3)]])  # p = 1/4, 3/4
     weights = torch.tensor([2.0, 1.0])
 
@@ -60,7 +55,7 @@ def test_focal_loss_by_hand() -> None:
     assert pair.item() == pytest.approx(0.25**2 * math.log(4 / 3), rel=1e-6)
 
 
-def test_losses_of_numbers_by_hand() -> None:
+def test_regression_losses_match_hand_computed_values() -> None:
     assert squared_error(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 3.0])).item() == 0.5
     half = binary_cross_entropy(torch.tensor([2.0]), torch.tensor([0.5]))
     assert half.item() == pytest.approx(0.5 * softplus(-2) + 0.5 * softplus(2), rel=1e-6)

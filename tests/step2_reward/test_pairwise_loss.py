@@ -1,4 +1,4 @@
-"""The pairwise loss, by hand."""
+"""The pairwise loss, against hand-computed values."""
 
 import math
 
@@ -15,19 +15,19 @@ def softplus(x: float) -> float:
     return math.log(1 + math.exp(x))
 
 
-def test_the_loss_is_the_negative_log_likelihood_that_chosen_wins() -> None:
+def test_loss_is_the_negative_log_likelihood_of_the_choice() -> None:
     loss = pairwise_loss(CHOSEN, REJECTED)
 
     assert loss.item() == pytest.approx(softplus(-1) + math.log(2) + softplus(2))
 
 
-def test_a_margin_is_subtracted_from_the_difference() -> None:
+def test_margin_is_subtracted_from_the_score_difference() -> None:
     loss = pairwise_loss(CHOSEN, REJECTED, margin=torch.tensor([1.0, 0.5, 0.0]))
 
     assert loss.item() == pytest.approx(math.log(2) + softplus(0.5) + softplus(2))
 
 
-def test_centering_penalizes_the_squared_sum_of_the_scores() -> None:
+def test_centering_penalizes_the_squared_sum_of_scores() -> None:
     plain = pairwise_loss(CHOSEN, REJECTED)
 
     centered = pairwise_loss(CHOSEN, REJECTED, center_coef=0.1)
@@ -35,7 +35,7 @@ def test_centering_penalizes_the_squared_sum_of_the_scores() -> None:
     assert centered.item() - plain.item() == pytest.approx(0.1 * (1 + 0 + 64), rel=1e-5)
 
 
-def test_the_gradient_is_the_probability_of_being_wrong() -> None:
+def test_gradient_is_minus_the_probability_of_the_rejected_response() -> None:
     chosen = torch.tensor([2.0], requires_grad=True)
 
     pairwise_loss(chosen, torch.zeros(1)).backward()
@@ -44,5 +44,5 @@ def test_the_gradient_is_the_probability_of_being_wrong() -> None:
     assert chosen.grad.item() == pytest.approx(-1 / (1 + math.exp(2)))
 
 
-def test_very_wrong_scores_cost_their_difference_and_not_infinity() -> None:
+def test_loss_is_finite_for_extreme_scores() -> None:
     assert pairwise_loss(torch.tensor([-500.0]), torch.tensor([500.0])).item() == 1000.0

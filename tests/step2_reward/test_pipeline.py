@@ -1,4 +1,4 @@
-"""Step 2 through the stages of a pipeline ends as on one process, bit for bit."""
+"""Step 2 with pipeline parallelism matches one process bitwise."""
 
 import hashlib
 import json
@@ -8,30 +8,27 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import (
-    DataConfig,
-    LoraConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainedModelConfig
 from pipeline.parallel.mesh import cut_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.staged import lose_the_end, require_less_memory
+from tests.staged import remove_last_checkpoint, require_less_memory
 from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
 
 
-def settings(
-    start: Path, out: Path, *, pp: int, model: Any = None, **parallel: Any
+def make_config(
+    directory: Path, out: Path, *, pp: int, model: Any = None, **parallel: Any
 ) -> RewardConfig:
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
     return RewardConfig(
         output_dir=out,
-        model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
+        model=TrainedModelConfig(path=str(directory / "base"), optim=optim, **(model or {})),
         data=DataConfig(
-            path=(str(start / "rows.jsonl"),), max_length=48, split=(0, 1, 0), eval_fraction=0.25
+            path=(str(directory / "rows.jsonl"),),
+            max_length=48,
+            split=(0, 1, 0),
+            eval_fraction=0.25,
         ),
         parallel=ParallelConfig(pp=pp, micro_batches=3, **parallel),
         max_steps=3,
@@ -46,8 +43,8 @@ def run(config: RewardConfig) -> None:
         train(config)
 
 
-def ended(out: Path) -> dict[str, Any]:
-    """Everything that the step left and that says nothing of time."""
+def read_outcome(out: Path) -> dict[str, Any]:
+    """All outputs of the step that don't depend on time."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = {"step", "loss", "accuracy", "grad_norm", "skipped"}
     return {
@@ -73,8 +70,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ratings, checkpointing": ("scalar", {"gradient_checkpointing": True}),
     "steps": ("steps", {}),
     "pairs, fp16": ("pairs", {"precision": "fp16"}),
-    "pairs, of OPT 350m": ("pairs", {"precision": "bf16"}),
-    "classes, adapters, of OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
+    "pairs, OPT 350m": ("pairs", {"precision": "bf16"}),
+    "classes, adapters, OPT 350m": ("classes", {"lora": LoraConfig(rank=2)}),
 }
 OPT_350M = {"family": "opt", "word_embed_proj_dim": 16, "do_layer_norm_before": False}
 TIERS: dict[str, Any] = {"pairs": (), "classes, adapters": pytest.mark.jobs}
@@ -84,19 +81,19 @@ TIERS: dict[str, Any] = {"pairs": (), "classes, adapters": pytest.mark.jobs}
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=TIERS.get(name, pytest.mark.grid)) for name in CASES]
 )
-def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
+def test_two_stages_match_one_process_bitwise(case: str, tmp_path: Path) -> None:
     kind, model = CASES[case]
-    family = OPT_350M if case.endswith("of OPT 350m") else {}
+    family = OPT_350M if case.endswith("OPT 350m") else {}
     save_base(tmp_path / "base", num_hidden_layers=2, **family)
     write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
-    alone = settings(tmp_path, tmp_path / "alone", pp=1, model=model)
-    staged = settings(tmp_path, tmp_path / "staged", pp=2, model=model)
-    run(alone)
+    single = make_config(tmp_path, tmp_path / "alone", pp=1, model=model)
+    staged = make_config(tmp_path, tmp_path / "staged", pp=2, model=model)
+    run(single)
 
     run_ranks(run, staged)
 
-    assert ended(staged.output_dir) == ended(alone.output_dir)
-    lose_the_end(staged.output_dir, last=3)
-    run(replace(staged, parallel=alone.parallel, resume=True))
-    assert ended(staged.output_dir) == ended(alone.output_dir)
-    require_less_memory(staged, alone)
+    assert read_outcome(staged.output_dir) == read_outcome(single.output_dir)
+    remove_last_checkpoint(staged.output_dir, last=3)
+    run(replace(staged, parallel=single.parallel, resume=True))
+    assert read_outcome(staged.output_dir) == read_outcome(single.output_dir)
+    require_less_memory(staged, single)

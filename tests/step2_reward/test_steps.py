@@ -1,4 +1,4 @@
-"""Process rewards: rows in steps, where steps end, their loss, first errors, the score for RL."""
+"""Process rewards: rows, step boundaries, loss, first errors, and the score for RL."""
 
 import json
 from pathlib import Path
@@ -29,29 +29,29 @@ from step2_reward.rows import Row as LabelledRow
 from step2_reward.rows import collate_rows, encode_steps
 from step2_reward.train import train
 from step3_ppo.models import RewardModel
-from tests.step2_reward.labelled import make_rows, save_base, task, write_jsonl
+from tests.step2_reward.labelled import make_config, make_rows, save_base, write_jsonl
 
 CPU = torch.device("cpu")
 
 
-def read(columns: dict[str, Any], *, labels: bool = True) -> Example | None:
+def read_example(columns: dict[str, Any], *, labels: bool = True) -> Example | None:
     return read_row(Row(columns, "rows.jsonl line 1"), {}, kept=RowColumns(labels=labels))
 
 
-def test_rows_of_trl_are_read_as_steps_and_demonstrate_nothing() -> None:
+def test_trl_rows_are_parsed_as_steps() -> None:
     trl = {"prompt": "q", "completions": ["a", " ", "b"], "labels": [True, False, None]}
     soft = {"prompt": "q", "steps": ["a"], "labels": [0.25]}
 
-    found = [read(columns) for columns in (trl, soft)]
+    examples = [read_example(columns) for columns in (trl, soft)]
 
-    assert [(each.steps, each.step_labels) for each in found if each] == [
+    assert [(example.steps, example.step_labels) for example in examples if example] == [
         (("a", "b"), (1.0, None)),
         (("a",), (0.25,)),
     ]
-    assert not any(each.chosen or each.rejected for each in found if each)
+    assert not any(example.chosen or example.rejected for example in examples if example)
 
 
-def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:
+def test_labelled_steps_have_equal_weight_in_any_micro_batches() -> None:
     rows = [((1, 2, 3), (1.0, 0.0, 1.0)), ((4,), (0.0,)), ((2, 3), (0.25, 1.0))]
     config = RewardConfig(labels="steps", micro_batch_size=64)
     objective = StepObjective(Labels("steps", "bce"), config)
@@ -61,27 +61,27 @@ def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:
     ]
     logits = torch.randn(3 * 6, 1)
 
-    def total(parts: list[list[int]]) -> tuple[Tensor, float]:
+    def total_loss(parts: list[list[int]]) -> tuple[Tensor, float]:
         loss, right = torch.zeros(()), 0.0
         for part in parts:
             batch = collate_rows(encoded, part, weight=3 / 6)
             tokens = torch.cat([logits[6 * row : 6 * row + 6] for row in part])
-            one, hits = objective.loss(tokens[batch.positions], batch)
-            loss, right = loss + one / 3, right + hits.item() / 3
+            partial_loss, hits = objective.loss(tokens[batch.positions], batch)
+            loss, right = loss + partial_loss / 3, right + hits.item() / 3
         return loss, right
 
     flat = torch.tensor(
         [logits[6 * row + end] for row, (ends, _) in enumerate(rows) for end in ends]
     )
-    targets = torch.tensor([each for _, of_row in rows for each in of_row])
+    targets = torch.tensor([target for _, row_targets in rows for target in row_targets])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(flat, targets)
     for parts in ([[0, 1, 2]], [[2], [1, 0]], [[1], [0], [2]]):
-        loss, right = total(parts)
+        loss, right = total_loss(parts)
         torch.testing.assert_close(loss, expected)
         assert right == pytest.approx(((flat > 0) == (targets >= 0.5)).float().mean().item())
 
 
-def test_steps_that_tokens_can_not_separate_are_refused() -> None:
+def test_inseparable_steps_are_rejected() -> None:
     chat = resolve_format(build_tokenizer(), "human_assistant")
     config = RewardConfig(labels="steps", step_separator="no token ends so")
     question, steps = (Message("user", "q"),), ("2\n+ 2\n= 4", "so 4")
@@ -94,14 +94,14 @@ def test_steps_that_tokens_can_not_separate_are_refused() -> None:
         encode_steps(example, chat, " ", separators, max_length=99)
 
 
-def test_first_errors_by_hand() -> None:
+def test_first_errors_match_hand_computed_values() -> None:
     rows = [
-        PredictedSteps((1.0, 0.0, 0.0), (2.0, -1.0, 3.0)),  # found
-        PredictedSteps((1.0, 0.0), (-1.0, -1.0)),  # too early
-        PredictedSteps((0.0,), (0.5,)),  # not seen
-        PredictedSteps((1.0, 1.0), (1.0, 2.0)),  # rightly left alone
-        PredictedSteps((1.0,), (-2.0,)),  # wrongly not
-        PredictedSteps((), ()),  # all its steps were cut off
+        PredictedSteps((1.0, 0.0, 0.0), (2.0, -1.0, 3.0)),  # the error is found
+        PredictedSteps((1.0, 0.0), (-1.0, -1.0)),  # predicted too early
+        PredictedSteps((0.0,), (0.5,)),  # missed
+        PredictedSteps((1.0, 1.0), (1.0, 2.0)),  # correctly without error
+        PredictedSteps((1.0,), (-2.0,)),  # false alarm
+        PredictedSteps((), ()),  # all steps were truncated
     ]
 
     errors, figures = first_errors(rows), step_figures(rows)
@@ -110,29 +110,29 @@ def test_first_errors_by_hand() -> None:
     assert {name: errors[name] for name in counts} == counts
     assert errors["accuracy"] == 2 / 5
     assert errors["f1"] == pytest.approx(2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2))
-    # Right steps: 2, -1, 1, 2, -2; wrong ones: -1, 3, -1, .5.
+    # Correct steps: 2, -1, 1, 2, -2; wrong ones: -1, 3, -1, .5.
     assert figures["accuracy"] == pytest.approx(5 / 9)
     assert figures["macro_recall"] == pytest.approx((3 / 5 + 2 / 4) / 2)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
-    """A model that knows polite steps from rude ones."""
+    """A model that was trained to separate polite steps from rude ones."""
     directory = tmp_path_factory.mktemp("steps")
     base = save_base(directory / "base")
     data = write_jsonl(directory / "rows.jsonl", make_rows("steps"))
-    config = task(directory, data, base, max_steps=15)
+    config = make_config(directory, data, base, max_steps=15)
     train(config)
     return config
 
 
-def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardConfig) -> None:
+def test_response_score_is_min_last_or_product_of_steps(trained: RewardConfig) -> None:
     path = str(trained.output_dir)
     scorer, chat = load_scorer(path)
     prompt = (Message("user", "Add 2 and 1."),)
     response = "Sure! It is 3.\nGo away. It is 3.\nIt is 3."
-    whole = chat.encode(prompt, (Message("assistant", response),))
-    batch = collate([whole, whole.head(len(whole) - 1)])
+    row = chat.encode(prompt, (Message("assistant", response),))
+    batch = collate([row, row.head(len(row) - 1)])
     separators = separator_ids(build_tokenizer(), "\n")
     first, second = step_ends(batch, separators)
     with torch.no_grad():
@@ -141,19 +141,19 @@ def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardCo
     assert (model.config.label_kind, model.config.step_separator) == ("steps", "\n")
     assert model.config.step_token_ids == separators
     with torch.no_grad():
-        plain = model(torch.tensor([whole.input_ids[: first[1] + 1]])).logits[0, 0]
-    torch.testing.assert_close(plain, logits[first[1]], rtol=1e-4, atol=1e-4)
+        expected_logit = model(torch.tensor([row.input_ids[: first[1] + 1]])).logits[0, 0]
+    torch.testing.assert_close(expected_logit, logits[first[1]], rtol=1e-4, atol=1e-4)
     assert len(first) == len(second) == 3
-    empty = Encoded([4, 9, 5, 9, 9, 6], [False] + [True] * 5)  # 9 separates
+    empty = Encoded([4, 9, 5, 9, 9, 6], [False] + [True] * 5)  # 9 is the separator
     assert step_ends(collate([empty]), {9}) == [[3]]
     assert logits[first[1]] < 0 < logits[first[0]]
 
-    for how, expected in {
+    for mode, expected in {
         "min": logits[first].min(),
         "last": logits[first[-1]],
         "product": logits[first].sigmoid().log().sum(),
     }.items():
-        model.config.step_score = scorer.model.config.step_score = how
+        model.config.step_score = scorer.model.config.step_score = mode
         judge = RewardModel(load_classifier(trained.model, device=CPU), trained.model)
         with torch.no_grad():
             scores = scorer.final_scores(batch)
@@ -164,7 +164,7 @@ def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardCo
     assert score_responses(path, [(prompt, response)]) == pytest.approx([logits[first[1]].item()])
 
 
-def test_the_laboratory_measures_steps_and_first_errors(
+def test_lab_measures_steps_and_first_errors(
     trained: RewardConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = str(trained.data.path[0])

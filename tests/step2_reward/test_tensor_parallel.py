@@ -1,4 +1,4 @@
-"""Step 2 with layers that two processes compute together learns what one process does."""
+"""Step 2 with tensor parallelism matches one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
-from tests.step2_reward.test_pipeline import ended, settings
+from tests.step2_reward.test_pipeline import make_config, read_outcome
 
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {
-    # Kind of label, settings of the model, and how far figures may be apart.
+    # Kind of label, model settings, and tolerance of the figures.
     "pairs": ("pairs", {"zero_stage": 3}, 1e-5),
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}, 1e-5),
     "pairs, 8 bits": ("pairs", {"lora": LoraConfig(rank=2, lr=0.001), "quantize": "int8"}, 5e-5),
@@ -34,24 +34,24 @@ def run(config: RewardConfig) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n == "pairs" else pytest.mark.grid) for n in CASES]
 )
-def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_match_one_process(case: str, tmp_path: Path) -> None:
     kind, model, bound = CASES[case]
     wide = {"hidden_size": 128, "intermediate_size": 128} if "quantize" in model else {}
     save_base(tmp_path / "base", **wide)
     write_jsonl(tmp_path / "rows.jsonl", make_rows(kind))
-    alone = settings(tmp_path, tmp_path / "alone", pp=1, model=model)
+    single = make_config(tmp_path, tmp_path / "alone", pp=1, model=model)
     together = replace(
-        settings(tmp_path, tmp_path / "together", pp=1, model=model),
+        make_config(tmp_path, tmp_path / "together", pp=1, model=model),
         parallel=ParallelConfig(tp=2, micro_batches=3),
     )
-    run(alone)
+    run(single)
 
     run_ranks(run, together)
 
-    found, expected = ended(together.output_dir), ended(alone.output_dir)
-    for line, other in zip(found["metrics"], expected["metrics"], strict=True):
+    actual, expected = read_outcome(together.output_dir), read_outcome(single.output_dir)
+    for line, other in zip(actual["metrics"], expected["metrics"], strict=True):
         assert line == pytest.approx(other, rel=bound, abs=bound)
-    assert found["config"].keys() == expected["config"].keys()
+    assert actual["config"].keys() == expected["config"].keys()
     memory = step_memory(together, machine=Machine(2, 2, None, 2**34, "it"))
-    whole = step_memory(alone, machine=Machine(1, 1, None, 2**34, "it"))
-    assert memory.peak("device") - RUNTIME_CPU < whole.peak("device") - RUNTIME_CPU
+    single_memory = step_memory(single, machine=Machine(1, 1, None, 2**34, "it"))
+    assert memory.peak("device") - RUNTIME_CPU < single_memory.peak("device") - RUNTIME_CPU

@@ -1,4 +1,4 @@
-"""Step 2: pairs, batches of pairs, what is reported, and that two processes train as one."""
+"""Step 2 on pairs: accuracy, learning, and equal figures on two processes."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def small_task(directory: Path, **changes: Any) -> RewardConfig:
-    """A tiny random Llama and forty pairs, of which the polite one is better."""
+    """A tiny random Llama and forty pairs, in which the polite response is better."""
     tokenizer = build_tokenizer()
     tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")
@@ -56,31 +56,31 @@ def small_task(directory: Path, **changes: Any) -> RewardConfig:
     return RewardConfig(**{**settings, **changes})
 
 
-def logged(config: RewardConfig, name: str) -> list[float]:
+def read_metric(config: RewardConfig, name: str) -> list[float]:
     lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
     return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
 @torch.no_grad()
-def test_accuracy_is_the_share_of_pairs_in_order(tmp_path: Path) -> None:
+def test_accuracy_is_the_fraction_of_correctly_ordered_pairs(tmp_path: Path) -> None:
     config = small_task(tmp_path)
     model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU, num_labels=1)
-    one, two = random_rows((4, 6))
-    scores = Scorer(model).final_scores(collate_rows([Row((one, two), (0.0,))], [0]).tokens)
-    better, worse = (one, two) if scores[0] > scores[1] else (two, one)
+    first, second = random_rows((4, 6))
+    scores = Scorer(model).final_scores(collate_rows([Row((first, second), (0.0,))], [0]).tokens)
+    better, worse = (first, second) if scores[0] > scores[1] else (second, first)
     high, low = scores.max().item(), scores.min().item()
 
     objective = PairObjective(Labels("pairs", "bradley_terry"), config)
     pairs = ((better, worse), (better, worse), (worse, better))
-    said, _ = objective.evaluate(Scorer(model), [Row(p, (0.0,)) for p in pairs], config)
+    figures, _ = objective.evaluate(Scorer(model), [Row(p, (0.0,)) for p in pairs], config)
 
-    assert said["accuracy"] == 2 / 3
-    assert said["mean_chosen"] == pytest.approx((2 * high + low) / 3, rel=1e-5)
-    assert said["mean_rejected"] == pytest.approx((2 * low + high) / 3, rel=1e-5)
+    assert figures["accuracy"] == 2 / 3
+    assert figures["mean_chosen"] == pytest.approx((2 * high + low) / 3, rel=1e-5)
+    assert figures["mean_rejected"] == pytest.approx((2 * low + high) / 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, lr=0.02)])
-def test_it_learns_which_response_is_better(tmp_path: Path, lora: LoraConfig | None) -> None:
+def test_training_learns_the_better_response(tmp_path: Path, lora: LoraConfig | None) -> None:
     config = small_task(tmp_path, max_steps=12, batch_size=16, micro_batch_size=16)
     config = replace(config, model=replace(config.model, lora=lora))
 
@@ -89,24 +89,24 @@ def test_it_learns_which_response_is_better(tmp_path: Path, lora: LoraConfig | N
     report = json.loads((config.output_dir / "result.json").read_text())["eval"]
     assert report["accuracy_after"] == 1.0
     assert report["mean_chosen"] > report["mean_rejected"]
-    losses = logged(config, "loss")
+    losses = read_metric(config, "loss")
     assert losses[0] > 0.5
     assert losses[-1] < 0.2
 
 
-def read_figures(config: RewardConfig) -> list[float]:
+def train_and_read(config: RewardConfig) -> list[float]:
     train(config)
-    current_mesh().world.barrier()  # the first process writes what both read
+    current_mesh().world.barrier()  # the first process writes the file that both read
     names = ("loss", "accuracy", "eval_mean_chosen", "eval_accuracy")
-    return [number for name in names for number in logged(config, name)]
+    return [number for name in names for number in read_metric(config, name)]
 
 
 @pytest.mark.jobs
-def test_two_processes_train_and_measure_as_one_does(tmp_path: Path) -> None:
-    """Five pairs a step: never equally many for both."""
+def test_figures_on_two_processes_match_one_process(tmp_path: Path) -> None:
+    """With five pairs per step the processes never have equally many."""
     config = small_task(tmp_path, batch_size=5)
-    alone = read_figures(replace(config, output_dir=tmp_path / "alone"))
+    expected = train_and_read(replace(config, output_dir=tmp_path / "alone"))
 
-    first, second = run_ranks(read_figures, replace(config, output_dir=tmp_path / "together"))
+    first, second = run_ranks(train_and_read, replace(config, output_dir=tmp_path / "together"))
 
-    assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert first == second == pytest.approx(expected, rel=1e-3, abs=1e-5)

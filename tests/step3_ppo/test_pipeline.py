@@ -15,7 +15,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
-from tests.staged import lose_the_end, require_less_memory
+from tests.staged import remove_last_checkpoint, require_less_memory
 from tests.step3_ppo.toy import FEW, save_models, toy_config
 
 BOTH = ("actor", "critic")
@@ -116,7 +116,7 @@ def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     run_ranks(run, staged)
 
     assert ended(staged.output_dir) == ended(alone.output_dir)
-    lose_the_end(staged.output_dir, last=2)
+    remove_last_checkpoint(staged.output_dir, last=2)
     run(replace(staged, parallel=alone.parallel, inference_tp_size=1, resume=True))
     assert ended(staged.output_dir) == ended(alone.output_dir)
     require_less_memory(staged, alone)

@@ -1,4 +1,4 @@
-"""An actor and rows that all tests of the step read."""
+"""An actor and rows for all tests of the step."""
 
 from pathlib import Path
 

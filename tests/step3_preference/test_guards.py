@@ -1,4 +1,4 @@
-"""Guards of a run that learns from preferences: what they look at, say and do."""
+"""Guards of preference training: signals, messages and rollbacks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.step3_preference.toy import metrics, toy_config
 
-SOUND = {
+HEALTHY = {
     "logp_chosen": -0.8,
     "sampled_length": 10.0,
     "sampled_stop_rate": 1.0,
@@ -21,7 +21,7 @@ SOUND = {
     "kl": 2.0,
 }
 
-WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
+CASES: tuple[tuple[str, dict[str, float], str], ...] = (
     ("kl_per_token>0.5", {"kl": 6.0}, "the KL to the initial actor is 0.6 nats per token"),
     (
         "chosen_nll>0.5",
@@ -35,33 +35,33 @@ WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
 )
 
 ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=1, action="rollback")
-"""Beyond its limit at each evaluation."""
+"""Exceeds its limit at each evaluation."""
 
 
-def guards(*given: GuardConfig, interval: int = 5) -> Guards:
-    return Guards(given or WARNING, PreferenceSignals(), interval, first=SOUND)
+def make_guards(*configs: GuardConfig, interval: int = 5) -> Guards:
+    return Guards(configs or WARNING, PreferenceSignals(), interval, first=HEALTHY)
 
 
-@pytest.mark.parametrize(("name", "changes", "sentence"), WRONG, ids=[each[0] for each in WRONG])
-def test_each_usual_signal_is_one_sentence_after_two_evaluations(
-    name: str, changes: dict[str, float], sentence: str
+@pytest.mark.parametrize(("name", "changes", "message"), CASES, ids=[row[0] for row in CASES])
+def test_default_guard_warns_after_two_unhealthy_evaluations(
+    name: str, changes: dict[str, float], message: str
 ) -> None:
-    watched, wrong = guards(), {**SOUND, **changes}
+    guards, metrics = make_guards(), {**HEALTHY, **changes}
     assert name in map(str, WARNING)
 
-    trips = [watched.check(5 * place, wrong) for place in range(1, 5)]
+    trips = [guards.check(5 * number, metrics) for number in range(1, 5)]
 
-    spoke = [trip for each in trips for trip in each]
-    assert [trip.step for trip in spoke] == [10]
-    assert spoke[0].sentence.startswith(sentence)
-    assert (spoke[0].window, spoke[0].unit) == (10, "step")
-    assert watched.check(25, SOUND) == []
-    cut_off = {**SOUND, "sampled_stop_rate": 7 / 8}
-    assert PreferenceSignals(prompts=8).compute_value("stop_rate", cut_off, SOUND) == 0
+    warnings = [trip for trips_of_step in trips for trip in trips_of_step]
+    assert [trip.step for trip in warnings] == [10]
+    assert warnings[0].sentence.startswith(message)
+    assert (warnings[0].window, warnings[0].unit) == (10, "step")
+    assert guards.check(25, HEALTHY) == []
+    one_truncated = {**HEALTHY, "sampled_stop_rate": 7 / 8}
+    assert PreferenceSignals(prompts=8).compute_value("stop_rate", one_truncated, HEALTHY) == 0
 
 
-def guarded(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:
-    """Two rollbacks from step 2 to the start, and the end there: six steps in all."""
+def rollback_config(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:
+    """Two rollbacks from step 2 to the start, then a stop: six steps in total."""
     settings = {"guards": (ALWAYS,), "save_every": 1, "eval_every": 2, "max_steps": 4, **changes}
     return toy_config(toy, output_dir=out, **settings)
 
@@ -71,23 +71,23 @@ def _train(config: PreferenceConfig) -> None:
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.grid), 2])
-def test_a_run_goes_back_with_half_the_rate_and_ends_as_it_began(
+def test_rollback_halves_the_learning_rate_and_restores_the_start(
     processes: int, toy: Path, tmp_path: Path
 ) -> None:
-    config = guarded(toy, tmp_path)
+    config = rollback_config(toy, tmp_path)
     run_ranks(_train, config, world_size=processes)
 
     lines = metrics(tmp_path)
-    acted = [line["guard"] for line in lines if "guard" in line]
-    assert [(each["step"], each["action"], each["to"]) for each in acted if "to" in each] == [
+    events = [line["guard"] for line in lines if "guard" in line]
+    assert [(row["step"], row["action"], row["to"]) for row in events if "to" in row] == [
         (2, "rollback", 0),
         (2, "rollback", 0),
         (2, "stop", 0),
     ]
-    learned = [line for line in lines if "grad_norm" in line]
-    assert [line["step"] for line in learned] == [1, 2] * 3
-    assert [line["lr"] for line in learned[::2]] == [1e-3, 5e-4, 2.5e-4]
-    assert learned[0]["loss"] == learned[2]["loss"] == learned[4]["loss"]  # of the same rows
+    steps = [line for line in lines if "grad_norm" in line]
+    assert [line["step"] for line in steps] == [1, 2] * 3
+    assert [line["lr"] for line in steps[::2]] == [1e-3, 5e-4, 2.5e-4]
+    assert steps[0]["loss"] == steps[2]["loss"] == steps[4]["loss"]  # on the same rows
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["eval"]["kl"], result["eval"]["best_step"]) == (0, 0.0, 0)
-    assert result["guards"] == [each for each in acted if "to" in each]
+    assert result["guards"] == [event for event in events if "to" in event]

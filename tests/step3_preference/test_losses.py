@@ -1,4 +1,4 @@
-"""The losses: their values at the start, their symmetries, and what their gradients vanish at."""
+"""The losses: initial values, symmetries and stationary points."""
 
 import math
 from collections.abc import Callable
@@ -27,26 +27,26 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "ipo": (lambda h: ipo_loss(h, beta=0.1), 25.0),
     "hinge": (lambda h: hinge_loss(h, beta=0.1), 1.0),
 }
-"""With the value of a pair whose log-ratios are equal, as they are at the start."""
+"""Losses, with the value of a pair with equal log-ratios, as at the start."""
 
 
 def gradient(loss: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
     leaf = h.clone().requires_grad_()
-    (found,) = torch.autograd.grad(loss(leaf), leaf)
-    return found
+    (result,) = torch.autograd.grad(loss(leaf), leaf)
+    return result
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_pair_costs_this_much_at_the_start_and_losses_are_sums(name: str) -> None:
+def test_losses_have_the_initial_value_and_are_sums(name: str) -> None:
     loss, first = LOSSES[name]
     assert loss(torch.zeros(3, dtype=torch.float64)).item() == pytest.approx(3 * first, abs=1e-12)
-    each = sum(loss(h[None]) for h in H)
-    torch.testing.assert_close(loss(H), each, rtol=1e-14, atol=0)
+    total = sum(loss(h[None]) for h in H)
+    torch.testing.assert_close(loss(H), total, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("name", ["dpo", "cdpo", "rdpo"])
-def test_a_pair_and_its_reverse_differ_by_the_margin_alone(name: str) -> None:
-    # -log s(x) + log s(-x) = -x: the loss of the reverse is that of -h.
+def test_reversing_a_pair_changes_the_loss_by_the_margin(name: str) -> None:
+    # -log s(x) + log s(-x) = -x, and the loss of the reversed pair is that of -h.
     loss, _ = LOSSES[name]
     slope = {"dpo": 1.0, "cdpo": 0.6, "rdpo": 1 / 0.6}[name]
     for h in H:
@@ -54,7 +54,7 @@ def test_a_pair_and_its_reverse_differ_by_the_margin_alone(name: str) -> None:
         torch.testing.assert_close(change, slope * 0.1 * h, rtol=1e-12, atol=1e-14)
 
 
-def test_hand_computed_values() -> None:
+def test_losses_match_hand_computed_values() -> None:
     h = torch.tensor([2.0])
     assert sigmoid_loss(h, beta=0.5).item() == pytest.approx(math.log(1 + math.exp(-1)))
     simpo = sigmoid_loss(h, beta=2.5, gamma=1.375)
@@ -66,7 +66,7 @@ def test_hand_computed_values() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
-def test_the_robust_loss_averages_over_wrong_labels_to_the_clean_one(share: float) -> None:
+def test_robust_loss_averaged_over_label_noise_is_the_clean_loss(share: float) -> None:
     def robust(h: Tensor) -> Tensor:
         return sigmoid_loss(h, beta=0.1, label_smoothing=share, robust=True)
 
@@ -75,7 +75,7 @@ def test_the_robust_loss_averages_over_wrong_labels_to_the_clean_one(share: floa
         torch.testing.assert_close(mean, sigmoid_loss(h[None], beta=0.1), rtol=1e-13, atol=0)
 
 
-def test_over_labels_of_bradley_and_terry_dpo_rests_at_the_tilted_reference() -> None:
+def test_dpo_gradient_vanishes_at_the_optimal_policy() -> None:
     # One prompt, three responses: at pi_ref e^(r / beta) / Z the population's gradient is zero.
     beta = 0.1
     reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
@@ -93,22 +93,22 @@ def test_over_labels_of_bradley_and_terry_dpo_rests_at_the_tilted_reference() ->
                     total = total + prefers_a * sigmoid_loss((ratio[a] - ratio[b])[None], beta=beta)
         return total
 
-    (found,) = torch.autograd.grad(population(logits), logits)
-    assert found.abs().max() < 1e-15
+    (at_optimum,) = torch.autograd.grad(population(logits), logits)
+    assert at_optimum.abs().max() < 1e-15
     (elsewhere,) = torch.autograd.grad(population(moved := (best + reward).requires_grad_()), moved)
     assert elsewhere.abs().max() > 1e-3
 
 
-def test_simpo_without_a_margin_is_reference_free_dpo_with_beta_over_the_length() -> None:
+def test_simpo_without_margin_is_length_normalized_dpo() -> None:
     chosen, rejected, length = torch.tensor([-4.0]), torch.tensor([-6.5]), 5
     simpo = sigmoid_loss(chosen / length - rejected / length, beta=2.5, gamma=0.0)
     torch.testing.assert_close(simpo, sigmoid_loss(chosen - rejected, beta=2.5 / length))
 
 
-def test_kto_values_a_response_against_the_reference_point() -> None:
+def test_kto_compares_responses_with_the_reference_point() -> None:
     good, bad = torch.tensor([0.0, 3.0]), torch.tensor([0.0])
     half = kto_loss(good[:1], bad, beta=0.1, z0=0.0)
-    assert half.item() == pytest.approx(1.0)  # half of each weight
+    assert half.item() == pytest.approx(1.0)  # half of both weights
 
     def s(x: float) -> float:
         return 1 / (1 + math.exp(-x))
@@ -118,24 +118,24 @@ def test_kto_values_a_response_against_the_reference_point() -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_log_odds_are_exact_where_the_plain_formula_loses_its_digits_or_gives_nan() -> None:
+def test_log_odds_are_accurate_for_confident_responses() -> None:
     exact = torch.tensor([-30.0, -2.0, -0.7, -0.69, -0.1, -1e-3, -1e-6], dtype=torch.float64)
     truth = exact - torch.log1p(-torch.exp(exact))
     torch.testing.assert_close(log_odds(exact.float()).double(), truth, rtol=1e-5, atol=0)
     plain = torch.log1p(-torch.exp(torch.tensor([-1e-9])))
-    assert plain.isinf().all()  # what a confident short answer does
-    sure = torch.tensor([-1e-9, 0.0], requires_grad=True)
-    loss = orpo_loss(sure[:1], sure[1:], beta=0.1)
+    assert plain.isinf().all()  # the case of a confident short answer
+    confident = torch.tensor([-1e-9, 0.0], requires_grad=True)
+    loss = orpo_loss(confident[:1], confident[1:], beta=0.1)
     loss.backward()
     assert loss.isfinite()
-    assert sure.grad is not None
-    assert sure.grad.isfinite().all()
+    assert confident.grad is not None
+    assert confident.grad.isfinite().all()
     for x in (-5.0, -0.1):
-        found = gradient(lambda x: log1mexp(x).sum(), torch.tensor([x], dtype=torch.float64))
-        assert found.item() == pytest.approx(-math.exp(x) / (1 - math.exp(x)))
+        slope = gradient(lambda x: log1mexp(x).sum(), torch.tensor([x], dtype=torch.float64))
+        assert slope.item() == pytest.approx(-math.exp(x) / (1 - math.exp(x)))
 
 
-def test_orpo_is_its_odds_ratio() -> None:
+def test_orpo_matches_hand_computed_odds_ratio() -> None:
     chosen, rejected = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.2)])
     expected = -0.1 * math.log(1 / (1 + 0.25 / 1.0))  # odds 1 and 1/4
     assert orpo_loss(chosen, rejected, beta=0.1).item() == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""The loss and the figures of a micro-batch."""
+"""The loss and figures of a micro-batch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from step3_preference.rows import RowBatch
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_responses_of_one_kind_alone_have_a_loss_and_figures(*, good: bool) -> None:
+def test_micro_batch_with_one_kind_of_response_has_loss_and_figures(*, good: bool) -> None:
     both = (0, 1)
     batch = RowBatch(
         collate([Encoded.untrained((1, 2, 3))]), (2, 4), both if good else (), () if good else both
@@ -22,7 +22,7 @@ def test_responses_of_one_kind_alone_have_a_loss_and_figures(*, good: bool) -> N
 
     loss, figures = objective(batch, logp, reference, config, Point(0.0, 1.0, 1.0))
 
-    # A response is worth 1 - sigmoid(0.5 r) if it is good, 1 - sigmoid(-0.5 r) if not: r is 1, -1.
+    # A response's loss is 1 - sigmoid(0.5 r) if good, else 1 - sigmoid(-0.5 r), with r = 1, -1.
     assert loss.item() == pytest.approx(1.0)
     means = figures.means(ForwardPasses(), 2, paired=False)
     side = "chosen" if good else "rejected"

@@ -1,4 +1,4 @@
-"""Preference methods through the stages of a pipeline end as on one process, to the bit."""
+"""Preference methods with pipeline parallelism match one process bitwise."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from pipeline.parallel.mesh import cut_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
-from tests.staged import lose_the_end, require_less_memory
+from tests.staged import remove_last_checkpoint, require_less_memory
 from tests.step3_preference.toy import metrics, toy_config
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,26 +24,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto": ("kto", {"zero_stage": 1}),
     "dpo, adapters": ("dpo", {"lora": LoraConfig(rank=2)}),
 }
-SOME = ("kto, adapters, bf16",)
-"""That every run of the tests goes through; the others are the grid."""
+SHORT = ("kto, adapters, bf16",)
+"""Cases of the default test run; the others are in the grid."""
 
 
 def run(config: PreferenceConfig) -> None:
-    division = config.parallel
-    with cut_mesh(replicas=division.replicas, pp=division.pp, tp=division.tp, timeout_seconds=60.0):
+    parallel = config.parallel
+    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 
-def settings(toy: Path, out: Path, method: str, *, pp: int, **changes: Any) -> PreferenceConfig:
-    division = {"pp": pp, "micro_batches": 3, **changes.pop("parallel", {})}
-    own = {"eval_prompts": 4, "save_every": 2, "nll_coef": 0.1, "max_steps": 3, **changes}
+def make_config(toy: Path, out: Path, method: str, *, pp: int, **changes: Any) -> PreferenceConfig:
+    parallel = {"pp": pp, "micro_batches": 3, **changes.pop("parallel", {})}
+    settings = {"eval_prompts": 4, "save_every": 2, "nll_coef": 0.1, "max_steps": 3, **changes}
     if method == "kto":
-        own["data"] = {"path": (str(toy / "labelled.jsonl"),)}
-    return toy_config(toy, method, output_dir=out, parallel=ParallelConfig(**division), **own)
+        settings["data"] = {"path": (str(toy / "labelled.jsonl"),)}
+    return toy_config(toy, method, output_dir=out, parallel=ParallelConfig(**parallel), **settings)
 
 
-def ended(out: Path) -> dict[str, Any]:
-    """The weights, what was logged and written, but for what the clock says."""
+def read_outcome(out: Path) -> dict[str, Any]:
+    """All outputs that don't depend on time."""
     return {
         "weights": {
             str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -51,7 +51,7 @@ def ended(out: Path) -> dict[str, Any]:
             if "checkpoints" not in file.parts
         },
         "metrics": [
-            {name: each for name, each in line.items() if name != "bubble"} for line in metrics(out)
+            {name: line[name] for name in line if name != "bubble"} for line in metrics(out)
         ],
         "eval": json.loads((out / "result.json").read_text())["eval"],
         "samples": (out / "samples.json").read_text(),
@@ -60,41 +60,41 @@ def ended(out: Path) -> dict[str, Any]:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+    "case", [pytest.param(n, marks=() if n in SHORT else pytest.mark.grid) for n in CASES]
 )
-def test_two_stages_end_as_one_process(case: str, toy: Path, tmp_path: Path) -> None:
+def test_two_stages_match_one_process_bitwise(case: str, toy: Path, tmp_path: Path) -> None:
     method, model = CASES[case]
-    alone = settings(toy, tmp_path / "alone", method, pp=1, model=model)
-    staged = settings(toy, tmp_path / "staged", method, pp=2, model=model)
-    run(alone)
+    single = make_config(toy, tmp_path / "alone", method, pp=1, model=model)
+    staged = make_config(toy, tmp_path / "staged", method, pp=2, model=model)
+    run(single)
 
     run_ranks(run, staged)
 
-    assert ended(staged.output_dir) == ended(alone.output_dir)
+    assert read_outcome(staged.output_dir) == read_outcome(single.output_dir)
     assert all(0 < line["bubble"] < 1 for line in metrics(staged.output_dir) if "lr" in line)
-    lose_the_end(staged.output_dir, last=3)
-    run(replace(staged, parallel=alone.parallel, resume=True))
-    assert ended(staged.output_dir) == ended(alone.output_dir)
-    require_less_memory(staged, alone)
+    remove_last_checkpoint(staged.output_dir, last=3)
+    run(replace(staged, parallel=single.parallel, resume=True))
+    assert read_outcome(staged.output_dir) == read_outcome(single.output_dir)
+    require_less_memory(staged, single)
 
 
-MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
-    # Processes, division, model, and the processes of the run that it is compared with.
-    "with parts of each layer": (4, {"tp": 2}, {}, 2),
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    # Processes, parallel settings, model settings, and processes of the reference run.
+    "tensor parallelism": (4, {"tp": 2}, {}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"zero_stage": 1}, 2),
     "two pipelines": (4, {}, {"zero_stage": 2}, 2),
 }
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_end_as_the_same_without_stages(name: str, toy: Path, tmp_path: Path) -> None:
-    world, division, model, other = MIXTURES[name]
-    plain = {**division, "replicas": 1}
-    alone = settings(toy, tmp_path / "alone", "dpo", pp=1, model=model, parallel=plain)
-    staged = settings(toy, tmp_path / "staged", "dpo", pp=2, model=model, parallel=division)
-    run_ranks(run, alone, world_size=other)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_with_stages_match_those_without(name: str, toy: Path, tmp_path: Path) -> None:
+    world, parallel, model, reference_world = LAYOUTS[name]
+    plain = {**parallel, "replicas": 1}
+    reference = make_config(toy, tmp_path / "alone", "dpo", pp=1, model=model, parallel=plain)
+    staged = make_config(toy, tmp_path / "staged", "dpo", pp=2, model=model, parallel=parallel)
+    run_ranks(run, reference, world_size=reference_world)
 
     run_ranks(run, staged, world_size=world)
 
-    assert ended(staged.output_dir) == ended(alone.output_dir)
+    assert read_outcome(staged.output_dir) == read_outcome(reference.output_dir)

@@ -26,22 +26,22 @@ USER, SURE, NO = (
 PAIR = Example((USER,), (SURE,), (NO,))
 
 
-def opened(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
+def setup(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
     config = toy_config(toy, data={"max_length": max_length}, **changes)
     return load_chat(config.model, config.data), config
 
 
-def lengths(toy: Path) -> tuple[int, int, int]:
-    chat, _ = opened(toy, 200)
-    whole = (len(chat.encode((USER,), (each,))) for each in (SURE, NO))
-    return len(chat.encode_prompt((USER,))), *whole
+def encoded_lengths(toy: Path) -> tuple[int, int, int]:
+    chat, _ = setup(toy, 200)
+    rows = (len(chat.encode((USER,), (response,))) for response in (SURE, NO))
+    return len(chat.encode_prompt((USER,))), *rows
 
 
-def test_rows_that_teach_nothing_are_left_out_and_counted(
+def test_uninformative_rows_are_skipped_and_counted(
     toy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, chosen, rejected = lengths(toy)
-    chat, config = opened(toy, chosen)
+    _, chosen, rejected = encoded_lengths(toy)
+    chat, config = setup(toy, chosen)
     equal = Example((USER,), (SURE,), (SURE,))
     unlearned = Example((USER,), (Message("assistant", "x", trained=False),), (SURE,))
     long = Example((USER,), (SURE,), (Message("assistant", "no " * 99),))
@@ -61,8 +61,8 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
     ) in caplog.text
 
 
-def test_rows_of_which_none_can_be_learned_from_are_refused(toy: Path) -> None:
-    chat, config = opened(toy, 200)
+def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
+    chat, config = setup(toy, 200)
     equal = Example((USER,), (SURE,), (SURE,))
     data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
 
@@ -72,24 +72,24 @@ def test_rows_of_which_none_can_be_learned_from_are_refused(toy: Path) -> None:
         load_examples(data, step=3, seed=0, share=config.row_share)
 
 
-def test_rows_that_do_not_fit_take_no_place_in_the_evaluation(toy: Path, tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_are_replaced_in_the_evaluation(toy: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "chosen": "no " * 99, "rejected": "a"} for n in range(9)]
     rows.append({"prompt": "Fits?", "chosen": "a", "rejected": "b"})
-    for name, part in (("train", rows), ("held_out", rows[:1] + rows[5:])):
-        write_rows(tmp_path / f"{name}.jsonl", part)
+    for name, lines in (("train", rows), ("held_out", rows[:1] + rows[5:])):
+        write_rows(tmp_path / f"{name}.jsonl", lines)
     data = {"path": [f"{tmp_path}/train.jsonl"], "eval_path": [f"{tmp_path}/held_out.jsonl"]}
-    for seed in range(3):  # of several orders one has a row that is too long first
+    for seed in range(3):  # in some orders a row that is too long comes first
         config = toy_config(toy, data={**data, "max_length": 40, "max_eval_rows": 1, "seed": seed})
-        found = load_examples(config.data, step=3, seed=0, share=config.row_share)
+        examples = load_examples(config.data, step=3, seed=0, share=config.row_share)
         store = RowStore(config)
 
-        kept = store.sift(replace(found, train=[PAIR]), load_chat(config.model, config.data))
+        kept = store.sift(replace(examples, train=[PAIR]), load_chat(config.model, config.data))
 
         assert [row.prompt[0].content for row in kept.eval] == ["Fits?"]
 
 
-def test_kto_balances_its_kinds_over_all_training_rows(toy: Path) -> None:
-    chat, config = opened(toy, 64, method="kto", weight_chosen="auto", weight_rejected="auto")
+def test_kto_balances_good_and_bad_over_all_training_rows(toy: Path) -> None:
+    chat, config = setup(toy, 64, method="kto", weight_chosen="auto", weight_rejected="auto")
     good = [Example((USER,), (Message("assistant", text),)) for text in ("a", "b", "c")]
     bad = Example((USER,), (), (SURE,))
     store = RowStore(config)
@@ -99,18 +99,18 @@ def test_kto_balances_its_kinds_over_all_training_rows(toy: Path) -> None:
     assert (store.num_good, len(store)) == (3, 4)
     assert kto_weights(3, 1, config) == (1.0, 3.0)
     assert kto_weights(1, 4, config) == (4.0, 1.0)
-    assert kto_weights(1, 4, opened(toy, 64, method="kto")[1]) == (1.0, 1.0)
+    assert kto_weights(1, 4, setup(toy, 64, method="kto")[1]) == (1.0, 1.0)
 
 
-def side(prompt: list[int], response: list[int]) -> Encoded:
+def encode_tokens(prompt: list[int], response: list[int]) -> Encoded:
     return Encoded(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
-def test_a_batch_has_the_chosen_sequences_first_and_sums_the_tokens_of_each_response() -> None:
+def test_batch_has_chosen_first_and_sums_tokens_per_response() -> None:
     rows = [
-        Row(side([1, 2], [3]), side([1, 2], [4, 5])),
-        Row(None, side([6], [7, 8, 9])),
-        Row(side([6, 6], [7]), None),
+        Row(encode_tokens([1, 2], [3]), encode_tokens([1, 2], [4, 5])),
+        Row(None, encode_tokens([6], [7, 8, 9])),
+        Row(encode_tokens([6, 6], [7]), None),
     ]
 
     batch = collate_rows(rows, [0, 1, 2])
@@ -121,17 +121,17 @@ def test_a_batch_has_the_chosen_sequences_first_and_sums_the_tokens_of_each_resp
     assert batch.lengths().tolist() == [1, 1, 2, 3]
 
 
-def test_each_prompt_gets_the_response_of_the_next_row_that_has_another_prompt() -> None:
+def test_mismatched_pairs_use_responses_to_other_prompts() -> None:
     rows = [
-        Row(side([1], [10, 11]), None),
-        Row(None, side([1], [12])),
-        Row(side([2, 3], [13]), None),
+        Row(encode_tokens([1], [10, 11]), None),
+        Row(None, encode_tokens([1], [12])),
+        Row(encode_tokens([2, 3], [13]), None),
     ]
 
-    found = mismatched(rows, 64)
+    pairs = mismatched(rows, 64)
 
-    assert [each.input_ids for each in found] == [[1, 13], [1, 13], [2, 3, 10, 11]]
-    assert found[2].trained == [False, False, True, True]
-    assert [each.input_ids for each in mismatched(rows, 3)] == [[1, 13], [1, 13], [3, 10, 11]]
-    alone = mismatched(rows[:2], 64)
-    assert [each.input_ids for each in alone] == [[1, 10, 11], [1, 12]]
+    assert [row.input_ids for row in pairs] == [[1, 13], [1, 13], [2, 3, 10, 11]]
+    assert pairs[2].trained == [False, False, True, True]
+    assert [row.input_ids for row in mismatched(rows, 3)] == [[1, 13], [1, 13], [3, 10, 11]]
+    same_prompt = mismatched(rows[:2], 64)
+    assert [row.input_ids for row in same_prompt] == [[1, 10, 11], [1, 12]]

@@ -1,4 +1,4 @@
-"""Preference methods on two processes that compute each layer together."""
+"""Preference methods with tensor parallelism match one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def run(config: PreferenceConfig) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n.startswith("dpo") else pytest.mark.grid) for n in CASES]
 )
-def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_match_one_process(case: str, toy: Path, tmp_path: Path) -> None:
     method, model = CASES[case]
     alone = toy_config(toy, method, output_dir=tmp_path / "alone", model=model, eval_prompts=4)
     together = replace(alone, output_dir=tmp_path / "both", parallel=ParallelConfig(tp=2))
@@ -38,7 +38,7 @@ def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path)
     run_ranks(run, together)
 
     for line, expected in zip(metrics(together.output_dir), metrics(alone.output_dir), strict=True):
-        figures = {name: each for name, each in expected.items() if isinstance(each, float | int)}
-        found = {name: line[name] for name in figures}
-        assert found == pytest.approx(figures, rel=1e-3, abs=1e-3)
+        figures = {name: v for name, v in expected.items() if isinstance(v, float | int)}
+        actual = {name: line[name] for name in figures}
+        assert actual == pytest.approx(figures, rel=1e-3, abs=1e-3)
     AutoModelForCausalLM.from_pretrained(together.output_dir / "actor")

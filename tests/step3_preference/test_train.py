@@ -1,4 +1,4 @@
-"""The step as a whole: its first loss, its reference, resuming, processes and micro-batches."""
+"""Preference training: initial loss, reference, resuming, and several processes."""
 
 import json
 import logging
@@ -21,27 +21,27 @@ from tests.step3_preference.toy import metrics, toy_config
 
 FIRST = {"ipo": 0.25, "hinge": 1.0, "kto": 0.5}
 FIRST |= dict.fromkeys(("dpo", "cdpo", "rdpo", "ldpo"), math.log(2))
-"""Loss of the first step, where the actor is its reference."""
+"""Loss of the first step, in which the actor equals the reference."""
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
+def load_weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "actor" / "model.safetensors")
 
 
-def same(one: Path, other: Path) -> bool:
-    first, second = weights(one), weights(other)
+def same_weights(first_dir: Path, second_dir: Path) -> bool:
+    first, second = load_weights(first_dir), load_weights(second_dir)
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
 CASES = {
-    of: [pytest.param(name, marks=() if name == of else pytest.mark.grid) for name in METHODS]
-    for of in ("dpo", "kto")
+    short: [pytest.param(name, marks=() if name == short else pytest.mark.grid) for name in METHODS]
+    for short in ("dpo", "kto")
 }
-"""All methods, by the one of them that is not of the grid."""
+"""All methods, keyed by the only one outside the grid."""
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_begins_where_its_formula_says_and_learns(
+def test_every_method_has_its_initial_loss_and_learns(
     method: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure, calls = evaluate.evaluate_rows, list[object]()
@@ -69,26 +69,26 @@ def test_every_method_begins_where_its_formula_says_and_learns(
 
 @pytest.mark.parametrize("method", CASES["kto"])
 def test_interrupted_run_resumes_bitwise(method: str, toy: Path, tmp_path: Path) -> None:
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    config = toy_config(toy, method, output_dir=whole, save_every=2)
+    full, resumed = tmp_path / "whole", tmp_path / "again"
+    config = toy_config(toy, method, output_dir=full, save_every=2)
     train(config)
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "step_00000004")
-    shutil.rmtree(again / "actor")
-    (again / "result.json").unlink()
+    shutil.copytree(full, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_00000004")
+    shutil.rmtree(resumed / "actor")
+    (resumed / "result.json").unlink()
 
-    train(replace(config, output_dir=again, resume=True))
+    train(replace(config, output_dir=resumed, resume=True))
 
-    assert metrics(again) == metrics(whole)
-    assert same(again, whole)
-    start, *others = [line for line in metrics(whole) if "eval_loss" in line]
-    assert start["eval_kl"] == 0.0
+    assert metrics(resumed) == metrics(full)
+    assert same_weights(resumed, full)
+    initial, *others = [line for line in metrics(full) if "eval_loss" in line]
+    assert initial["eval_kl"] == 0.0
     names = {f"eval_{name}" for name in ("kl", "sampled_length", "sampled_stop_rate")}
     assert all(line.keys() > names and line["eval_kl"] != 0.0 for line in others)
 
 
 @pytest.mark.parametrize("method", CASES["dpo"])
-def test_one_and_two_processes_learn_the_same_to_the_bit(
+def test_weights_of_one_and_two_processes_are_bitwise_equal(
     method: str, toy: Path, tmp_path: Path
 ) -> None:
     model = {"zero": ZeroConfig(reduction="deterministic")}
@@ -96,13 +96,13 @@ def test_one_and_two_processes_learn_the_same_to_the_bit(
     train(config)
     run_ranks(train, replace(config, output_dir=tmp_path / "2"))
 
-    assert same(tmp_path / "1", tmp_path / "2")
-    for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
-        for name in mine.keys() & {"loss", "z0", "accuracy", "eval_loss", "eval_kl"}:
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    assert same_weights(tmp_path / "1", tmp_path / "2")
+    for line, expected in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+        for name in line.keys() & {"loss", "z0", "accuracy", "eval_loss", "eval_kl"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
 
-def test_kto_learns_from_responses_with_a_label(toy: Path, tmp_path: Path) -> None:
+def test_kto_learns_from_labelled_responses(toy: Path, tmp_path: Path) -> None:
     data = {"path": (str(toy / "labelled.jsonl"),), "split": (0.0, 0.0, 1.0)}
     train(toy_config(toy, "kto", data=data, output_dir=tmp_path, weight_rejected="auto"))
 
@@ -112,7 +112,7 @@ def test_kto_learns_from_responses_with_a_label(toy: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.jobs
-def test_the_reference_is_read_again_and_computed_anew_for_other_rows(
+def test_reference_is_cached_and_recomputed_for_other_rows(
     toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -1,4 +1,4 @@
-"""An actor small enough to train in a test, with pairs and labelled responses for it."""
+"""A tiny actor, with pairs and labelled responses to train it."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ LABELLED = [
 
 
 def save_toy(directory: Path, *, blocks: int = 2) -> None:
-    """A random actor and rows where `toy_config` looks for them."""
+    """Save a random actor and the rows that `toy_config` names."""
     tokenizer = build_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks}
     actor = tiny_causal_lm("llama", seed=1, **sizes)
@@ -37,12 +37,12 @@ def save_toy(directory: Path, *, blocks: int = 2) -> None:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> PreferenceConfig:
-    """The method's row on four steps of eight pairs."""
+    """Settings of a method for four steps of eight pairs."""
     data: Mapping[str, Any] = {
         "path": (str(directory / "pairs.jsonl"),),
         "max_length": 64,
@@ -71,7 +71,7 @@ def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> Preferen
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """All that was logged but for what the clock says."""
-    of_time = ("seconds", "tokens_per_second", "memory_gb")
+    """The logged metrics, without times."""
+    prefixes = ("seconds", "tokens_per_second", "memory_gb")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if not name.startswith(of_time)} for line in lines]
+    return [{name: line[name] for name in line if not name.startswith(prefixes)} for line in lines]
