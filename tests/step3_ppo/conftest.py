@@ -1,4 +1,4 @@
-"""The toy models, saved once."""
+"""The toy models, saved once per session."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.step3_ppo.toy import save_models
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds actor and reward model."""
+    """A directory with the toy models."""
     directory = tmp_path_factory.mktemp("toy")
     save_models(directory)
     return directory

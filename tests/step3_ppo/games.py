@@ -1,4 +1,4 @@
-"""Environments, and an actor that ends its turns, for tests of episodes."""
+"""Environments for tests of episodes, and an actor that ends its turns."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def user(text):
 
 
 class Counting:
-    # As many turns as the row says; worth the digits of the seed's number, so groups differ.
+    # Has the row's number of turns; the reward depends on the answers' lengths, so groups differ.
     def reset(self, row, *, seed):
         self.left = row.get("turns", 3)
         self.seed = seed
@@ -43,14 +43,14 @@ class Counting:
 
 
 class Plain(Counting):
-    # The row's own prompt, answered once.
+    # One answer to the row's prompt.
     def reset(self, row, *, seed):
         super().reset({"turns": 1}, seed=seed)
         return row["dialogue"]
 
 
 class Broken(Counting):
-    # Fails in the way that the row says.
+    # Fails as the row specifies.
     def reset(self, row, *, seed):
         self.how = row.get("how")
         if self.how == "reset":
@@ -82,7 +82,7 @@ class Broken(Counting):
 
 
 def save_actor(toy: Path) -> None:
-    """The toy actor with a bias to end its turn: about every third token is the last one."""
+    """Save the toy actor with a bias to end its turn, after about three tokens."""
     directory = toy / "ending"
     if directory.exists():
         return
@@ -90,7 +90,7 @@ def save_actor(toy: Path) -> None:
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
-        # One number of every hidden state is large, and END alone looks at it.
+        # The first hidden dimension is large, and only END has a weight for it.
         model.get_input_embeddings().weight[:, 0] = 20.0
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[END, 0] = 5.0
@@ -99,7 +99,7 @@ def save_actor(toy: Path) -> None:
 
 
 def game_config(toy: Path, environment: str, **changes: Any) -> PPOConfig:
-    """GRPO on groups of four in a game of `GAMES`; without critic and reward model."""
+    """Settings of GRPO on groups of four in an environment of `GAMES`."""
     save_actor(toy)
     file = toy / "games.py"
     if not file.exists():  # another process may be reading it
@@ -119,12 +119,12 @@ def game_config(toy: Path, environment: str, **changes: Any) -> PPOConfig:
 
 
 def game_models(config: PPOConfig, sources: RewardSources) -> Models:
-    """The models with the workers that play."""
+    """The toy models with the environment's workers."""
     return replace(toy_models(config), sources=sources)
 
 
-def rows(models: Models, *extra: dict[str, Any]) -> list[Prompt]:
-    """A prompt for each mapping of columns."""
+def make_prompts(models: Models, *extra: dict[str, Any]) -> list[Prompt]:
+    """One prompt per mapping of columns."""
     messages = (Message("user", "hi"),)
     ids = models.chat.encode_prompt(messages)
     return [Prompt(messages, ids, columns) for columns in extra]

@@ -1,4 +1,4 @@
-"""A run of step 3, and the same run interrupted after its first iteration and resumed."""
+"""Run step 3 fully, and again with an interruption after the first iteration."""
 
 import json
 import shutil
@@ -10,21 +10,21 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
 
 
-def run_whole_and_resumed(
+def run_full_and_resumed(
     config: PPOConfig, directory: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of metrics.jsonl of both; of two iterations, with a checkpoint after each.
+    """Run two iterations with checkpoints; return the metrics of the full and the resumed run.
 
-    They are `directory / "whole"` and `directory / "again"`.
+    Their outputs are `directory / "full"` and `directory / "resumed"`.
     """
-    whole, again = directory / "whole", directory / "again"
-    train(replace(config, output_dir=whole))
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "step_00000002")
-    (again / "result.json").unlink()
-    train(replace(config, output_dir=again, resume=True))
+    full, resumed = directory / "whole", directory / "again"
+    train(replace(config, output_dir=full))
+    shutil.copytree(full, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_00000002")
+    (resumed / "result.json").unlink()
+    train(replace(config, output_dir=resumed, resume=True))
     first, second = (
         [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (whole, again)
+        for out in (full, resumed)
     )
     return first, second

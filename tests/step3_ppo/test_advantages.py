@@ -1,4 +1,4 @@
-"""Estimators that compare the responses to a prompt with each other."""
+"""Advantage estimators that compare the responses to a prompt."""
 
 from fractions import Fraction
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, Rewarded
 from step3_ppo.methods import ESTIMATOR_NEEDS
 
-GROUPED = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
+GROUP_ESTIMATORS = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
 
 
-def rewarded(
+def make_rewarded(
     returns: list[float],
     lengths: list[int],
     *,
@@ -20,7 +20,7 @@ def rewarded(
     counted: list[bool] | None = None,
     group_baseline: bool = False,
 ) -> Rewarded:
-    """Responses whose whole reward comes with their last token."""
+    """Responses with the full reward at their last token."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = torch.tensor(returns)
@@ -38,27 +38,27 @@ def rewarded(
 
 
 def estimate_returns(name: str, returns: list[float], **settings: Any) -> list[float]:
-    """Of responses of one token each."""
-    rows = rewarded(returns, [1] * len(returns), **settings)
+    """Advantages of responses of one token."""
+    rows = make_rewarded(returns, [1] * len(returns), **settings)
     return ESTIMATORS[name](rows).advantages.flatten().tolist()
 
 
-def test_grpo_gives_each_token_its_responses_distance_from_the_groups_mean() -> None:
-    rows = rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
+def test_grpo_advantage_is_the_normalized_distance_from_group_mean() -> None:
+    rows = make_rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
     estimate = ESTIMATORS["grpo"](rows)
 
     # Groups (1, 3, 5) of deviation 2, and (0, 0, 6) of mean 2 and deviation sqrt(12).
     first, second = 2 / (2 + STD_FLOOR), 1 / (12**0.5 + STD_FLOOR)
-    each = torch.tensor([-first, 0, first, -2 * second, -2 * second, 4 * second])
-    torch.testing.assert_close(estimate.advantages, each[:, None] * rows.mask)
+    expected = torch.tensor([-first, 0, first, -2 * second, -2 * second, 4 * second])
+    torch.testing.assert_close(estimate.advantages, expected[:, None] * rows.mask)
     assert estimate.returns is None
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_equal_rewards_give_advantages_of_exactly_0(name: str) -> None:
     def equal(reward: float, size: int) -> Rewarded:
-        responses = rewarded([reward] * 2 * size, [3, 2] * size, group_size=size)
-        # As a KL penalty, so small that the mean of such returns is rounded in float64 too.
+        responses = make_rewarded([reward] * 2 * size, [3, 2] * size, group_size=size)
+        # Like a KL penalty, so small that the mean of such returns is rounded even in float64.
         responses.rewards[:, 0] = reward * 2**-27
         return responses
 
@@ -72,17 +72,17 @@ def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_an_advantage_depends_on_its_own_group_alone(name: str) -> None:
-    def of_first(others: list[float]) -> torch.Tensor:
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_advantages_depend_only_on_their_group(name: str) -> None:
+    def first_group(others: list[float]) -> torch.Tensor:
         returns = [1.0, 2.0, 4.0, *others]
-        return ESTIMATORS[name](rewarded(returns, [2] * 6, group_size=3)).advantages[:3]
+        return ESTIMATORS[name](make_rewarded(returns, [2] * 6, group_size=3)).advantages[:3]
 
-    assert torch.equal(of_first([0.0, 0.0, 0.0]), of_first([7.0, -3.0, 100.0]))
+    assert torch.equal(first_group([0.0, 0.0, 0.0]), first_group([7.0, -3.0, 100.0]))
 
 
-def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_others() -> None:
-    rows = rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
+def test_rloo_advantage_is_the_distance_from_the_others_mean() -> None:
+    rows = make_rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
     estimate = ESTIMATORS["rloo"](rows)
 
     # The others have means (4, 3, 2) and (3, 3, 0).
@@ -93,17 +93,17 @@ def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_other
     assert estimate.returns is None
 
 
-def test_dr_grpo_by_hand_and_rloo_of_two_is_twice_that() -> None:
+def test_dr_grpo_matches_hand_computed_values_and_half_of_rloo() -> None:
     returns = [1.0, 4.0, -2.0, 5.0]
 
     assert estimate_returns("dr_grpo", returns, group_size=4) == [-1.0, 2.0, -4.0, 3.0]
-    of_pairs = estimate_returns("dr_grpo", returns, group_size=2)
-    assert estimate_returns("rloo", returns, group_size=2) == [2 * each for each in of_pairs]
+    pairs = estimate_returns("dr_grpo", returns, group_size=2)
+    assert estimate_returns("rloo", returns, group_size=2) == [2 * value for value in pairs]
 
 
-def test_reinforce_pp_has_the_rewards_to_come() -> None:
-    spread = rewarded([2.0, 1.0], [3, 2], group_size=1)
-    spread.rewards[:, 0] = -1.0  # as a KL penalty lies on every token
+def test_reinforce_pp_advantage_is_the_reward_to_go() -> None:
+    spread = make_rewarded([2.0, 1.0], [3, 2], group_size=1)
+    spread.rewards[:, 0] = -1.0  # like a KL penalty on every token
 
     estimate = ESTIMATORS["reinforce_pp"](spread)
 
@@ -111,16 +111,16 @@ def test_reinforce_pp_has_the_rewards_to_come() -> None:
     assert estimate.returns is None
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp"])
-def test_a_response_without_a_reward_is_in_no_baseline_and_learns_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_pp"])
+def test_response_without_reward_is_excluded_from_baselines(name: str) -> None:
     settings = {"group_baseline": name == "reinforce_pp"}
-    kept = estimate_returns(name, [1.0, 2.0, 6.0], group_size=3, **settings)
+    of_three = estimate_returns(name, [1.0, 2.0, 6.0], group_size=3, **settings)
     counted = [True, False, True, True]
 
     of_four = estimate_returns(
         name, [1.0, 999.0, 2.0, 6.0], group_size=4, counted=counted, **settings
     )
-    alone = estimate_returns(name, [3.0, 999.0], group_size=2, counted=[True, False], **settings)
+    of_one = estimate_returns(name, [3.0, 999.0], group_size=2, counted=[True, False], **settings)
 
-    assert of_four == [kept[0], 0.0, kept[1], kept[2]]
-    assert alone == [0.0, 0.0]  # one response has nothing to be compared with
+    assert of_four == [of_three[0], 0.0, of_three[1], of_three[2]]
+    assert of_one == [0.0, 0.0]  # a single response can't be compared

@@ -1,6 +1,6 @@
 """Losses and advantages against TRL and verl.
 
-Neither is needed by the project: `pip install trl` and `pip install verl` bring them.
+The project needs neither; install them with `pip install trl` and `pip install verl`.
 """
 
 from collections import defaultdict
@@ -29,19 +29,19 @@ MASK = torch.arange(MAX_NEW_TOKENS) < torch.tensor(LENGTHS)[:, None]
 GROUP_SIZE = 3
 
 
-def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-    """Numbers in float64, so that differences are of the formulas alone."""
+def random_tensor(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+    """Random numbers in float64, so that only formulas make a difference."""
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-OLD = drawn(1, *MASK.shape) - 2
-NEW = OLD + drawn(2, *MASK.shape, scale=0.3)
-REFERENCE = OLD + drawn(3, *MASK.shape, scale=0.3)
-ADVANTAGES = drawn(4, len(LENGTHS))
+OLD = random_tensor(1, *MASK.shape) - 2
+NEW = OLD + random_tensor(2, *MASK.shape, scale=0.3)
+REFERENCE = OLD + random_tensor(3, *MASK.shape, scale=0.3)
+ADVANTAGES = random_tensor(4, len(LENGTHS))
 
 
-def ours(
+def our_loss(
     loss: str,
     aggregate: Aggregate,
     region: TrustRegion,
@@ -49,7 +49,7 @@ def ours(
     kl_coef: float = 0.0,
     estimator: str = "k3",
 ) -> tuple[Tensor, Tensor]:
-    """The loss of the six responses as one minibatch, and its gradient by log-probability."""
+    """Our loss of the six responses as one minibatch, and its gradient by log-probability."""
     logprobs = NEW.clone().requires_grad_()
     flat, old = logprobs[MASK], OLD[MASK]
     lengths = torch.tensor(LENGTHS, dtype=torch.float64)[:, None].expand_as(MASK)[MASK]
@@ -67,15 +67,15 @@ def ours(
     return total.detach(), logprobs.grad
 
 
-def trls(
+def trl_loss(
     loss_type: str, level: str, region: TrustRegion, *, beta: float, corrected: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same by the method of TRL's trainer, whose log-probabilities are given."""
+    """The same with TRL's trainer, whose log-probabilities are given."""
     trainer_class = pytest.importorskip("trl").GRPOTrainer
     logprobs = NEW.clone().requires_grad_()
-    # TRL's bound of CISPO is the ratio itself.
+    # TRL's bound for CISPO is the ratio itself.
     high = region.clip_high + (loss_type == "cispo")
-    # What TRL's method reads of its trainer.
+    # The attributes that TRL's method reads from its trainer.
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(OLD), None),
         model=SimpleNamespace(training=True),
@@ -124,12 +124,12 @@ def trls(
         ("cispo", "token", "cispo", "token", TrustRegion(0.2, 0.3)),
     ],
 )
-def test_the_losses_of_the_methods_are_trls(
+def test_method_losses_match_trl(
     loss: str, aggregate: Aggregate, loss_type: str, level: str, region: TrustRegion
 ) -> None:
-    value, gradient = ours(loss, aggregate, region)
+    value, gradient = our_loss(loss, aggregate, region)
 
-    expected, expected_gradient = trls(loss_type, level, region, beta=0.0, corrected=False)
+    expected, expected_gradient = trl_loss(loss_type, level, region, beta=0.0, corrected=False)
 
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
@@ -137,44 +137,44 @@ def test_the_losses_of_the_methods_are_trls(
 
 
 @pytest.mark.parametrize(("estimator", "corrected"), [("k3", False), ("k3_is", True)])
-def test_the_kl_in_the_loss_is_trls(estimator: str, corrected: bool) -> None:
+def test_kl_loss_matches_trl(estimator: str, corrected: bool) -> None:
     region = TrustRegion(0.2, 0.2)
 
-    value, gradient = ours("clip", "sequence", region, kl_coef=0.04, estimator=estimator)
+    value, gradient = our_loss("clip", "sequence", region, kl_coef=0.04, estimator=estimator)
 
-    expected, expected_gradient = trls("grpo", "token", region, beta=0.04, corrected=corrected)
+    expected, expected_gradient = trl_loss("grpo", "token", region, beta=0.04, corrected=corrected)
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
 
 
-def verls() -> Any:
-    """The module of verl that has its algorithms."""
+def import_verl() -> Any:
+    """The module of verl's algorithms."""
     return pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 
 
-def rewarded(**changes: Any) -> Rewarded:
-    """Two groups of three, each rewarded at its end."""
-    scores = drawn(5, len(LENGTHS))
+def make_rewarded(**changes: Any) -> Rewarded:
+    """Two groups of three responses, with rewards at their last tokens."""
+    scores = random_tensor(5, len(LENGTHS))
     last = MASK.sum(dim=1, keepdim=True) - 1
     rewards = torch.zeros(MASK.shape, dtype=torch.float64).scatter(1, last, scores[:, None])
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "rewards": rewards,
         "mask": MASK,
         "scores": scores,
-        "values": drawn(6, *MASK.shape) * MASK,
+        "values": random_tensor(6, *MASK.shape) * MASK,
         "group_size": GROUP_SIZE,
         "gamma": 0.99,
         "lam": 0.9,
         "counted": torch.ones(len(LENGTHS), dtype=torch.bool),
     }
-    return Rewarded(**{**given, **changes})
+    return Rewarded(**{**defaults, **changes})
 
 
 GROUPS = np.repeat(np.arange(len(LENGTHS) // GROUP_SIZE), GROUP_SIZE)
 
 
-def whitened(values: Tensor) -> Tensor:
-    """As verl does it, by the sample's variance; ours is that of the whole batch."""
+def whiten_like_verl(values: Tensor) -> Tensor:
+    """Whiten with the unbiased variance, as verl does."""
     real = values[MASK]
     mean, variance = real.mean().item(), real.var(unbiased=True).item()
     return whiten(values, MASK, mean=mean, variance=variance)
@@ -188,24 +188,22 @@ def whitened(values: Tensor) -> Tensor:
         ("rloo", "compute_rloo_outcome_advantage", {}),
     ],
 )
-def test_the_advantages_of_groups_are_verls(
-    advantage: str, name: str, arguments: dict[str, Any]
-) -> None:
-    responses = rewarded()
+def test_group_advantages_match_verl(advantage: str, name: str, arguments: dict[str, Any]) -> None:
+    responses = make_rewarded()
 
     estimate = ESTIMATORS[advantage](responses)
 
-    expected, _ = getattr(verls(), name)(
+    expected, _ = getattr(import_verl(), name)(
         responses.rewards.clone(), MASK.double(), GROUPS, **arguments
     )
     torch.testing.assert_close(estimate.advantages.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("group_baseline", [False, True])
-def test_the_advantages_of_reinforce_pp_are_verls(group_baseline: bool) -> None:
-    # With a baseline verl gives every token of a response the same, as gamma 1 does.
-    responses = rewarded(gamma=1.0 if group_baseline else 0.99, group_baseline=group_baseline)
-    core = verls()
+def test_reinforce_pp_advantages_match_verl(group_baseline: bool) -> None:
+    # With a baseline verl gives all tokens of a response the same advantage, like gamma 1.
+    responses = make_rewarded(gamma=1.0 if group_baseline else 0.99, group_baseline=group_baseline)
+    core = import_verl()
     name = "reinforce_plus_plus_baseline" if group_baseline else "reinforce_plus_plus"
 
     estimate = ESTIMATORS["reinforce_pp"](responses)
@@ -218,30 +216,36 @@ def test_the_advantages_of_reinforce_pp_are_verls(group_baseline: bool) -> None:
         config=SimpleNamespace(gamma=responses.gamma),
         **arguments,
     )
-    found = whitened(estimate.advantages.double())
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    actual = whiten_like_verl(estimate.advantages.double())
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_advantages_and_returns_of_a_critic_are_verls() -> None:
-    responses = rewarded()
+def test_gae_matches_verl() -> None:
+    responses = make_rewarded()
     assert responses.values is not None
 
     estimate = ESTIMATORS["gae"](responses)
 
-    expected, returns = verls().compute_gae_advantage_return(
+    expected, returns = import_verl().compute_gae_advantage_return(
         responses.rewards, responses.values, MASK.double(), responses.gamma, responses.lam
     )
     assert estimate.returns is not None
     torch.testing.assert_close(estimate.returns[MASK], returns[MASK])
-    torch.testing.assert_close(whitened(estimate.advantages), expected * MASK, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        whiten_like_verl(estimate.advantages), expected * MASK, rtol=1e-6, atol=1e-6
+    )
 
 
-def test_the_loss_of_a_critic_is_verls() -> None:
-    old, values, returns = drawn(6, *MASK.shape), drawn(7, *MASK.shape), drawn(8, *MASK.shape)
+def test_value_loss_matches_verl() -> None:
+    old, values, returns = (
+        random_tensor(6, *MASK.shape),
+        random_tensor(7, *MASK.shape),
+        random_tensor(8, *MASK.shape),
+    )
 
     loss = value_loss(values[MASK], old[MASK], returns[MASK], clip=0.2)
 
-    expected, _ = verls().compute_value_loss(values, returns, old, MASK.double(), 0.2)
+    expected, _ = import_verl().compute_value_loss(values, returns, old, MASK.double(), 0.2)
     torch.testing.assert_close(loss / MASK.sum(), expected)
 
 
@@ -254,13 +258,11 @@ def test_the_loss_of_a_critic_is_verls() -> None:
         ("cispo", "token", "cispo", "token-mean"),
     ],
 )
-def test_the_losses_of_the_methods_are_verls(
-    loss: str, aggregate: Aggregate, name: str, mode: str
-) -> None:
-    core = verls()
+def test_method_losses_match_verl(loss: str, aggregate: Aggregate, name: str, mode: str) -> None:
+    core = import_verl()
     settings = pytest.importorskip("verl.workers.config", exc_type=ImportError)
 
-    # verl bounds CISPO's ratio from below too, and always the loss of negative advantages: neither
+    # verl also bounds CISPO's ratio from below, and the loss of negative advantages: neither
     # bound is reached here.
     low = 0.99 if loss == "cispo" else 0.05
     region = TrustRegion(low, 0.07, dual_clip=10.0 if loss == "clip" else None)
@@ -276,7 +278,7 @@ def test_the_losses_of_the_methods_are_verls(
     )
     logprobs = NEW.clone().requires_grad_()
 
-    value, gradient = ours(loss, aggregate, region)
+    value, gradient = our_loss(loss, aggregate, region)
 
     expected, _ = getattr(core, f"compute_policy_loss_{name}")(
         old_log_prob=OLD,

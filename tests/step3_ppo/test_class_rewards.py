@@ -1,4 +1,4 @@
-"""Reward models of classes, and encoders, in step 3: scores, refusals, the critic's head."""
+"""Class reward models in step 3: scores and the critic's head."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 BATCH = collate([Encoded([1, 20, 21, 30, 2], [False] * 3 + [True] * 2)])
 
 
-def of_classes(toy: Path, directory: Path, *, values: list[float] | None) -> PPOConfig:
-    """The toy reward model with a head of three classes, as step 2 exports it."""
+def class_reward_config(toy: Path, directory: Path, *, values: list[float] | None) -> PPOConfig:
+    """Settings with a reward model of three classes, as step 2 exports it."""
     config = toy_config(toy)
     model = load_classifier(config.reward, device=CPU, num_labels=3, seed=5)
     model.config.update({"class_values": values} if values else {})
@@ -32,8 +32,8 @@ def of_classes(toy: Path, directory: Path, *, values: list[float] | None) -> PPO
     )
 
 
-def test_the_score_of_classes_is_their_expected_value(toy: Path, tmp_path: Path) -> None:
-    config = of_classes(toy, tmp_path, values=[0.0, 1.0, 4.0])
+def test_class_score_is_the_expected_class_value(toy: Path, tmp_path: Path) -> None:
+    config = class_reward_config(toy, tmp_path, values=[0.0, 1.0, 4.0])
     plain = load_classifier(config.reward, device=CPU)
 
     reward = load_reward(config, build_tokenizer(), device=CPU)
@@ -46,10 +46,10 @@ def test_the_score_of_classes_is_their_expected_value(toy: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_critic_from_a_model_of_classes_has_a_head_of_its_own(
+def test_critic_from_a_class_model_has_a_new_scalar_head(
     toy: Path, tmp_path: Path, stage: int
 ) -> None:
-    config = of_classes(toy, tmp_path, values=[0.0, 1.0, 4.0])
+    config = class_reward_config(toy, tmp_path, values=[0.0, 1.0, 4.0])
     config = replace(config, critic=replace(config.critic, zero_stage=stage))
 
     passes = load_critic(config, build_tokenizer(), total_steps=1)

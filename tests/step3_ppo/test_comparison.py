@@ -1,4 +1,4 @@
-"""The comparison with the base model, which the run does without where it can't be had."""
+"""The comparison with the base model, which is omitted if there is none."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from step3_ppo.evaluate import HeldOut
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 
-def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(toy: Path) -> None:
+def test_base_model_gives_the_initial_actors_answers(toy: Path) -> None:
     config = toy_config(toy)
     prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS]
     held = HeldOut(toy_models(config), prompts, config)
@@ -20,6 +20,6 @@ def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(to
     assert base is not None
     assert (base.greedy, base.sampled) == (expected.greedy, expected.sampled)
     assert responses_of_base(held, FrozenModelConfig()) is None
-    cut_off = [(each.score, each.raw_score or 0) for each in expected.greedy if not each.stopped]
-    assert all(score == min(raw, -1.5) for score, raw in cut_off)  # missing_eos_score, in its unit
-    assert any(score < raw for score, raw in cut_off)
+    cut = [(a.score, a.raw_score or 0) for a in expected.greedy if not a.stopped]
+    assert all(score == min(raw, -1.5) for score, raw in cut)  # missing_eos_score, in its unit
+    assert any(score < raw for score, raw in cut)

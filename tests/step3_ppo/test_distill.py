@@ -1,4 +1,4 @@
-"""Distillation: the gradients by hand, a student that approaches its teacher, refusals."""
+"""Distillation: gradients, convergence to the teacher, and invalid settings."""
 
 import json
 import shutil
@@ -27,24 +27,24 @@ from step3_ppo.rollout import generate_responses
 from step3_ppo.served_teacher import ServedTeacher
 from tests.inference.serve.serving import serving
 from tests.pipeline.data.tokenizers import byte_level
-from tests.step3_ppo.resumed import run_whole_and_resumed
+from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import (
     PROMPTS,
-    distance,
-    gradients,
+    read_gradients,
+    relative_error,
+    run_update,
     save_models,
     toy_config,
     toy_models,
-    updated,
 )
 
 
-def taught(toy: Path, method: str = "distill", **changes: Any) -> PPOConfig:
-    given = {"method": method, "teacher": FrozenModelConfig(path=str(toy / "teacher"))}
-    return toy_config(toy, **{**METHODS[method], **given, **changes})
+def distill_config(toy: Path, method: str = "distill", **changes: Any) -> PPOConfig:
+    teacher = {"method": method, "teacher": FrozenModelConfig(path=str(toy / "teacher"))}
+    return toy_config(toy, **{**METHODS[method], **teacher, **changes})
 
 
-def sampled(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
+def sample_on_policy(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
     count = config.rollout_size
     prompts, keys = PROMPTS * (count // len(PROMPTS)), range(seed * count, (seed + 1) * count)
     responses = generate_responses(models, prompts, config, keys=keys)
@@ -52,129 +52,129 @@ def sampled(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
     return compute_advantages(experience, torch.zeros(count), config, kl_coef=1.0)
 
 
-def test_the_gradient_is_that_of_each_tokens_log_ratio_and_none_later(toy: Path) -> None:
-    config = taught(toy)
+def test_gradient_uses_each_tokens_log_ratio_as_advantage(toy: Path) -> None:
+    config = distill_config(toy)
     models = toy_models(config)
-    rollout = sampled(models, config)
-    seen, mask = rollout.experience, rollout.experience.mask
+    rollout = sample_on_policy(models, config)
+    experience, mask = rollout.experience, rollout.experience.mask
     logprobs = models.actor(rollout.minibatch(range(len(PROMPTS))).tokens).logprobs
-    advantages = (seen.ref_logprobs - seen.logprobs)[mask]
+    advantages = (experience.ref_logprobs - experience.logprobs)[mask]
     parameters = dict(models.actor.model.named_parameters())
     loss = -(advantages * logprobs).sum() / len(logprobs)
     expected = torch.autograd.grad(loss, list(parameters.values()))
 
-    updated(models, rollout, config)
+    run_update(models, rollout, config)
 
     assert torch.equal(rollout.advantages[mask], advantages)
     torch.testing.assert_close(rollout.reward_score, rollout.advantages.sum(dim=1))
-    found = torch.cat([gradients(models.actor)[name].flatten() for name in parameters])
-    assert distance(found, torch.cat([each.flatten() for each in expected])) < 1e-4
+    actual = torch.cat([read_gradients(models.actor)[name].flatten() for name in parameters])
+    assert relative_error(actual, torch.cat([grad.flatten() for grad in expected])) < 1e-4
 
 
 @pytest.mark.parametrize(("beta", "size"), [(0.0, 6), (0.1, 9), (1.0, 6)])
-def test_the_divergence_in_tiles_has_the_gradients_of_whole_logits(beta: float, size: int) -> None:
+def test_tiled_divergence_matches_full_logits(beta: float, size: int) -> None:
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     inputs = hidden, matrix, bias = [draw(n).requires_grad_() for n in ((5, 4), (size, 4), (size,))]
     teacher, targets, weights = draw(5, 8), torch.tensor([0, 5, 2, 2, 1]), torch.rand(5)
     logits = F.linear(hidden, matrix, bias) / 0.7
-    own = logits[:, :8].softmax(dim=1)  # the last ids of the larger model are padding
-    other = (teacher[:, :size] / 0.7).softmax(dim=1)
-    mixture = beta * other + (1 - beta) * own
-    forward, reverse = other * (other / mixture).log(), own * (own / mixture).log()
+    p = logits[:, :8].softmax(dim=1)  # the larger model's last ids are padding
+    q = (teacher[:, :size] / 0.7).softmax(dim=1)
+    mixture = beta * q + (1 - beta) * p
+    forward, reverse = q * (q / mixture).log(), p * (p / mixture).log()
     terms = {0: forward, 1: reverse}.get(beta, beta * forward + (1 - beta) * reverse)
     expected = (terms.sum(dim=1) * weights).sum()
 
     settings = {"beta": beta, "temperature": 0.7, "tile": 12}
     loss, *figures = gkd_loss(Output(*inputs), Output(teacher), targets, weights, **settings)
 
-    kl = (own * (own / other).log()).sum(dim=1)
+    kl = (p * (p / q).log()).sum(dim=1)
     logprobs = logits.log_softmax(dim=1)[range(5), targets]
     torch.testing.assert_close([loss, *figures], [expected, logprobs, kl])
-    found, wanted = (torch.autograd.grad(3 * each, inputs) for each in (loss, expected))
-    torch.testing.assert_close(found, wanted)
+    actual, grads = (torch.autograd.grad(3 * value, inputs) for value in (loss, expected))
+    torch.testing.assert_close(actual, grads)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gkd_learns_from_all_logits_of_a_large_vocabulary(tmp_path: Path, stage: int) -> None:
+def test_gkd_gradient_matches_full_logits_of_a_large_vocabulary(tmp_path: Path, stage: int) -> None:
     save_models(tmp_path, vocab_size=LARGE_VOCABULARY)
-    config = taught(tmp_path, "gkd", group_size=2, micro_batch_size=4)
+    config = distill_config(tmp_path, "gkd", group_size=2, micro_batch_size=4)
     config = replace(config, actor=replace(config.actor, zero_stage=stage))
     models = toy_models(config)
-    rollout = sampled(models, config)
+    rollout = sample_on_policy(models, config)
     batch, device = rollout.minibatch(range(len(PROMPTS))).tokens, torch.device("cpu")
     sources = config.actor, config.teacher
-    both = [Policy(load_causal_lm(each, device=device, seed=0)) for each in sources]
-    own, other = (policy.logits(batch) for policy in both)
-    losses, of_logits = generalized_jsd(own.log_softmax(1), other.log_softmax(1), beta=0.5)
-    own.backward(of_logits / len(of_logits))
+    policies = [Policy(load_causal_lm(source, device=device, seed=0)) for source in sources]
+    student, teacher = (policy.logits(batch) for policy in policies)
+    losses, logits_grad = generalized_jsd(student.log_softmax(1), teacher.log_softmax(1), beta=0.5)
+    student.backward(logits_grad / len(logits_grad))
 
-    update = updated(models, rollout, config)
+    update = run_update(models, rollout, config)
 
     assert update.metrics["policy_loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
     assert update.metrics["ratio_error"] < 1e-4
-    found, plain = gradients(models.actor), dict(both[0].named_parameters())
-    wanted = torch.cat([plain[name].grad.flatten() for name in found])
-    assert distance(torch.cat([each.flatten() for each in found.values()]), wanted) < 1e-4
+    actual, plain = read_gradients(models.actor), dict(policies[0].named_parameters())
+    expected = torch.cat([plain[name].grad.flatten() for name in actual])
+    assert relative_error(torch.cat([grad.flatten() for grad in actual.values()]), expected) < 1e-4
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     ("method", "size", "rounds", "lr"), [("distill", 128, 20, 0.005), ("gkd", 64, 10, 0.01)]
 )
-def test_a_student_approaches_a_less_certain_teacher(
+def test_student_approaches_its_teacher(
     toy: Path, tmp_path: Path, method: str, size: int, rounds: int, lr: float
 ) -> None:
-    config = taught(toy, method, rollout_size=size, batch_size=size, micro_batch_size=64)
+    config = distill_config(toy, method, rollout_size=size, batch_size=size, micro_batch_size=64)
     optim = replace(config.actor.optim, lr=lr)
     config = replace(config, actor=replace(config.actor, optim=optim))
-    models, course = toy_models(config), list[float]()
+    models, kls = toy_models(config), list[float]()
     models.policy.model.norm.weight.data.mul_(0.3)
     models.policy.save_pretrained(tmp_path)
     models.chat.tokenizer.save_pretrained(tmp_path)
     models = toy_models(replace(config, teacher=FrozenModelConfig(path=str(tmp_path))))
     for seed in range(rounds):
-        rollout = sampled(models, config, seed=seed)
-        course.append(kl_statistics(rollout.experience)["kl"])
-        updated(models, rollout, config, rows=range(size))
+        rollout = sample_on_policy(models, config, seed=seed)
+        kls.append(kl_statistics(rollout.experience)["kl"])
+        run_update(models, rollout, config, rows=range(size))
 
-    assert 0 < sum(course[-3:]) < 0.7 * sum(course[:3]), course
+    assert 0 < sum(kls[-3:]) < 0.7 * sum(kls[:3]), kls
 
 
 @pytest.mark.parametrize("method", ["distill", "gkd"])
-def test_a_run_has_no_other_model_and_resumes(toy: Path, tmp_path: Path, method: str) -> None:
+def test_run_uses_only_actor_and_teacher_and_resumes(
+    toy: Path, tmp_path: Path, method: str
+) -> None:
     settings = {"max_steps": 2, "save_every": 1, "keep_best": False, "max_prompt_length": 40}
-    config = taught(toy, method, **settings)
+    config = distill_config(toy, method, **settings)
     config = replace(config, data=replace(config.data, max_eval_rows=4))
-    runs = run_whole_and_resumed(config, tmp_path)
+    runs = run_full_and_resumed(config, tmp_path)
 
     whole, again = (tmp_path / name / "actor/model.safetensors" for name in ("whole", "again"))
     assert whole.read_bytes() == again.read_bytes()
     assert config.unused_roles == {"critic", "reward", "reference"}
     roles = [model.role for model in config.workload(1).models]
     assert roles == ["actor", "teacher", "base"]
-    kept, resumed = ([each for each in lines if "reverse_kl" in each] for lines in runs)
-    for line, other in zip(kept, resumed, strict=True):
+    full, resumed = ([line for line in lines if "reverse_kl" in line] for lines in runs)
+    for line, other in zip(full, resumed, strict=True):
         assert line["reverse_kl"] == other["reverse_kl"]
         assert line["score"] == pytest.approx(-line["reverse_kl"] * line["response_length"])
     figures = json.loads((tmp_path / "whole/result.json").read_text())["eval"]
     assert (figures["score_before"] < 0, figures["kl"], "kl" in line) == (True, None, False)
 
 
-def test_a_served_teacher_gives_the_log_probabilities_of_a_local_one(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = taught(toy)
-    rollout = sampled(toy_models(config), config)
+def test_served_teacher_matches_a_local_one(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = distill_config(toy)
+    rollout = sample_on_policy(toy_models(config), config)
     with serving((ModelPath("teacher", str(toy / "teacher")),), log_requests=False) as running:
         served = replace(config, teacher=FrozenModelConfig(), teacher_url=f"{running.url}/v1")
         models = toy_models(served)
-        remote = sampled(models, served)
+        remote = sample_on_policy(models, served)
         assert (models.reference, served.unused_roles >= {"teacher"}) == (None, True)
         with pytest.raises(ModelError, match="has a different tokenizer from the actor's"):
             ServedTeacher(running.url, byte_level())
 
-    found, expected = (each.experience.ref_logprobs for each in (remote, rollout))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    actual, expected = (r.experience.ref_logprobs for r in (remote, rollout))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     assert torch.equal(remote.experience.logprobs, rollout.experience.logprobs)
     monkeypatch.setenv("TEACHER_API_KEY", "secret")
     with pytest.raises(ConfigError, match="would send TEACHER_API_KEY unencrypted"):
@@ -183,8 +183,8 @@ def test_a_served_teacher_gives_the_log_probabilities_of_a_local_one(
         replace(served, temperature=0.7)
 
 
-def test_what_can_not_teach_is_refused(toy: Path, tmp_path: Path) -> None:
-    config = taught(toy)
+def test_invalid_teacher_is_rejected(toy: Path, tmp_path: Path) -> None:
+    config = distill_config(toy)
     byte_level().save_pretrained(shutil.copytree(toy / "teacher", tmp_path / "teacher"))
     with pytest.raises(ModelError, match=r"the actor and \S+ have different tokenizers"):
         toy_models(replace(config, teacher=FrozenModelConfig(path=str(tmp_path / "teacher"))))
@@ -195,7 +195,7 @@ def test_what_can_not_teach_is_refused(toy: Path, tmp_path: Path) -> None:
         replace(config, rewards=sources)
     with pytest.raises(ConfigError, match="--teacher is for --method distill or gkd, not grpo"):
         replace(config, method="grpo", output_dir=Path("out/step3_ppo"))
-    full = taught(toy, "gkd")
+    full = distill_config(toy, "gkd")
     with pytest.raises(ConfigError, match="gkd compares all logits, which servers don't return"):
         replace(full, teacher=FrozenModelConfig(), teacher_url="http://127.0.0.1:1/v1")
     with pytest.raises(ConfigError, match="--method gkd learns from its teacher alone"):

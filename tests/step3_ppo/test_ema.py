@@ -17,7 +17,7 @@ def fill(engine: Engine, value: float) -> None:
     engine.load_masters([torch.full_like(master, value) for master in engine.masters()])
 
 
-def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
+def test_ema_moves_by_one_minus_decay() -> None:
     engine = make_engine(nn.Linear(1, 1, bias=False))
     fill(engine, 1.0)
     ema = Ema(engine, decay=0.75)
@@ -32,24 +32,24 @@ def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
     assert averages == [1.25, 1.4375, 0.828125]
 
 
-def test_the_models_own_weights_come_back_to_the_bit_also_after_an_error() -> None:
+def test_trained_weights_are_restored_bitwise_after_an_error() -> None:
     model = nn.Linear(3, 2).bfloat16()
     engine = make_engine(model)
     ema = Ema(engine, decay=0.5)
     engine.load_masters([master + 1 / 3 for master in engine.masters()])
     ema.update()
-    own = {name: param.clone() for name, param in model.named_parameters()}
+    original = {name: param.clone() for name, param in model.named_parameters()}
     masters = [master.clone() for master in engine.masters()]
 
-    def interrupted() -> None:
+    def interrupt() -> None:
         with ema.applied():
-            shown = engine.groups[0].flat.cut(ema.weights[0])["weight"].bfloat16()
-            assert torch.equal(model.weight, shown)
-            assert not torch.equal(model.weight, own["weight"])
+            average = engine.groups[0].flat.cut(ema.weights[0])["weight"].bfloat16()
+            assert torch.equal(model.weight, average)
+            assert not torch.equal(model.weight, original["weight"])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        interrupt()
 
-    assert all(torch.equal(param, own[name]) for name, param in model.named_parameters())
+    assert all(torch.equal(param, original[name]) for name, param in model.named_parameters())
     assert all(map(torch.equal, engine.masters(), masters))

@@ -1,4 +1,4 @@
-"""Episodes of several turns: tokens, limits, failures."""
+"""Multi-turn episodes: tokens, limits and failures."""
 
 import re
 from collections.abc import Iterator
@@ -22,27 +22,27 @@ from step3_ppo.reward_sources import RewardSources, Submitting
 from step3_ppo.rewards import compute_rewards
 from step3_ppo.rollout import PromptBatch, generate_responses, sampled_responses
 from tests.distributed import rank, run_ranks, world_size
-from tests.step3_ppo.games import game_config, game_models, rows
+from tests.step3_ppo.games import game_config, game_models, make_prompts
 from tests.step3_ppo.toy import END
 
 
 @contextmanager
-def playing(config: PPOConfig) -> Iterator[Models]:
-    """The models, with workers that play."""
+def load_with_workers(config: PPOConfig) -> Iterator[Models]:
+    """The toy models, with the environment's workers."""
     with RewardSources(config) as sources:
         yield game_models(config, sources)
 
 
-def played(
+def run_episodes(
     models: Models, config: PPOConfig, *extra: dict[str, Any], first: int = 0
 ) -> list[EpisodeResponse]:
-    """An episode for each row; keys from `first` on."""
+    """Run one episode per row, with keys from `first`."""
     keys = range(first, first + len(extra))
-    batch = PromptBatch(groups=[], prompts=rows(models, *extra), rows=[], keys=list(keys))
+    batch = PromptBatch(groups=[], prompts=make_prompts(models, *extra), rows=[], keys=list(keys))
     submit = Submitting(models.sources, batch.prompts, models.chat)
     episodes = sampled_responses(models, batch, config, on_response=submit)
-    assert all(isinstance(each, EpisodeResponse) for each in episodes)
-    return [each for each in episodes if isinstance(each, EpisodeResponse)]
+    assert all(isinstance(episode, EpisodeResponse) for episode in episodes)
+    return [episode for episode in episodes if isinstance(episode, EpisodeResponse)]
 
 
 def answer_ids(episode: EpisodeResponse) -> list[list[int]]:
@@ -56,28 +56,28 @@ def answer_ids(episode: EpisodeResponse) -> list[list[int]]:
     return turns
 
 
-def test_an_environment_of_one_turn_is_the_plain_rollout(toy: Path) -> None:
+def test_one_turn_environment_matches_the_plain_rollout(toy: Path) -> None:
     config = game_config(toy, "Plain")
     plain = replace(config, environment=None, rewards=(), missing_eos_score=None)
-    with playing(config) as models:
-        prompts = rows(models, *[{}] * 8)
+    with load_with_workers(config) as models:
+        prompts = make_prompts(models, *[{}] * 8)
         inputs = [prompt.input_ids for prompt in prompts]
         expected = generate_responses(models, inputs, plain, keys=range(8))
 
-        episodes = played(models, config, *[{}] * 8)
+        episodes = run_episodes(models, config, *[{}] * 8)
 
-        assert [each.ids for each in episodes] == [each.ids for each in expected]
-        assert [each.stopped for each in episodes] == [each.stopped for each in expected]
-        assert any(each.stopped for each in expected)
-        one = score_responses(models, inputs, episodes, config)
-        other = score_responses(models, inputs, expected, config)
-    assert one.sequences == other.sequences
-    assert torch.allclose(one.sampled_logprobs, other.sampled_logprobs, atol=1e-5)
+        assert [e.ids for e in episodes] == [e.ids for e in expected]
+        assert [e.stopped for e in episodes] == [e.stopped for e in expected]
+        assert any(response.stopped for response in expected)
+        actual = score_responses(models, inputs, episodes, config)
+        target = score_responses(models, inputs, expected, config)
+    assert actual.sequences == target.sequences
+    assert torch.allclose(actual.sampled_logprobs, target.sampled_logprobs, atol=1e-5)
     for name in ("mask", "logprobs", "ref_logprobs", "entropy", "stopped"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert torch.equal(getattr(actual, name), getattr(target, name)), name
 
 
-def test_what_was_sampled_is_never_encoded_again_and_observations_come_as_the_format_cuts_them(
+def test_episodes_keep_sampled_tokens_and_encode_only_observations(
     toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tickets: list[Ticket] = []
@@ -89,62 +89,61 @@ def test_what_was_sampled_is_never_encoded_again_and_observations_come_as_the_fo
 
     monkeypatch.setattr("step3_ppo.episodes.OpenBatch", Recording)
     config = game_config(toy, "Counting")
-    with playing(config) as models:
+    with load_with_workers(config) as models:
         chat = models.chat
-        episodes = played(models, config, *[{"turns": 3}] * 8)
-        opening = [chat.encode_prompt(each.opening) for each in episodes]
-        between = chat.encode_observation(
+        episodes = run_episodes(models, config, *[{"turns": 3}] * 8)
+        openings = [chat.encode_prompt(episode.opening) for episode in episodes]
+        observation = chat.encode_observation(
             (*episodes[0].opening, Message("assistant", "x")), [Message("user", "go on")]
         )
-        experience = score_responses(models, opening, episodes, config)
+        experience = score_responses(models, openings, episodes, config)
 
     # The last token of a response is read with the observation.
-    read = {len(each.request.prompt) - each.num_reused for each in tickets[8:] if each.num_reused}
-    assert read == {1 + len(between)}
-    encoded_alike = 0
-    for episode, begin in zip(episodes, opening, strict=True):
+    read_lengths = {len(t.request.prompt) - t.num_reused for t in tickets[8:] if t.num_reused}
+    assert read_lengths == {1 + len(observation)}
+    num_equal = 0
+    for episode, opening in zip(episodes, openings, strict=True):
         turns = answer_ids(episode)
-        expected = [*begin, *turns[0]]
+        expected = [*opening, *turns[0]]
         for turn in turns[1:]:
-            expected += [*between, *turn]
+            expected += [*observation, *turn]
         assert episode.sequence.input_ids == expected
         assert [token for turn in turns for token in turn] == episode.ids
         assert all(turn[-1] == END for turn in turns[:-1])
         texts = [turn.content for turn in episode.turns if turn.role == "assistant"]
         for turn, text in zip(turns, texts, strict=True):
-            again = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
-            encoded_alike += again == [token for token in turn if token != END]
-    # The trap: tokens of a random model are often not those that their text has.
-    assert encoded_alike < sum(each.num_turns for each in episodes)
+            encoded = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+            num_equal += encoded == [token for token in turn if token != END]
+    # The text of a random model is often encoded to other tokens than were sampled.
+    assert num_equal < sum(episode.num_turns for episode in episodes)
     gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().max()
     assert gap < 1e-5
 
 
-def test_limits_end_an_episode_without_its_environment_s_consent(toy: Path) -> None:
+def test_episodes_end_at_turn_and_token_limits(toy: Path) -> None:
     endless = {"turns": 99}
     config = game_config(toy, "Counting", max_turns=2)
-    with playing(config) as models:
-        by_turns = played(models, config, *[endless] * 8)
+    with load_with_workers(config) as models:
+        by_turns = run_episodes(models, config, *[endless] * 8)
         short = replace(config, max_turns=50)
-        by_tokens = played(models, short, *[endless] * 8)
+        by_tokens = run_episodes(models, short, *[endless] * 8)
         figures = episode_statistics(by_tokens, short)
 
-    ended = [each for each in by_turns if each.end == "turns"]
+    ended = [episode for episode in by_turns if episode.end == "turns"]
     assert ended
-    for each in ended:
-        assert each.num_turns == 2
-        assert not each.stopped
-        assert each.turns[-1].role == "assistant"
-        assert each.verdict.parts["turns"] == pytest.approx(0.2)  # both answers were judged
-    assert {each.end for each in by_tokens} == {"tokens"}
-    for each in by_tokens:
-        after = len(each.sequence) - each.sequence.trained.index(True)
-        assert after <= 40
-        assert each.sequence.trained[-1]  # no final observation without a response
+    for episode in ended:
+        assert episode.num_turns == 2
+        assert not episode.stopped
+        assert episode.turns[-1].role == "assistant"
+        assert episode.verdict.parts["turns"] == pytest.approx(0.2)  # both answers were scored
+    assert {episode.end for episode in by_tokens} == {"tokens"}
+    for episode in by_tokens:
+        assert len(episode.sequence) - episode.sequence.trained.index(True) <= 40
+        assert episode.sequence.trained[-1]  # no final observation without a response
     assert figures["ended_by_tokens"] == 1.0
-    assert figures["turns"] == sum(each.num_turns for each in by_tokens) / 8
-    observed = sum(len(each.sequence) - len(each.ids) for each in by_tokens)
-    openings = sum(each.sequence.trained.index(True) for each in by_tokens)
+    assert figures["turns"] == sum(episode.num_turns for episode in by_tokens) / 8
+    observed = sum(len(episode.sequence) - len(episode.ids) for episode in by_tokens)
+    openings = sum(episode.sequence.trained.index(True) for episode in by_tokens)
     assert figures["observation_length"] == (observed - openings) / 8
 
 
@@ -159,54 +158,54 @@ FAILURES = {
     "nan": "it returned nan, which is not finite",
     "word": "it returned str 'good' instead",
 }
-"""Faults of an environment, and the error message of each."""
+"""Faults of an environment and their error messages."""
 
 
-def test_what_fails_in_an_environment_is_masked_and_said_and_costs_nobody_else(toy: Path) -> None:
+def test_failed_episode_is_masked_and_others_are_unaffected(toy: Path) -> None:
     config = game_config(toy, "Broken", reward_timeout=1.0, max_reward_failures=1.0, group_size=2)
-    with playing(config) as models:
-        whole: list[dict[str, Any]] = [{"how": None, "turns": 2}] * (len(FAILURES) + 1)
-        extra = [*({"how": how, "turns": 2} for how in FAILURES), *whole]
-        episodes = played(models, config, *extra)
-        score = torch.tensor([each.stopped for each in episodes])
+    with load_with_workers(config) as models:
+        healthy: list[dict[str, Any]] = [{"how": None, "turns": 2}] * (len(FAILURES) + 1)
+        extra = [*({"how": fault, "turns": 2} for fault in FAILURES), *healthy]
+        episodes = run_episodes(models, config, *extra)
+        score = torch.tensor([episode.stopped for episode in episodes])
         rewards = compute_rewards(models, None, score, config)
 
-    for how, sentence, episode in zip(FAILURES, FAILURES.values(), episodes, strict=False):
-        assert len(episode.ids) > 0, how
-        if episode.end == "tokens":  # its answer was cut off, and never judged
+    for fault, message, episode in zip(FAILURES, FAILURES.values(), episodes, strict=False):
+        assert len(episode.ids) > 0, fault
+        if episode.end == "tokens":  # its answer was truncated and not scored
             continue
         assert episode.verdict.outcome.value is None
         failure = episode.verdict.outcome.failure or ""
-        assert re.search(sentence, failure), (how, failure)
+        assert re.search(message, failure), (fault, failure)
     known = rewards.known.tolist()
-    assert known[len(FAILURES) :] == [True] * len(whole)
+    assert known[len(FAILURES) :] == [True] * len(healthy)
     assert not any(
         is_known
-        for is_known, each in zip(known, episodes[: len(FAILURES)], strict=False)
-        if each.end != "tokens"
+        for is_known, episode in zip(known, episodes[: len(FAILURES)], strict=False)
+        if episode.end != "tokens"
     )
-    assert episodes[0].opening[-1].content == "hi"  # the row's own prompt, answered
+    assert episodes[0].opening[-1].content == "hi"  # the row's prompt
     figures = rewards.metrics()
     assert figures["reward_failures"] == pytest.approx(known.count(False) / len(known))
 
 
-def share(directory: str) -> list[tuple[list[int], float | None]]:
-    """Two groups of four on one process, or one on each of two."""
+def run_shard(directory: str) -> list[tuple[list[int], float | None]]:
+    """Run two groups of four episodes, distributed over the processes."""
     config = game_config(Path(directory), "Counting")
     groups = range(rank(), 2, world_size())
-    with playing(config) as models:
-        found: list[EpisodeResponse] = []
+    with load_with_workers(config) as models:
+        episodes: list[EpisodeResponse] = []
         for group in groups:
-            found += played(models, config, *[{}] * 4, first=4 * group)
+            episodes += run_episodes(models, config, *[{}] * 4, first=4 * group)
         models.sources.results()
-    return [(each.sequence.input_ids, each.verdict.outcome.value) for each in found]
+    return [(episode.sequence.input_ids, episode.verdict.outcome.value) for episode in episodes]
 
 
 @pytest.mark.jobs
-def test_two_processes_play_what_one_plays(toy: Path) -> None:
-    game_config(toy, "Counting")  # writes the files that both read
-    expected = share(str(toy))
+def test_two_processes_run_the_episodes_of_one(toy: Path) -> None:
+    game_config(toy, "Counting")  # writes the files that both processes read
+    expected = run_shard(str(toy))
 
-    first, second = run_ranks(share, str(toy))
+    first, second = run_ranks(run_shard, str(toy))
 
     assert [*first, *second] == expected

@@ -1,4 +1,4 @@
-"""Every method on real processes: the same weights at every stage, after a cut, on 1 and 2."""
+"""Every method resumes bitwise and learns the same on one and two processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
-from tests.step3_ppo.resumed import run_whole_and_resumed
+from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import toy_config
 from tests.test_resume import read_metrics
 
@@ -25,9 +25,9 @@ CASES = [
 
 
 def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
-    """The method's row on groups of two; scores count by their sign, so that some are equal.
+    """Settings of a method on groups of two, with scores clipped to signs, so that some are equal.
 
-    Rates are small, so that rounding stays so.
+    Learning rates are small, so that rounding errors stay small.
     """
     row = {**METHODS[method], "rollout_size": 8, "batch_size": 4}
     row["batch_size"] = 8 if row.get("loss") == "none" else 4
@@ -58,7 +58,7 @@ def at_stage(config: PPOConfig, stage: int, out: Path) -> PPOConfig:
     return replace(config, output_dir=out, **trained)
 
 
-def exported(out: Path) -> dict[str, torch.Tensor]:
+def load_actor(out: Path) -> dict[str, torch.Tensor]:
     """The actor's weights."""
     return load_file(out / "actor" / "model.safetensors")
 
@@ -67,40 +67,38 @@ def _train(config: PPOConfig) -> None:
     train(config)
 
 
-def same(one: Path, other: Path) -> bool:
-    first, second = exported(one), exported(other)
+def same_actors(first_dir: Path, second_dir: Path) -> bool:
+    first, second = load_actor(first_dir), load_actor(second_dir)
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("method", CASES)
-def test_a_method_that_was_cut_off_ends_as_the_whole_run(
-    method: str, toy: Path, tmp_path: Path
-) -> None:
-    run_whole_and_resumed(make_config(method, toy, tmp_path, save_every=1), tmp_path)
+def test_interrupted_method_resumes_bitwise(method: str, toy: Path, tmp_path: Path) -> None:
+    run_full_and_resumed(make_config(method, toy, tmp_path, save_every=1), tmp_path)
 
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    assert read_metrics(again) == read_metrics(whole)
-    assert same(again, whole)
+    full, resumed = tmp_path / "whole", tmp_path / "again"
+    assert read_metrics(resumed) == read_metrics(full)
+    assert same_actors(resumed, full)
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("method", CASES)
-def test_a_method_learns_the_same_on_one_and_two_processes(
+def test_method_learns_the_same_on_one_and_two_processes(
     method: str, toy: Path, tmp_path: Path
 ) -> None:
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    config = make_config(method, toy, alone)
+    single, together = tmp_path / "alone", tmp_path / "together"
+    config = make_config(method, toy, single)
     train(config)
     run_ranks(_train, at_stage(config, 3, together))
 
     if config.dynamic_sampling > 0:
-        assert sum(line.get("refills", 0) for line in read_metrics(alone)) > 0
-    kls = [line.get("kl", line.get("eval_kl")) for line in read_metrics(alone)]
+        assert sum(line.get("refills", 0) for line in read_metrics(single)) > 0
+    kls = [line.get("kl", line.get("eval_kl")) for line in read_metrics(single)]
     assert any(kl is not None for kl in kls) == (config.reference_role == "reference")
-    one, two = exported(alone), exported(together)
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(read_metrics(alone), read_metrics(together), strict=True):
+    expected, actual = load_actor(single), load_actor(together)
+    for name in expected:
+        torch.testing.assert_close(expected[name], actual[name], rtol=1e-4, atol=1e-5)
+    for mine, other in zip(read_metrics(single), read_metrics(together), strict=True):
         for name in mine.keys() & {"refills", "response_length", "dead_groups", "reward_score"}:
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), name
+            assert mine[name] == pytest.approx(other[name], abs=1e-6), name

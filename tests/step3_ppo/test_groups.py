@@ -1,4 +1,4 @@
-"""Several responses to each prompt, without a critic."""
+"""Groups of several responses per prompt, without a critic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 GROUP = {"advantage": "grpo", "group_size": 4}
 
 
-def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
+def test_group_responses_differ_and_share_their_prompt(toy: Path) -> None:
     config = toy_config(toy, **GROUP)
     models = toy_models(config)
     prompts = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
@@ -23,15 +23,15 @@ def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
     score = compute_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=0.0)
 
-    whole = sum(map(len, experience.sequences))
+    num_tokens = sum(map(len, experience.sequences))
     shared = rollout.minibatch(range(8)).tokens
-    assert shared.num_tokens == whole - 3 * len(PROMPTS[0]) - 3 * len(PROMPTS[1])
-    apart = replace(experience, shares_prompts=False)
-    logprobs = models.actor(replace(rollout, experience=apart).minibatch(range(8)).tokens).logprobs
+    assert shared.num_tokens == num_tokens - 3 * len(PROMPTS[0]) - 3 * len(PROMPTS[1])
+    split = replace(experience, shares_prompts=False)
+    logprobs = models.actor(replace(rollout, experience=split).minibatch(range(8)).tokens).logprobs
     torch.testing.assert_close(experience.logprobs[experience.mask], logprobs, rtol=0, atol=1e-5)
 
     assert len({tuple(response.ids) for response in responses[:4]}) > 1
-    of_response = rollout.advantages[:, 0].view(2, 4)  # each token's is that of the response
+    of_response = rollout.advantages[:, 0].view(2, 4)  # all tokens have the response's advantage
     torch.testing.assert_close(of_response.sum(dim=1), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(
         of_response.argmax(dim=1), rollout.reward_score.view(2, 4).argmax(dim=1)

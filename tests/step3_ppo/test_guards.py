@@ -1,4 +1,4 @@
-"""Guards report a run once until it recovers, and roll it back."""
+"""Guards report an unhealthy signal once until it recovers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import WARNING, GuardConfig
 from step3_ppo.guards import RLSignals, diverges
 
-SOUND = {
+HEALTHY = {
     "kl": 1.0,
     "ratio_max": 1.5,
     "entropy": 0.5,
@@ -25,7 +25,7 @@ SOUND = {
     "rollout_gap": 1e-5,
 }
 
-WRONG: dict[str, tuple[dict[str, float], str]] = {
+UNHEALTHY: dict[str, tuple[dict[str, float], str]] = {
     "kl_per_token>0.25": ({"kl": 2.6}, "the KL to the reference is 0.26 nats per token, above"),
     "ratio_max>20": ({"ratio_max": 85.0}, "the largest policy ratio is 85, above 20"),
     "entropy<0.2": (
@@ -45,54 +45,54 @@ WRONG: dict[str, tuple[dict[str, float], str]] = {
 
 
 WINDOWS = {"kl_per_token>0.25": 1, "ratio_max>20": 1, "explained_variance<0": 5}
-"""Iterations in which a default guard must see its limit exceeded; 3 for all others."""
+"""Consecutive iterations beyond the limit that a default guard needs; 3 for all others."""
 
 
-def sentences(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
+def check(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
     return [trip.sentence for trip in guards.check(step, metrics)]
 
 
-def test_with_adapters_the_sentence_names_their_learning_rate() -> None:
+def test_message_with_adapters_names_their_learning_rate() -> None:
     rate, _ = TrainedModelConfig(path="base", lora=LoraConfig()).rate
     guards = Guards(WARNING, RLSignals(rate=rate, critic_rate="optim.lr"))
 
-    (said,) = sentences(guards, 1, SOUND | WRONG["kl_per_token>0.25"][0])
+    (message,) = check(guards, 1, HEALTHY | UNHEALTHY["kl_per_token>0.25"][0])
 
-    assert said.endswith("lower ppo.actor.lora.lr")
+    assert message.endswith("lower ppo.actor.lora.lr")
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_signal_out_of_order_is_one_sentence_until_it_has_recovered(name: str) -> None:
-    changes, sentence = WRONG[name]
-    guards, wrong = Guards(WARNING, RLSignals()), SOUND | changes
+@pytest.mark.parametrize("name", UNHEALTHY)
+def test_unhealthy_signal_is_reported_once_until_it_recovers(name: str) -> None:
+    changes, message = UNHEALTHY[name]
+    guards, bad = Guards(WARNING, RLSignals()), HEALTHY | changes
     window = WINDOWS.get(name, 3)
-    course = [SOUND, *[wrong] * (window - 1), SOUND, *[wrong] * (window + 1), *[SOUND] * QUIET]
-    course += [wrong] * window
+    history = [HEALTHY, *[bad] * (window - 1), HEALTHY, *[bad] * (window + 1), *[HEALTHY] * QUIET]
+    history += [bad] * window
 
-    said = [sentences(guards, step, metrics) for step, metrics in enumerate(course, start=1)]
+    by_step = [check(guards, step, metrics) for step, metrics in enumerate(history, start=1)]
 
-    assert [step for step, each in enumerate(said) if each] == [2 * window, len(course) - 1]
-    assert all(each.startswith(sentence) for found in said for each in found)
-
-
-def test_responses_that_chance_may_have_cut_off_trip_no_guard() -> None:
-    signals, rollout = RLSignals(responses=8), {**SOUND, "stop_rate": 6 / 8}
-
-    assert signals.compute_value("stop_rate", rollout, SOUND) == 0  # error 0.15
-    assert signals.compute_value("stop_rate", {**SOUND, "stop_rate": 0.5}, SOUND) == 0.5
+    assert [step for step, sent in enumerate(by_step) if sent] == [2 * window, len(history) - 1]
+    assert all(text.startswith(message) for sent in by_step for text in sent)
 
 
-OR = ", or lower ppo.missing_eos_score"
+def test_stop_rate_within_its_error_trips_no_guard() -> None:
+    signals, rollout = RLSignals(responses=8), {**HEALTHY, "stop_rate": 6 / 8}
+
+    assert signals.compute_value("stop_rate", rollout, HEALTHY) == 0  # error 0.15
+    assert signals.compute_value("stop_rate", {**HEALTHY, "stop_rate": 0.5}, HEALTHY) == 0.5
+
+
+OR_LOWER_EOS_SCORE = ", or lower ppo.missing_eos_score"
 
 
 @pytest.mark.parametrize(
     ("ended", "scores_ends", "remedy"),
     [
-        ({}, True, f"raise ppo.max_new_tokens{OR}"),
+        ({}, True, f"raise ppo.max_new_tokens{OR_LOWER_EOS_SCORE}"),
         ({}, False, "raise ppo.max_new_tokens"),
         ({"turns": 0.25, "tokens": 0.0}, False, "raise ppo.max_turns"),
         ({"turns": 0.05, "tokens": 0.2}, False, "raise ppo.max_new_tokens or ppo.max_turns"),
-        ({"turns": 0.25, "tokens": 0.0}, True, f"raise ppo.max_turns{OR}"),
+        ({"turns": 0.25, "tokens": 0.0}, True, f"raise ppo.max_turns{OR_LOWER_EOS_SCORE}"),
         (
             {"turns": 0.0, "tokens": 0.0},
             True,
@@ -100,38 +100,38 @@ OR = ", or lower ppo.missing_eos_score"
         ),
     ],
 )
-def test_responses_that_no_longer_end_name_what_ends_them(
+def test_stop_rate_message_names_the_limiting_setting(
     ended: dict[str, float], scores_ends: bool, remedy: str
 ) -> None:
     by_limit = {f"ended_by_{name}": share for name, share in ended.items()}
     guard = GuardConfig(signal="stop_rate", limit=0.2, window=1)
     guards = Guards([guard], RLSignals(scores_ends=scores_ends))
-    guards.check(1, SOUND)
+    guards.check(1, HEALTHY)
 
-    (sentence,) = sentences(guards, 2, SOUND | {"stop_rate": 0.75} | by_limit)
+    (message,) = check(guards, 2, HEALTHY | {"stop_rate": 0.75} | by_limit)
 
-    assert sentence.partition(" 100%: ")[2] == remedy
+    assert message.partition(" 100%: ")[2] == remedy
 
 
-def measured(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:
+def figures(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:
     return {"score": score, "score_stderr": stderr, "gold": gold, "gold_stderr": stderr}
 
 
-def test_a_run_diverges_where_its_reward_rises_and_gold_falls_beyond_their_errors() -> None:
-    def found(scores: list[float], golds: list[float], **changes: Any) -> bool:
-        course = [measured(s, g, **changes) for s, g in zip(scores, golds, strict=True)]
-        return diverges(course, errors=2.0)
+def test_divergence_is_rising_reward_with_falling_gold() -> None:
+    def is_divergent(scores: list[float], golds: list[float], **changes: Any) -> bool:
+        history = [figures(s, g, **changes) for s, g in zip(scores, golds, strict=True)]
+        return diverges(history, errors=2.0)
 
     up, down = [0.5, 0.6, 0.7], [0.5, 0.4, 0.3]
-    assert found(up, down)
-    assert not found(up, up)
-    assert not found(down, down)
-    assert not found(up, down, stderr=0.08)  # 0.2 is less than 2 of its standard errors, 0.113
-    lacking = [measured(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, measured(0.7, 0.3)]
-    assert not diverges(lacking, errors=2.0)
+    assert is_divergent(up, down)
+    assert not is_divergent(up, up)
+    assert not is_divergent(down, down)
+    assert not is_divergent(up, down, stderr=0.08)  # 0.2 is less than two standard errors of 0.113
+    partial = [figures(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, figures(0.7, 0.3)]
+    assert not diverges(partial, errors=2.0)
 
 
-def test_a_guard_on_values_needs_a_critic() -> None:
+def test_explained_variance_guard_requires_a_critic() -> None:
     guard = GuardConfig(signal="explained_variance", limit=0.5, window=1)
     assert guard in PPOConfig(guards=(guard,)).guards
     with pytest.raises(ConfigError, match="a critic, which this method lacks"):

@@ -1,4 +1,4 @@
-"""The held-out prompts that step 3 answers."""
+"""The held-out prompts of step 3."""
 
 import json
 from pathlib import Path
@@ -10,16 +10,16 @@ from step3_ppo.evaluate import evaluation_cost
 from step3_ppo.rollout import load_prompts
 
 
-def write(path: Path, prompts: list[str]) -> str:
+def save(path: Path, prompts: list[str]) -> str:
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return str(path)
 
 
-def test_too_long_prompts_do_not_take_the_places_of_others(tmp_path: Path) -> None:
+def test_too_long_prompts_are_replaced_by_others(tmp_path: Path) -> None:
     long = [f"{number} {'is much too long ' * 40}" for number in range(8)]
     data = DataConfig(
-        path=(write(tmp_path / "rows.jsonl", [f"Add {number}." for number in range(40)]),),
-        eval_path=(write(tmp_path / "eval.jsonl", [*long, *(f"Take {n}." for n in range(8))]),),
+        path=(save(tmp_path / "rows.jsonl", [f"Add {number}." for number in range(40)]),),
+        eval_path=(save(tmp_path / "eval.jsonl", [*long, *(f"Take {n}." for n in range(8))]),),
         max_eval_rows=8,
     )
     config = PPOConfig(data=data, max_prompt_length=48, rollout_size=8, batch_size=8)
@@ -30,9 +30,9 @@ def test_too_long_prompts_do_not_take_the_places_of_others(tmp_path: Path) -> No
     assert texts == {f"Take {number}." for number in range(8)}
 
 
-def test_the_work_of_an_evaluation_in_iterations_by_hand() -> None:
+def test_evaluation_cost_matches_hand_computed_values() -> None:
     ppo = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=2)  # two models learn, two score
-    alone = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=1, advantage="rloo", group_size=4)
+    rloo = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=1, advantage="rloo", group_size=4)
 
     assert evaluation_cost(32, ppo) == 32 / 64 * (4 + 4) / (4 + 4 + 12)
-    assert evaluation_cost(64, alone) == (4 + 3) / (4 + 3 + 3)
+    assert evaluation_cost(64, rloo) == (4 + 3) / (4 + 3 + 3)

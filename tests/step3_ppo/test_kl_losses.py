@@ -1,7 +1,7 @@
-"""Every KL penalty's expected gradient, by enumeration of a small policy in float64.
+"""The expected gradient of every KL penalty, by enumeration of a small policy in float64.
 
-The table that the settings `kl_in` and `kl_estimator` stand on: which of them holds the policy to
-the reference by KL(pi || pi_ref), and which does something else.
+The basis of the settings `kl_in` and `kl_estimator`: which combinations penalize
+KL(pi || pi_ref), and which do something else.
 """
 
 from collections.abc import Callable
@@ -18,73 +18,73 @@ REFERENCE = torch.tensor([-1.4, 1.8, 0.1, 1.2], dtype=torch.float64).log_softmax
 OLDER = torch.tensor([0.9, 0.4, -0.2, 0.0], dtype=torch.float64).log_softmax(dim=0)
 
 
-def gradient(of: Callable[[Tensor], Tensor]) -> Tensor:
-    """With respect to the policy's logits, of a function of its log-probabilities."""
+def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Gradient of a function of the policy's log-probabilities, by its logits."""
     logits = LOGITS.clone().requires_grad_()
-    (found,) = torch.autograd.grad(of(logits.log_softmax(dim=0)), logits)
-    return found
+    (grad,) = torch.autograd.grad(function(logits.log_softmax(dim=0)), logits)
+    return grad
 
 
 FORWARD = gradient(lambda logprobs: (logprobs.exp() * (logprobs - REFERENCE)).sum())
-"""That of KL(pi || pi_ref)."""
+"""The gradient of KL(pi || pi_ref)."""
 
 BACKWARD = gradient(lambda logprobs: (REFERENCE.exp() * (REFERENCE - logprobs)).sum())
-"""That of KL(pi_ref || pi)."""
+"""The gradient of KL(pi_ref || pi)."""
 
 
-def expected(estimator: str, drawn_by: Tensor | None = None) -> Tensor:
-    """The mean gradient of a loss over the tokens that a policy draws: this one, or an older."""
+def expected(estimator: str, sampler: Tensor | None = None) -> Tensor:
+    """The mean gradient of a loss over tokens sampled by the policy, or by `sampler`."""
 
     def loss(logprobs: Tensor) -> Tensor:
-        old = logprobs.detach() if drawn_by is None else drawn_by
+        old = logprobs.detach() if sampler is None else sampler
         ratio = policy_ratio(logprobs, old)
         return (old.exp() * KL_LOSSES[estimator](logprobs - REFERENCE, ratio)).sum()
 
     return gradient(loss)
 
 
-def close(found: Tensor, target: Tensor) -> bool:
-    return torch.allclose(found, target, rtol=1e-12, atol=1e-14)
+def is_close(actual: Tensor, target: Tensor) -> bool:
+    return torch.allclose(actual, target, rtol=1e-12, atol=1e-14)
 
 
-def test_k2_and_k3_is_have_the_gradient_of_the_kl_and_k3_that_of_the_other() -> None:
-    assert close(expected("k2"), FORWARD)
-    assert close(expected("k3_is"), FORWARD)
-    assert close(expected("k3"), BACKWARD)
+def test_k2_and_k3_is_have_the_kl_gradient_and_k3_the_reverse() -> None:
+    assert is_close(expected("k2"), FORWARD)
+    assert is_close(expected("k3_is"), FORWARD)
+    assert is_close(expected("k3"), BACKWARD)
     assert 0.5 < torch.cosine_similarity(BACKWARD, FORWARD, dim=0).item() < 0.99
-    assert close(expected("k3_is", OLDER), FORWARD)  # k3_is on tokens of an older policy too
-    assert not close(expected("k2", OLDER), FORWARD)
+    assert is_close(expected("k3_is", OLDER), FORWARD)  # also on tokens of an older policy
+    assert not is_close(expected("k2", OLDER), FORWARD)
 
 
-def test_k1_as_a_loss_has_no_gradient_at_all() -> None:
-    """Why the settings refuse it: the mean of grad log pi over pi is 0."""
-    found = gradient(lambda logprobs: (logprobs.detach().exp() * (logprobs - REFERENCE)).sum())
+def test_k1_as_a_loss_has_zero_expected_gradient() -> None:
+    """Settings reject it, since the mean of grad log pi over pi is 0."""
+    actual = gradient(lambda logprobs: (logprobs.detach().exp() * (logprobs - REFERENCE)).sum())
 
-    assert close(found, torch.zeros_like(found))
+    assert is_close(actual, torch.zeros_like(actual))
 
 
-def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_whole_responses() -> None:
-    """Of two tokens, the second drawn given the first; the penalty counts what comes after."""
+def test_k1_in_the_reward_has_the_kl_gradient_of_full_responses() -> None:
+    """Responses have two dependent tokens; the penalty is a reward to go."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, generator=generator).requires_grad_()
     reference = torch.randn(4, 3, dtype=torch.float64, generator=generator).log_softmax(dim=1)
     logprobs = logits.log_softmax(dim=1)  # row 0 of the first token, row 1 + i after token i
     responses = torch.tensor(list(product(range(3), repeat=2)))
     rows = torch.stack([torch.zeros(9, dtype=torch.long), 1 + responses[:, 0]], dim=1)
-    taken, of_reference = logprobs[rows, responses], reference[rows, responses]
-    probability = taken.detach().sum(dim=1).exp()
+    policy_logprobs, ref_logprobs = logprobs[rows, responses], reference[rows, responses]
+    probability = policy_logprobs.detach().sum(dim=1).exp()
 
     zeros, mask = torch.zeros(9, dtype=torch.float64), torch.ones(9, 2).bool()
-    rewards = token_rewards(zeros, taken.detach(), of_reference, mask, kl_coef=1.0)
+    rewards = token_rewards(zeros, policy_logprobs.detach(), ref_logprobs, mask, kl_coef=1.0)
     rewarded = Rewarded(
         rewards, mask, zeros, None, group_size=1, gamma=1.0, lam=1.0, counted=mask[:, 0]
     )
     advantages = ESTIMATORS["reinforce_pp"](rewarded).advantages
-    flat = taken.flatten()
+    flat = policy_logprobs.flatten()
     losses = reinforce(torch.ones_like(flat), flat, advantages.flatten(), TrustRegion(0.2, 0.2))
-    loss = (probability[:, None] * losses.view_as(taken)).sum()
+    loss = (probability[:, None] * losses.view_as(policy_logprobs)).sum()
 
-    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    whole = (taken.sum(dim=1).exp() * (taken - of_reference).sum(dim=1)).sum()
-    (target,) = torch.autograd.grad(whole, logits)
-    torch.testing.assert_close(found, target, rtol=1e-12, atol=1e-14)
+    (actual,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    kl = (policy_logprobs.sum(dim=1).exp() * (policy_logprobs - ref_logprobs).sum(dim=1)).sum()
+    (target,) = torch.autograd.grad(kl, logits)
+    torch.testing.assert_close(actual, target, rtol=1e-12, atol=1e-14)

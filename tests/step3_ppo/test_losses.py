@@ -1,4 +1,4 @@
-"""PPO's mathematics against hand-computed numbers and references written another way."""
+"""PPO's formulas, against hand-computed values and independent references."""
 
 import math
 
@@ -25,10 +25,10 @@ def make_mask(lengths: list[int], width: int) -> Tensor:
     return torch.arange(width) < torch.tensor(lengths)[:, None]
 
 
-def advantages_by_definition(
+def compute_advantages_by_definition(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
-    """Sum over l of (gamma lambda)^l delta_{t+l}, one sequence, with the value 0 after its end."""
+    """Sum over l of (gamma lambda)^l delta_{t+l} for a sequence, with value 0 after its end."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [
@@ -46,14 +46,14 @@ def test_gae_is_the_discounted_sum_of_later_td_errors(gamma: float, lam: float) 
     advantages, returns = gae(rewards, values, make_mask(lengths, 7), gamma=gamma, lam=lam)
 
     for row, length in enumerate(lengths):
-        expected = advantages_by_definition(
+        expected = compute_advantages_by_definition(
             rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam
         )
         torch.testing.assert_close(advantages[row, :length], torch.tensor(expected, dtype=F64))
     torch.testing.assert_close(returns, (advantages + values) * make_mask(lengths, 7))
 
 
-def test_the_score_falls_on_the_last_token_and_the_kl_on_every_one() -> None:
+def test_score_is_at_the_last_token_and_kl_at_every_token() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, 7.0], [-1.0, -1.0, -3.0], [-4.0, 7.0, 7.0]])
     ref_logprobs = torch.tensor([[-2.0, -2.0, 0.0], [-1.0, -2.0, -1.0], [-2.0, 0.0, 0.0]])
     score = torch.tensor([10.0, 20.0, 30.0])
@@ -63,7 +63,7 @@ def test_the_score_falls_on_the_last_token_and_the_kl_on_every_one() -> None:
     assert rewards.tolist() == [[-0.5, 10, 0], [0, -0.5, 21], [31, 0, 0]]
 
 
-def test_whitening_gives_mean_0_and_variance_1_over_real_tokens() -> None:
+def test_whitening_gives_mean_0_and_variance_1() -> None:
     generator = torch.Generator().manual_seed(0)
     values = 3 * torch.randn(4, 6, dtype=F64, generator=generator) + 7
     mask = make_mask([6, 3, 1, 4], 6)
@@ -78,7 +78,7 @@ def test_whitening_gives_mean_0_and_variance_1_over_real_tokens() -> None:
 
 
 def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, float]:
-    """Loss and its gradient with respect to the new log-probability, for one token."""
+    """The loss of one token and its gradient by the new log-probability."""
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=F64)
     region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})
@@ -94,19 +94,19 @@ def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, f
     [
         (1.0, 2.0, -2.0, -2.0),
         (1.1, 2.0, -2.2, -2.2),
-        (1.5, 2.0, -2.4, 0.0),  # already likelier than the trust region allows: no pull further
-        (0.5, 2.0, -1.0, -1.0),  # unlikelier by mistake: pulled back with full force
+        (1.5, 2.0, -2.4, 0.0),  # beyond the trust region: no gradient
+        (0.5, 2.0, -1.0, -1.0),  # moved the wrong way: full gradient
         (0.5, -2.0, 1.6, 0.0),
         (1.5, -2.0, 3.0, 3.0),
     ],
 )
-def test_the_policy_loss_clips_only_what_would_go_further(
+def test_policy_loss_clips_only_in_the_direction_of_the_advantage(
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     assert loss_at(ratio, advantage) == pytest.approx((loss, gradient))
 
 
-def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone() -> None:
+def test_dual_clip_bounds_only_losses_of_negative_advantages() -> None:
     assert loss_at(5.0, -2.0) == pytest.approx((10.0, 10.0))
     assert loss_at(5.0, -2.0, dual_clip=3.0) == pytest.approx((6.0, 0.0))
     assert loss_at(2.0, -2.0, dual_clip=3.0) == pytest.approx((4.0, 4.0))
@@ -116,23 +116,23 @@ def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone() -> None:
 @pytest.mark.parametrize(
     ("value", "clip", "loss"),
     [
-        (1.3, 0.2, 0.5 * 0.8**2),  # clipped to 1.2, farther from the return 2 than 1.3 is
+        (1.3, 0.2, 0.5 * 0.8**2),  # clipped to 1.2, farther from the return 2
         (1.1, 0.2, 0.5 * 0.9**2),
-        (0.5, 0.2, 0.5 * 1.5**2),  # clipped to 0.8, nearer to the return: the true error counts
+        (0.5, 0.2, 0.5 * 1.5**2),  # clipped to 0.8, nearer to the return
         (1.3, None, 0.5 * 0.7**2),
     ],
 )
-def test_the_value_loss_is_half_the_worse_squared_error(
+def test_value_loss_is_half_the_larger_squared_error(
     value: float, clip: float | None, loss: float
 ) -> None:
-    got = value_loss(
+    actual = value_loss(
         torch.tensor([value, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]), clip=clip
     )
 
-    assert got.item() == pytest.approx(loss)
+    assert actual.item() == pytest.approx(loss)
 
 
-def test_a_long_response_loses_up_to_1_in_the_buffer_before_the_limit() -> None:
+def test_overlong_penalty_grows_linearly_to_1() -> None:
     lengths = torch.tensor([1.0, 16.0, 17.0, 18.0, 19.0, 20.0])
 
     penalty = overlong_penalty(lengths, limit=20, buffer=4.0)
@@ -140,7 +140,7 @@ def test_a_long_response_loses_up_to_1_in_the_buffer_before_the_limit() -> None:
     assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0]
 
 
-def test_the_expectation_of_k3_and_of_k1_is_the_kl_divergence() -> None:
+def test_k1_and_k3_are_unbiased_estimators_of_the_kl() -> None:
     policy = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=F64)
     reference = torch.tensor([0.25, 0.25, 0.4, 0.1], dtype=F64)
     divergence = sum(

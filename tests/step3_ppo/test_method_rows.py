@@ -1,4 +1,4 @@
-"""Methods as rows of settings: what they stand for, what wins over them, what is refused."""
+"""Methods as rows of default settings."""
 
 import re
 from typing import get_args, get_type_hints
@@ -18,20 +18,20 @@ from tests.sources import ROOT
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method: str) -> None:
-    row, given = METHODS[method], ["--teacher.path", "it"] * (method in ("distill", "gkd"))
+def test_method_sets_its_row_and_explicit_options_override_it(method: str) -> None:
+    row, teacher = METHODS[method], ["--teacher.path", "it"] * (method in ("distill", "gkd"))
 
-    config = parse_step(PPOConfig, ["--method", method, *given])
-    moved = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method, *given])
+    config = parse_step(PPOConfig, ["--method", method, *teacher])
+    overridden = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method, *teacher])
 
     assert {name: getattr(config, name) for name in row} == dict(row)
-    start = PPOConfig(teacher=config.teacher, output_dir=config.output_dir)
-    assert plain(config) == {**plain(start), **row, "method": method}
-    assert moved.clip_high == 0.5
+    default = PPOConfig(teacher=config.teacher, output_dir=config.output_dir)
+    assert plain(config) == {**plain(default), **row, "method": method}
+    assert overridden.clip_high == 0.5
     assert config.method_name == method
 
 
-def test_every_name_is_a_choice_of_its_setting_and_documented() -> None:
+def test_every_method_is_a_documented_choice() -> None:
     choices = {name: get_args(kind) for name, kind in get_type_hints(PPOConfig).items()}
     assert set(choices["method"]) == set(METHODS)
     assert set(choices["advantage"]) == set(ESTIMATORS) == set(ESTIMATOR_NEEDS)
@@ -41,5 +41,5 @@ def test_every_name_is_a_choice_of_its_setting_and_documented() -> None:
     assert not [name for name in METHODS if f"\n## {name}\n" not in pages[0]]
     assert not [name for name in METHODS if f"\n| `{name}` (" not in pages[1]]
     assert not [name for name in (*ESTIMATORS, *LOSSES) if f"\n| `{name}` |" not in pages[1]]
-    (described,) = [each.description for each in list_settings(Request) if each.name == "method"]
+    (described,) = [s.description for s in list_settings(Request) if s.name == "method"]
     assert not {*METHODS, *PREFERENCE_METHODS} - set(re.findall(r"\w+", described))

@@ -1,4 +1,4 @@
-"""The four models: what the reference is, what the critic starts as, what may not be combined."""
+"""The four models: the reference and the initial critic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
 from step3_ppo.metrics import rollout_statistics
 from step3_ppo.update import update_policy
-from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout, updated, weights
+from tests.step3_ppo.toy import flat_weights, run_update, toy_config, toy_models, toy_rollout
 
 BATCH = collate([Encoded([1, 20, 21, 30, 2], [False] * 3 + [True] * 2)])
 
@@ -23,7 +23,7 @@ def with_lora(config: PPOConfig) -> PPOConfig:
     return replace(config, actor=replace(config.actor, lora=LoraConfig(rank=4, lr=0.05)))
 
 
-def test_the_reference_is_the_actor_as_it_started_whatever_the_actor_learns(toy: Path) -> None:
+def test_reference_stays_the_initial_actor(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
     before = models.reference.logprobs([BATCH], temperature=1.0)[0]
@@ -34,8 +34,8 @@ def test_the_reference_is_the_actor_as_it_started_whatever_the_actor_learns(toy:
     assert not torch.equal(models.actor(BATCH).logprobs, before)
 
 
-def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) -> None:
-    """The same, bit for bit, as a frozen copy, and without one."""
+def test_reference_with_lora_is_the_actor_without_adapter(toy: Path) -> None:
+    """It equals a frozen copy bitwise."""
     config = with_lora(toy_config(toy))
     models, copy = toy_models(config), toy_models(toy_config(toy)).reference
     update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
@@ -46,25 +46,25 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) ->
     assert models.reference.engine is models.actor
     assert torch.equal(off, copy.logprobs([BATCH], temperature=0.5)[0])
     assert not torch.equal(adapted, off)
-    assert models.policy.training  # asking the reference left the actor as it was
+    assert models.policy.training  # the reference's pass doesn't change the actor's mode
     assert torch.equal(models.actor(BATCH, temperature=0.5).logprobs, adapted)
 
 
-def test_without_a_penalty_there_is_no_reference_and_the_same_update(toy: Path) -> None:
-    apart = toy_config(toy, kl_in="loss", kl_coef=0.0, value_clip=None)
-    beside = replace(apart, reference=FrozenModelConfig(path=str(toy / "actor")))
-    found: list[torch.Tensor] = []
+def test_without_kl_penalty_no_reference_is_loaded(toy: Path) -> None:
+    without = toy_config(toy, kl_in="loss", kl_coef=0.0, value_clip=None)
+    added = replace(without, reference=FrozenModelConfig(path=str(toy / "actor")))
+    results: list[torch.Tensor] = []
 
-    for config in (apart, beside):
+    for config in (without, added):
         models = toy_models(config)
         rollout = toy_rollout(models, config)
-        updated(models, rollout, config)
-        found.append(weights(models.policy))
+        run_update(models, rollout, config)
+        results.append(flat_weights(models.policy))
         roles = {model.role for model in config.workload(1).models}
-        found_there = [models.reference is not None, "reference" in roles]
-        assert [*found_there, "kl" in rollout_statistics(rollout)] == [config is beside] * 3
+        has_reference = [models.reference is not None, "reference" in roles]
+        assert [*has_reference, "kl" in rollout_statistics(rollout)] == [config is added] * 3
 
-    assert torch.equal(*found)
+    assert torch.equal(*results)
     assert PPOConfig(kl_coef=0.0, output_dir=Path("out/step3_ppo")).reference_role is None
     compared = PPOConfig(method="dapo", kl_in="none", output_dir=Path("out/step3_dapo"))
     assert compared.reference_role == "reference"
@@ -73,12 +73,12 @@ def test_without_a_penalty_there_is_no_reference_and_the_same_update(toy: Path) 
         PPOConfig(kl_in="none", guards=(guard,))
 
 
-def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
+def test_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
     models = toy_models(toy_config(toy))
 
     values = models.critic(BATCH)
 
-    # Critic and reward model agree about every prefix.
+    # Critic and reward model agree on every prefix.
     for target, value in zip(BATCH.targets.tolist(), values, strict=True):
         prefix = collate([Encoded.untrained(BATCH.input_ids[:target].tolist())])
         expected = models.reward.normalized(models.reward.scores([prefix])[0])[0]

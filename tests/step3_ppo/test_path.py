@@ -1,4 +1,4 @@
-"""A reader can follow an iteration: few files run in it, and few are loaded for it."""
+"""Limits on the files that an iteration runs and that the step loads."""
 
 import subprocess
 import sys
@@ -15,22 +15,22 @@ from tests.sources import PACKAGES, ROOT
 from tests.step3_ppo.toy import FEW, toy_config
 
 
-def in_packages(files: Iterable[str]) -> set[str]:
-    """Those of the project's packages, relative to the repository."""
+def project_files(files: Iterable[str]) -> set[str]:
+    """The files of the project's packages, relative to the repository."""
     paths = [Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}/")]
     return {str(path) for path in paths if path.parts[0] in PACKAGES}
 
 
 @pytest.mark.jobs
-def test_the_second_iteration_runs_at_most_60_files(
+def test_second_iteration_runs_at_most_60_files(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = {"max_steps": 2, "epochs": 2.0, "max_prompt_length": 48}
     config = toy_config(toy, output_dir=tmp_path, data=replace(FEW, max_eval_rows=2), **length)
-    run = set[str]()
+    executed = set[str]()
 
-    def traced(*args: Any, step: int) -> dict[str, float]:
-        profile = (lambda frame, *_: run.add(frame.f_code.co_filename)) if step == 2 else None
+    def run_traced(*args: Any, step: int) -> dict[str, float]:
+        profile = (lambda frame, *_: executed.add(frame.f_code.co_filename)) if step == 2 else None
         threading.setprofile(profile)
         sys.setprofile(profile)
         try:
@@ -39,20 +39,20 @@ def test_the_second_iteration_runs_at_most_60_files(
             sys.setprofile(None)
             threading.setprofile(None)
 
-    monkeypatch.setattr("step3_ppo.train.iterate", traced)
+    monkeypatch.setattr("step3_ppo.train.iterate", run_traced)
     train(config)
 
-    files = in_packages(run)
+    files = project_files(executed)
     assert {"step3_ppo/update.py", "inference/engine/slots.py"} < files
     assert len(files) <= 60, "\n".join(sorted(files))
 
 
 @pytest.mark.jobs
-def test_the_step_loads_at_most_220_files() -> None:
+def test_step_loads_at_most_220_files() -> None:
     program = "import sys, step3_ppo.train; print(*sys.modules.values(), sep='\\n')"
     command = [sys.executable, "-c", program]
     loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     lines = loaded.splitlines()
-    files = in_packages(line.rpartition(" from '")[2].removesuffix("'>") for line in lines)
+    files = project_files(line.rpartition(" from '")[2].removesuffix("'>") for line in lines)
     assert 100 < len(files) <= 220

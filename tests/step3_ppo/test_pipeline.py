@@ -1,4 +1,4 @@
-"""Step 3 through the stages of a pipeline ends as on one process, to the bit."""
+"""Step 3 with pipeline parallelism matches one process bitwise."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ema_decay": 0.9,
         "models": {"zero_stage": 1, "gradient_checkpointing": True},
     },
-    "generating together": {"inference_tp_size": 2},
+    "joint generation": {"inference_tp_size": 2},
     "refilled groups, fp16": {
         "method": "dapo",
         "group_size": 2,
@@ -46,44 +46,44 @@ CASES: dict[str, dict[str, Any]] = {
         "models": {"precision": "fp16"},
     },
 }
-SOME = ("ppo",)
-"""That every run of the tests goes through; the others are the grid."""
+SHORT = ("ppo",)
+"""Cases of the default test run; the others are in the grid."""
 
 
-def small(directory: Path, out: Path, *, pp: int, **changes: Any) -> PPOConfig:
-    """Two rollouts, each learned from in three micro-batches."""
-    division = {"pp": pp, "micro_batches": 3, **changes.pop("parallel", {})}
+def make_config(directory: Path, out: Path, *, pp: int, **changes: Any) -> PPOConfig:
+    """Settings of two iterations with three micro-batches each."""
+    parallel = {"pp": pp, "micro_batches": 3, **changes.pop("parallel", {})}
     model = changes.pop("models", {})
     optim = OptimConfig(lr=0.003, eps=1e-5, schedule="constant", max_grad_norm=0.5)
     config = toy_config(directory)
     models = {role: replace(getattr(config, role), optim=optim, **model) for role in BOTH}
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": out,
         "data": replace(FEW, max_length=56, max_eval_rows=4),
         "max_steps": 2,
         "max_prompt_length": 48,
         "save_every": 1,
         "keep_best": False,
-        "parallel": ParallelConfig(**division),
+        "parallel": ParallelConfig(**parallel),
     }
     return toy_config(
-        directory, **{**METHODS[changes.get("method", "ppo")], **models, **own, **changes}
+        directory, **{**METHODS[changes.get("method", "ppo")], **models, **defaults, **changes}
     )
 
 
 def run(config: PPOConfig) -> None:
-    division = config.parallel
-    with cut_mesh(replicas=division.replicas, pp=division.pp, tp=division.tp, timeout_seconds=60.0):
+    parallel = config.parallel
+    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 
-def ended(out: Path) -> dict[str, Any]:
-    """The weights, what was logged and written, but for what the clock says.
+def read_outcome(out: Path) -> dict[str, Any]:
+    """All outputs that don't depend on time.
 
-    And but for how far generation is from training, whose last digit depends on what is generated
-    at once.
+    The rollout gap is excluded, since its last digit depends on the sequences that are generated
+    together.
     """
-    apart = ("seconds", "tokens_per_second", "memory", "time", "bubble", "rollout_gap")
+    excluded = ("seconds", "tokens_per_second", "memory", "time", "bubble", "rollout_gap")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
         "weights": {
@@ -92,7 +92,7 @@ def ended(out: Path) -> dict[str, Any]:
             if "checkpoints" not in file.parts
         },
         "metrics": [
-            {name: each for name, each in line.items() if not name.startswith(apart)}
+            {name: value for name, value in line.items() if not name.startswith(excluded)}
             for line in lines
         ],
         "eval": json.loads((out / "result.json").read_text())["eval"],
@@ -104,45 +104,45 @@ def ended(out: Path) -> dict[str, Any]:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+    "case", [pytest.param(n, marks=() if n in SHORT else pytest.mark.grid) for n in CASES]
 )
-def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
+def test_two_stages_match_one_process_bitwise(case: str, tmp_path: Path) -> None:
     save_models(tmp_path)
-    whole = {**CASES[case], "inference_tp_size": 1}
-    alone = small(tmp_path, tmp_path / "alone", pp=1, **whole)
-    staged = small(tmp_path, tmp_path / "staged", pp=2, **CASES[case])
-    run(alone)
+    changes = {**CASES[case], "inference_tp_size": 1}
+    single = make_config(tmp_path, tmp_path / "alone", pp=1, **changes)
+    staged = make_config(tmp_path, tmp_path / "staged", pp=2, **CASES[case])
+    run(single)
 
     run_ranks(run, staged)
 
-    assert ended(staged.output_dir) == ended(alone.output_dir)
+    assert read_outcome(staged.output_dir) == read_outcome(single.output_dir)
     remove_last_checkpoint(staged.output_dir, last=2)
-    run(replace(staged, parallel=alone.parallel, inference_tp_size=1, resume=True))
-    assert ended(staged.output_dir) == ended(alone.output_dir)
-    require_less_memory(staged, alone)
+    run(replace(staged, parallel=single.parallel, inference_tp_size=1, resume=True))
+    assert read_outcome(staged.output_dir) == read_outcome(single.output_dir)
+    require_less_memory(staged, single)
 
 
-MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
-    # Processes, division, settings, and the processes of the run that it is compared with.
-    "with parts of each layer": (4, {"tp": 2}, {"inference_tp_size": 2}, 2),
-    "parts of each layer, generating apart": (4, {"tp": 2}, {}, 2),
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    # Processes, parallel settings, other settings, and processes of the reference run.
+    "tensor parallelism": (4, {"tp": 2}, {"inference_tp_size": 2}, 2),
+    "tensor parallelism, separate generation": (4, {"tp": 2}, {}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"models": {"zero_stage": 1}}, 2),
-    "two pipelines generating together": (4, {}, {"inference_tp_size": 4}, 2),
+    "two pipelines, joint generation": (4, {}, {"inference_tp_size": 4}, 2),
 }
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_end_as_the_same_without_stages(name: str, tmp_path: Path) -> None:
-    world, division, changes, other = MIXTURES[name]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_with_stages_match_those_without(name: str, tmp_path: Path) -> None:
+    world, parallel, changes, reference_world = LAYOUTS[name]
     save_models(tmp_path)
-    plain = {**division, "replicas": 1}
-    size = min(other, changes.get("inference_tp_size", 1)) if "tp" in division else 1
-    whole = {**changes, "inference_tp_size": size}
-    alone = small(tmp_path, tmp_path / "alone", pp=1, parallel=plain, **whole)
-    staged = small(tmp_path, tmp_path / "staged", pp=2, parallel=division, **changes)
-    run_ranks(run, alone, world_size=other)
+    plain = {**parallel, "replicas": 1}
+    size = min(reference_world, changes.get("inference_tp_size", 1)) if "tp" in parallel else 1
+    reference_changes = {**changes, "inference_tp_size": size}
+    reference = make_config(tmp_path, tmp_path / "alone", pp=1, parallel=plain, **reference_changes)
+    staged = make_config(tmp_path, tmp_path / "staged", pp=2, parallel=parallel, **changes)
+    run_ranks(run, reference, world_size=reference_world)
 
     run_ranks(run, staged, world_size=world)
 
-    assert ended(staged.output_dir) == ended(alone.output_dir)
+    assert read_outcome(staged.output_dir) == read_outcome(reference.output_dir)

@@ -1,4 +1,4 @@
-"""Losses of the policy beyond PPO's, by hand, and where they agree."""
+"""Policy losses other than PPO's, against hand-computed values."""
 
 import math
 from typing import Literal
@@ -17,7 +17,7 @@ REGION = TrustRegion(clip=0.2, clip_high=0.3)
 def losses_at(
     name: str, log_ratios: list[float], advantages: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Losses of the tokens of `MASK`, and their gradients with respect to log pi.
+    """Losses of the tokens of `MASK`, and their gradients by log pi.
 
     The old log-probabilities are -2 everywhere.
     """
@@ -31,16 +31,16 @@ def losses_at(
     return losses.tolist(), logprobs.grad.tolist()
 
 
-def test_without_a_trust_region_the_gradient_is_the_advantage() -> None:
+def test_gradient_without_trust_region_is_the_advantage() -> None:
     losses, gradients = losses_at("none", [0.5, -1.0, 0.0, 3.0, 0.2], [1.0, -2.0, 0.5, 4.0, 0.0])
 
     assert losses == pytest.approx([1.5, -6.0, 1.0, -4.0, 0.0])
     assert gradients == [-1.0, 2.0, -0.5, -4.0, 0.0]
 
 
-def test_gspo_clips_the_geometric_mean_of_a_responses_ratios() -> None:
+def test_gspo_clips_the_geometric_mean_of_the_ratios() -> None:
     first, second = math.log(1.1), math.log(1.5)
-    ratios = [2 * first, 0.0, 3 * second, 0.0, 0.0]  # means 1.1 and 1.5, whatever single tokens are
+    ratios = [2 * first, 0.0, 3 * second, 0.0, 0.0]  # means 1.1 and 1.5
 
     losses, gradients = losses_at("gspo", ratios, [1.0, 1.0, 2.0, 2.0, 2.0])
 
@@ -48,44 +48,46 @@ def test_gspo_clips_the_geometric_mean_of_a_responses_ratios() -> None:
     assert gradients == pytest.approx([-1.1, -1.1, 0.0, 0.0, 0.0])
 
 
-def test_the_gradient_of_gspo_is_that_of_the_sequences_ratio() -> None:
-    """With every response alike, the form of tokens sums to eq. 5's gradient."""
-    moved = torch.tensor([0.1, -0.05, 0.02, 0.04, -0.03], dtype=F64, requires_grad=True)
-    whole = -moved[:2].mean().exp() + 2 * moved[2:].mean().exp()
-    (expected,) = torch.autograd.grad(whole, moved)
+def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
+    """The token form sums to the gradient of eq. 5."""
+    log_ratios = torch.tensor([0.1, -0.05, 0.02, 0.04, -0.03], dtype=F64, requires_grad=True)
+    loss = -log_ratios[:2].mean().exp() + 2 * log_ratios[2:].mean().exp()
+    (expected,) = torch.autograd.grad(loss, log_ratios)
 
-    _, gradients = losses_at("gspo", moved.tolist(), [1.0, 1.0, -2.0, -2.0, -2.0])
+    _, gradients = losses_at("gspo", log_ratios.tolist(), [1.0, 1.0, -2.0, -2.0, -2.0])
 
     shares = [1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3]
-    found = [share * each for share, each in zip(shares, gradients, strict=True)]
-    assert found == pytest.approx(expected.tolist())
+    actual = [share * grad for share, grad in zip(shares, gradients, strict=True)]
+    assert actual == pytest.approx(expected.tolist())
 
 
-def test_cispo_bounds_what_a_token_weighs_and_keeps_its_gradient() -> None:
+def test_cispo_bounds_token_weights_and_keeps_gradients() -> None:
     ratios = [math.log(1.1), math.log(3.0), math.log(0.2), 0.0, math.log(3.0)]
 
     losses, gradients = losses_at("cispo", ratios, [1.0, 1.0, 1.0, -2.0, -2.0])
 
-    shares = [1.1, 1.3, 0.2, 1.0, 1.3]  # above 1.3 bounded, below 1 as they are
+    shares = [1.1, 1.3, 0.2, 1.0, 1.3]  # bounded above 1.3, unchanged below 1
     assert gradients == pytest.approx(
         [-w * a for w, a in zip(shares, [1, 1, 1, -2, -2], strict=True)]
     )
     assert losses[3] == pytest.approx(2 * -2.0)
 
 
-def test_correction_weights_by_hand() -> None:
+def test_correction_weights_match_hand_computed_values() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     ratios = torch.tensor([[4.0, 1.0, 0.4], [0.5, 9.0, 9.0]])
     sampled = torch.full_like(ratios, -1.0)
 
-    def of(correction: Literal["truncate", "mask"], level: Literal["token", "sequence"]) -> Tensor:
+    def apply(
+        correction: Literal["truncate", "mask"], level: Literal["token", "sequence"]
+    ) -> Tensor:
         return correction_weights(
             sampled + ratios.log(), sampled, mask, correction=correction, level=level, cap=2.0
         )
 
-    mean = 1.6 ** (1 / 3)  # the geometric one of the first response
-    torch.testing.assert_close(of("truncate", "token"), torch.tensor([[2, 1, 0.4], [0.5, 1, 1]]))
-    torch.testing.assert_close(of("mask", "token")[0], torch.tensor([0, 1.0, 0]))
+    mean = 1.6 ** (1 / 3)  # the geometric mean of the first response
+    torch.testing.assert_close(apply("truncate", "token"), torch.tensor([[2, 1, 0.4], [0.5, 1, 1]]))
+    torch.testing.assert_close(apply("mask", "token")[0], torch.tensor([0, 1.0, 0]))
     torch.testing.assert_close(
-        of("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
+        apply("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
     )

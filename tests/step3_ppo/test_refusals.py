@@ -1,4 +1,4 @@
-"""Settings of step 3 that exclude each other."""
+"""Contradictory settings of step 3."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from step3_ppo.config import PPOConfig
 
 
 @pytest.mark.parametrize(
-    ("start", "settings"),
+    ("message", "settings"),
     [
         ("ppo.loss none is", {"loss": "none", "ppo_epochs": 2}),
         ("ppo.loss none is", {"loss": "none", "ppo_epochs": 1, "batch_size": 2}),
@@ -24,6 +24,6 @@ from step3_ppo.config import PPOConfig
         ("ppo.overlong mask excludes", {"overlong": "mask", "overlong_buffer": 0.5}),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused(start: str, settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f"^{start}"):
+def test_contradictory_settings_are_rejected(message: str, settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
         PPOConfig(**settings)

@@ -1,4 +1,4 @@
-"""The first update backpropagates through the pass that scored the rollout, to the same bits."""
+"""The first update reuses the forward pass that scored the rollout, with equal bits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,28 +32,30 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "adapters": {"lora": LoraConfig(rank=4)},
-    "a limit on the KL": {"target_kl": 1e-9, "ppo_epochs": 2},
+    "KL limit": {"target_kl": 1e-9, "ppo_epochs": 2},
     "recomputation": {"gradient_checkpointing": True},
     "stage 3": {"zero_stage": 3},
 }
-SOME = ("epochs", "fp16", "adapters", "stage 3")
+SHORT = ("epochs", "fp16", "adapters", "stage 3")
 """Default cases; the others run in the grid tier."""
 
 
 def make_config(toy: Path, *, reuse: bool, **changes: Any) -> PPOConfig:
-    """Settings that apply to a model go to actor and critic."""
-    of_models = ("precision", "lora", "gradient_checkpointing", "zero_stage")
-    own = {name: changes.pop(name) for name in of_models if name in changes}
+    """Apply model settings to actor and critic, and others to PPO."""
+    model_settings = ("precision", "lora", "gradient_checkpointing", "zero_stage")
+    model_changes = {name: changes.pop(name) for name in model_settings if name in changes}
     config = toy_config(toy, reuse_forward=reuse, **changes)
-    if "precision" in own:
-        frozen = replace(config.reward, precision=own["precision"])
+    if "precision" in model_changes:
+        frozen = replace(config.reward, precision=model_changes["precision"])
         config = replace(config, reward=frozen)
-    actor, critic = replace(config.actor, **own), replace(config.critic, **own)
+    actor, critic = replace(config.actor, **model_changes), replace(config.critic, **model_changes)
     return replace(config, actor=actor, critic=critic)
 
 
-def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -> dict[str, Any]:
-    """Masters of both models, metrics, and how often each model was run with a graph."""
+def run_two_iterations(
+    directory: str, changes: Mapping[str, Any], *, reuse: bool
+) -> dict[str, Any]:
+    """Masters of both models, metrics, and the number of forward passes with gradients."""
     config = make_config(Path(directory), reuse=reuse, **changes)
     models = toy_models(config)
     engines = {"actor": models.actor, "critic": models.critic}
@@ -80,26 +82,24 @@ def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -
     return {"masters": masters, "metrics": metrics, "passes": passes}
 
 
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in SOME else pytest.mark.grid) for name in CASES]
+    "case", [pytest.param(name, marks=() if name in SHORT else pytest.mark.grid) for name in CASES]
 )
-def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
-    again = two_iterations(str(toy), CASES[case], reuse=False)
-    reused = two_iterations(str(toy), CASES[case], reuse=True)
+def test_reuse_does_not_change_weights_and_metrics(toy: Path, case: str) -> None:
+    plain = run_two_iterations(str(toy), CASES[case], reuse=False)
+    reused = run_two_iterations(str(toy), CASES[case], reuse=True)
 
-    assert same(again["masters"], reused["masters"])
-    assert again["metrics"] == reused["metrics"]
+    assert same_tensors(plain["masters"], reused["masters"])
+    assert plain["metrics"] == reused["metrics"]
     epochs = CASES[case].get("ppo_epochs", 1)
-    assert again["passes"] == reused["passes"] == dict.fromkeys(("actor", "critic"), STEPS * epochs)
+    assert plain["passes"] == reused["passes"] == dict.fromkeys(("actor", "critic"), STEPS * epochs)
 
 
-def test_only_the_iteration_that_fits_the_critic_scores_its_rollout_twice(
-    toy: Path, tmp_path: Path
-) -> None:
+def test_only_the_first_iteration_scores_its_rollout_twice(toy: Path, tmp_path: Path) -> None:
     data = replace(FEW, max_eval_rows=2)
     config = make_config(toy, reuse=True, data=data, output_dir=tmp_path, max_prompt_length=48)
     chat = load_chat(config.actor, config.data)

@@ -1,4 +1,4 @@
-"""A reward model of another family: its own tokenizer, its own chat template."""
+"""Reward models with their own tokenizer and chat template."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random reward model with tokens and a template that the actor does not know."""
+def foreign_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random reward model with another tokenizer and template than the actor."""
     path = tmp_path_factory.mktemp("foreign")
     tokenizer = metaspace()
     tokenizer.chat_template = TEMPLATE
@@ -39,40 +39,38 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config_with(toy: Path, reward: Path, **changes: object) -> PPOConfig:
+def make_config(toy: Path, reward: Path, **changes: object) -> PPOConfig:
     config = toy_config(toy, max_prompt_length=40, **changes)
     return replace(config, reward=FrozenModelConfig(path=str(reward)))
 
 
-def dialogues(models: Models) -> list[Prompt]:
-    """Two prompts, of which the second has the beginning of the response."""
+def make_dialogues(models: Models) -> list[Prompt]:
+    """Two prompts, the second of which starts the response."""
     begun = (Message("user", "How are you?"), Message("assistant", "I am"))
     texts = [(Message("user", "Hi there."),), begun]
     return [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]
 
 
-def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
-    toy: Path, foreign: Path
-) -> None:
-    config = config_with(toy, foreign)
+def test_reward_model_scores_text_with_its_own_tokenizer(toy: Path, foreign_reward: Path) -> None:
+    config = make_config(toy, foreign_reward)
     models = toy_models(config)
-    prompts = dialogues(models)
+    prompts = make_dialogues(models)
     assert models.reward.text is not None
     models.reward.text.know(prompts)
     inputs = [prompt.input_ids for prompt in prompts]
-    whole = Response([38, 31, END], [-1.0] * 3, stopped=True)  # after a space
-    cut_off = Response([38, 41, 42], [-1.0] * 3, stopped=False)
+    finished = Response([38, 31, END], [-1.0] * 3, stopped=True)  # after a space
+    truncated = Response([38, 41, 42], [-1.0] * 3, stopped=False)
 
-    scores = raw_scores(models, inputs, [whole, cut_off], config)
-    experience = score_responses(models, inputs, [whole, cut_off], config)
+    scores = raw_scores(models, inputs, [finished, truncated], config)
+    experience = score_responses(models, inputs, [finished, truncated], config)
 
-    tokenizer = AutoTokenizer.from_pretrained(foreign)
-    model = AutoModelForSequenceClassification.from_pretrained(foreign, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(foreign_reward)
+    model = AutoModelForSequenceClassification.from_pretrained(foreign_reward, num_labels=1)
     expected = []
-    for prompt, response in zip(prompts, (whole, cut_off), strict=True):
-        asked, *begun = (turn.content for turn in prompt.messages)
-        said = models.chat.tokenizer.decode(response.ids, skip_special_tokens=True)
-        text = f"<s>[user] {asked}</s>[assistant] {''.join([*begun, said]).strip()}"
+    for prompt, response in zip(prompts, (finished, truncated), strict=True):
+        question, *begun = (turn.content for turn in prompt.messages)
+        answer = models.chat.tokenizer.decode(response.ids, skip_special_tokens=True)
+        text = f"<s>[user] {question}</s>[assistant] {''.join([*begun, answer]).strip()}"
         text += "</s>" if response.stopped else ""
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         with torch.no_grad():
@@ -82,11 +80,11 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
     assert experience.score.tolist() == scores.tolist()
 
 
-def test_a_critic_must_read_the_actors_tokens(toy: Path, foreign: Path) -> None:
+def test_critic_must_have_the_actors_tokenizer(toy: Path, foreign_reward: Path) -> None:
     config = toy_config(toy)
-    config = replace(config, critic=replace(config.critic, path=str(foreign)))
+    config = replace(config, critic=replace(config.critic, path=str(foreign_reward)))
     tokenizer = load_chat(config.actor, config.data).tokenizer
 
-    assert tokenizer.get_vocab() != AutoTokenizer.from_pretrained(foreign).get_vocab()
+    assert tokenizer.get_vocab() != AutoTokenizer.from_pretrained(foreign_reward).get_vocab()
     with pytest.raises(ModelError, match="have different tokenizers"):
         toy_models(config)

@@ -1,4 +1,4 @@
-"""A run that is paid for length alone is caught, goes back, and ends no worse than it began."""
+"""A run that exploits a length reward is detected and rolled back, and ends no worse."""
 
 import json
 from dataclasses import replace
@@ -17,18 +17,18 @@ from tests.test_resume import read_metrics
 
 REWARDS = """
 def longer(prompts, completions, **_):
-    return [len(each) / 30 for each in completions]
+    return [len(text) / 30 for text in completions]
 
 
 def shorter(prompts, completions, **_):
-    return [-len(each) / 30 for each in completions]
+    return [-len(text) / 30 for text in completions]
 """
 
-CAUGHT_WITHIN = 10
+MAX_STEPS = 10
 
 
-def exploiting(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
-    """Responses are paid for their characters, and what is wanted are few of them."""
+def exploit_config(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
+    """Settings that reward long responses, while the gold reward prefers short ones."""
     file = directory / "rewards.py"
     file.write_text(REWARDS)
     longer, shorter = (
@@ -46,7 +46,7 @@ def exploiting(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
         "batch_size": 64,
         "micro_batch_size": 64,
         "max_prompt_length": 40,
-        "max_steps": CAUGHT_WITHIN,
+        "max_steps": MAX_STEPS,
         "save_every": 1,
         "eval_every": 0,
         "rewards": (longer,),
@@ -58,26 +58,24 @@ def exploiting(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
     return replace(config, actor=actor, data=replace(config.data, max_eval_rows=16))
 
 
-def events(config: PPOConfig, signal: str) -> list[dict[str, Any]]:
-    found = [line["guard"] for line in read_metrics(config.output_dir) if "guard" in line]
-    return [each for each in found if each["signal"] == signal]
+def guard_events(config: PPOConfig, signal: str) -> list[dict[str, Any]]:
+    all_events = [line["guard"] for line in read_metrics(config.output_dir) if "guard" in line]
+    return [event for event in all_events if event["signal"] == signal]
 
 
 @pytest.mark.jobs
-def test_a_reward_for_length_is_caught_and_gold_is_no_lower_in_the_end(
-    toy: Path, tmp_path: Path
-) -> None:
-    config = exploiting(toy, tmp_path)
+def test_length_exploit_is_rolled_back_without_loss_of_gold(toy: Path, tmp_path: Path) -> None:
+    config = exploit_config(toy, tmp_path)
 
     train(config)
 
-    first, *_ = events(config, "divergence")
+    first, *_ = guard_events(config, "divergence")
     assert (first["action"], first["to"]) == ("rollback", max(0, first["step"] - 3))
-    assert first["step"] <= CAUGHT_WITHIN
+    assert first["step"] <= MAX_STEPS
     result = json.loads((config.output_dir / "result.json").read_text())
     assert result["eval"]["gold_after"] >= result["eval"]["gold_before"]
     logged = [line for line in read_metrics(config.output_dir) if "score" in line]
-    places = [line["step"] for line in logged]
-    again = places.index(first["to"] + 1, first["step"])
-    assert places[:again] == list(range(1, first["step"] + 1))
-    assert [logged[again][name] for name in ("lr", "kl_coef")] == [0.015, 2e-3]
+    steps = [line["step"] for line in logged]
+    restart = steps.index(first["to"] + 1, first["step"])
+    assert steps[:restart] == list(range(1, first["step"] + 1))
+    assert [logged[restart][name] for name in ("lr", "kl_coef")] == [0.015, 2e-3]

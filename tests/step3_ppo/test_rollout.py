@@ -1,4 +1,4 @@
-"""Experience: masks from lengths, log-probabilities of one policy, rewards where they belong."""
+"""Experience: outputs of the models, advantages and statistics."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,21 +27,21 @@ def models(toy: Path) -> Models:
     return toy_models(toy_config(toy))
 
 
-def answered(models: Models, toy: Path, **changes: object) -> Experience:
+def score_test_responses(models: Models, toy: Path, **changes: object) -> Experience:
     return score_responses(models, PROMPTS[:3], RESPONSES, toy_config(toy, **changes))
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 8])
 @torch.no_grad()
-def test_what_the_models_say_is_what_plain_transformers_says_of_each_sequence(
-    models: Models, toy: Path, micro_batch_size: int
-) -> None:
+def test_model_outputs_match_transformers(models: Models, toy: Path, micro_batch_size: int) -> None:
     actor = AutoModelForCausalLM.from_pretrained(toy / "actor")
     reward = AutoModelForSequenceClassification.from_pretrained(toy / "reward")
-    mean, std = 0.5, 2.0  # as saved with the reward model
+    mean, std = 0.5, 2.0  # the moments of toy_models
     head = reward.score.weight[0]
 
-    said = answered(models, toy, micro_batch_size=micro_batch_size, temperature=0.5)
+    experience = score_test_responses(
+        models, toy, micro_batch_size=micro_batch_size, temperature=0.5
+    )
 
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=False)):
         ids = torch.tensor([prompt + response.ids])
@@ -50,14 +50,14 @@ def test_what_the_models_say_is_what_plain_transformers_says_of_each_sequence(
         policy = torch.distributions.Categorical(logits=2 * actor(ids).logits[0, before])
         logprobs = policy.log_prob(torch.tensor(response.ids))
         scores = reward.model(ids).last_hidden_state[0] @ head
-        for got, expected in (
-            (said.logprobs[row, :length], logprobs),
-            (said.ref_logprobs[row, :length], logprobs),
-            (said.entropy[row, :length], policy.entropy()),
-            (said.values[row, :length], (scores[before] - mean) / std),
-            (said.score[row], scores[-1]),
+        for actual, expected in (
+            (experience.logprobs[row, :length], logprobs),
+            (experience.ref_logprobs[row, :length], logprobs),
+            (experience.entropy[row, :length], policy.entropy()),
+            (experience.values[row, :length], (scores[before] - mean) / std),
+            (experience.score[row], scores[-1]),
         ):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) -> None:
@@ -74,8 +74,8 @@ def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) 
     )
 
 
-def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) -> None:
-    experience = answered(models, toy)
+def test_advantages_are_whitened_but_returns_are_not(models: Models, toy: Path) -> None:
+    experience = score_test_responses(models, toy)
     mask, score = experience.mask, torch.tensor([1.0, 2.0, 3.0])
     experience = replace(experience, ref_logprobs=experience.logprobs - 0.5 * mask)
 
@@ -92,8 +92,8 @@ def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) 
     assert not white.advantages[~mask].any()
 
 
-def test_statistics_by_hand(toy: Path, models: Models) -> None:
-    experience = answered(models, toy)
+def test_statistics_match_hand_computed_values(toy: Path, models: Models) -> None:
+    experience = score_test_responses(models, toy)
     mask = experience.mask
     experience = replace(
         experience,
@@ -112,7 +112,7 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
     statistics = rollout_statistics(rollout)
     rewards, zeros = torch.tensor([1.0, 1, 0, 0, 0, 2, 5, 7]), torch.zeros(8, 1)
     groups = Rollout(experience, rewards, zeros, zeros, None, torch.arange(8) < 7, group_size=2)
-    shares = {"dead_groups": 0.75, "dead_right": 0.5, "dead_wrong": 0.25}
+    dead = {"dead_groups": 0.75, "dead_right": 0.5, "dead_wrong": 0.25}
 
     expected = {
         "score": 3.0,
@@ -133,5 +133,5 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
         "correction": 15 / 8,
         "correction_effective": 15**2 / (8 * 39),
     }
-    assert group_statistics(groups) == pytest.approx({"group_std": 2**0.5 / 4, **shares})
+    assert group_statistics(groups) == pytest.approx({"group_std": 2**0.5 / 4, **dead})
     assert statistics == pytest.approx(expected, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Prompts of a rollout, and replacement of groups."""
+"""Prompts of a rollout, and the replacement of dead groups."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,14 @@ from step3_ppo.methods import METHODS
 from step3_ppo.rewards import raw_scores
 from step3_ppo.rollout import PromptBatch, Prompts, Sampled, dead_groups, sample_rollout
 from tests.distributed import rank, run_ranks
-from tests.step3_ppo.resumed import run_whole_and_resumed
+from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import FEW, PROMPTS, toy_config, toy_models
 
 GRPO = METHODS["grpo"] | {"group_size": 2, "overlong": "score", "drop_solved": 1.0}
 
 
 def make_prompts(num_rows: int = 20) -> Prompts:
-    """Rollouts of four groups of two; the prompt of row r is the token r."""
+    """Prompts for rollouts of four groups of two; the prompt of row r is the token r."""
     return Prompts(
         train=[Prompt((), [row]) for row in range(num_rows)],
         held_out=[],
@@ -35,14 +35,14 @@ def make_prompts(num_rows: int = 20) -> Prompts:
     )
 
 
-def by_key(*batches: PromptBatch) -> dict[int, list[int]]:
-    """The prompt of each key; none comes twice."""
+def prompts_by_key(*batches: PromptBatch) -> dict[int, list[int]]:
+    """The prompts by key; no key occurs twice."""
     pairs = [pair for batch in batches for pair in zip(batch.keys, batch.inputs, strict=True)]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 
 
-def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
+def test_refills_take_the_next_prompts_with_new_keys() -> None:
     prompts = make_prompts()
     order = RowStream(num_rows=20, batch_size=10, seed=0).take(10)
 
@@ -50,12 +50,12 @@ def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
 
     assert refill.groups == [1, 3]
     assert [row for (row,) in first.inputs[::2] + refill.inputs[::2] + second.inputs[::2]] == order
-    assert list(by_key(first, refill, second)) == list(range(20))
+    assert list(prompts_by_key(first, refill, second)) == list(range(20))
     assert prompts.stream.state_dict() == {"position": 10, "dropped": []}
 
 
-def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
-    """Of this process: its prompts by key, its groups of a refill; and the dead groups of all."""
+def read_own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
+    """This process's prompts by key and refilled groups, and the dead groups of all."""
     prompts = make_prompts()
     first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])
@@ -64,13 +64,13 @@ def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     order = make_prompts().stream.take(4)
     assert prompts.stream.dropped == {order[0], order[3]}
     dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
-    return by_key(first, refill), refill.groups, dead
+    return prompts_by_key(first, refill), refill.groups, dead
 
 
-def sampled(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
-    """A rollout of four prompts with two responses each, whose scores count by their sign.
+def sample(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
+    """Sample four prompts with two responses each, whose scores are clipped to signs.
 
-    With it the groups of equal rewards, and how many prompts were taken.
+    Also returns the groups with equal rewards, and the number of consumed prompts.
     """
     signs = {"normalize_score": False, "score_clip": 1e-3, "missing_eos_score": None, "seed": 3}
     config = toy_config(toy, advantage="grpo", group_size=2, dynamic_sampling=rounds, **signs)
@@ -83,39 +83,37 @@ def sampled(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
     return rollout, dead, prompts.stream.position
 
 
-def test_groups_of_equal_rewards_give_way_to_further_prompts(toy: Path) -> None:
-    first, dead, taken = sampled(toy, 0)
-    once, still_dead, with_refills = sampled(toy, 1)
-    _, at_last, _ = sampled(toy, 20)
+def test_groups_with_equal_rewards_are_replaced(toy: Path) -> None:
+    first, dead, num_plain = sample(toy, 0)
+    once, still_dead, num_refilled = sample(toy, 1)
+    _, remaining, _ = sample(toy, 20)
 
     assert 0 < len(dead) < 4
-    assert (taken, with_refills) == (4, 4 + len(dead))
+    assert (num_plain, num_refilled) == (4, 4 + len(dead))
     assert once.metrics == {"refills": len(dead)}
     assert set(still_dead) <= set(dead)
-    assert at_last == []
+    assert remaining == []
     for group in range(4):
         rows = slice(2 * group, 2 * group + 2)
-        gave_way = once.inputs[rows] != first.inputs[rows]
-        assert gave_way == (once.responses[rows] != first.responses[rows]) == (group in dead)
+        replaced = once.inputs[rows] != first.inputs[rows]
+        assert replaced == (once.responses[rows] != first.responses[rows]) == (group in dead)
 
 
-def test_two_processes_answer_the_prompts_of_one() -> None:
+def test_two_processes_share_the_prompts_of_one() -> None:
     prompts = make_prompts()
-    alone = by_key(prompts.next_batch(), prompts.next_batch([0, 1, 2]))
+    expected = prompts_by_key(prompts.next_batch(), prompts.next_batch([0, 1, 2]))
 
-    (mine, my_groups, dead), (theirs, their_groups, same) = run_ranks(own_prompts)
+    (first, first_groups, dead), (second, second_groups, same) = run_ranks(read_own_prompts)
 
-    assert mine | theirs == alone
-    assert not mine.keys() & theirs.keys()
-    assert (my_groups, their_groups) == ([0, 2], [1])
-    # Groups 0 and 2 are of the first process, 1 and 3 of the second.
+    assert first | second == expected
+    assert not first.keys() & second.keys()
+    assert (first_groups, second_groups) == ([0, 2], [1])
+    # The first process has groups 0 and 2, the second 1 and 3.
     assert dead == same == [0, 3]
 
 
 @pytest.mark.jobs
-def test_solved_prompts_are_dropped_also_after_a_resume_until_none_is_left(
-    toy: Path, tmp_path: Path
-) -> None:
+def test_solved_prompts_are_dropped_also_after_a_resume(toy: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(Path(*FEW.path).read_text().split("\n")[:22]))
     config = toy_config(
         toy,
@@ -128,21 +126,21 @@ def test_solved_prompts_are_dropped_also_after_a_resume_until_none_is_left(
         critic=TrainedModelConfig(path=str(tmp_path / "nowhere")),
         max_prompt_length=40,
     )
-    (tmp_path / "whole/critic").mkdir(parents=True)  # of an earlier run
-    runs = run_whole_and_resumed(config, tmp_path)
+    (tmp_path / "whole/critic").mkdir(parents=True)  # from an earlier run
+    runs = run_full_and_resumed(config, tmp_path)
 
     lines, others = ([line for line in lines if "solved_prompts" in line] for lines in runs)
     counts = [line["solved_prompts"] for line in lines]
     assert counts == [line["solved_prompts"] for line in others]
     assert (len(counts), counts[0] < counts[1] == 9) == (2, True)
-    whole, again = tmp_path / "whole", tmp_path / "again"
+    full, resumed = tmp_path / "whole", tmp_path / "again"
     weights = "actor/model.safetensors"
-    assert (whole / weights).read_bytes() == (again / weights).read_bytes()
+    assert (full / weights).read_bytes() == (resumed / weights).read_bytes()
     assert not {"value_loss", "explained_variance"} & set(lines[-1])
-    assert not (whole / "critic").exists()
+    assert not (full / "critic").exists()
 
 
-def test_a_prompt_is_solved_if_all_rewards_that_apply_are_at_their_maximum(toy: Path) -> None:
+def test_prompt_is_solved_if_all_its_rewards_are_maximal(toy: Path) -> None:
     length = RewardConfig(name="short", kind="length", max_tokens=4)
     sources = (RewardConfig(name="right", kind="math"), length)
     config = toy_config(toy, **GRPO, rewards=sources)

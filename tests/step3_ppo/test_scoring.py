@@ -1,4 +1,4 @@
-"""Scores of responses that did not end: what they count, and what the reward makes of them."""
+"""Scores and rewards of truncated responses, and score moments."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from inference.generation import Response
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.models import Models
 from step3_ppo.rewards import compute_reward, counted_scores, measured_moments, raw_scores
-from tests.step3_ppo.resumed import run_whole_and_resumed
+from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
 RAW = torch.tensor([2.5, 4.5, -40.5])
@@ -21,31 +21,31 @@ STOPPED = torch.tensor([True, False, False])
 
 @pytest.fixture
 def models(toy: Path) -> Models:
-    """The mean of the scores is 0.5, their standard deviation 2."""
+    """Models with score mean 0.5 and standard deviation 2."""
     return toy_models(toy_config(toy))
 
 
-def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) -> None:
-    """It counts the missing-EOS score at most, in the unit of the figure or of the reward."""
+def test_truncated_response_scores_at_most_the_missing_eos_score(models: Models, toy: Path) -> None:
+    """Its score is at most the missing-EOS score, in raw or normalized units."""
 
-    def counted(**changes: Any) -> list[float]:
+    def scores(**changes: Any) -> list[float]:
         return counted_scores(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
     def rewards(**changes: Any) -> list[float]:
         return compute_reward(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
-    assert counted() == [2.5, 0.5 - 2.0, -40.5]
-    assert counted(normalize_score=False) == [2.5, -1.0, -40.5]
-    assert counted(missing_eos_score=None) == [2.5, 4.5, -40.5]
+    assert scores() == [2.5, 0.5 - 2.0, -40.5]
+    assert scores(normalize_score=False) == [2.5, -1.0, -40.5]
+    assert scores(missing_eos_score=None) == [2.5, 4.5, -40.5]
     assert rewards() == [1.0, -1.0, -5.0]
     assert rewards(normalize_score=False, score_clip=None) == [2.5, -1.0, -40.5]
     assert rewards(missing_eos_score=None) == [1.0, 2.0, -5.0]
 
 
-def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path) -> None:
+def test_score_moments_use_only_stopped_responses(models: Models, toy: Path) -> None:
     config = toy_config(toy)
     ids = [[30 + row, END if row % 2 else 31] for row in range(8)]
-    responses = [Response(each, [-1.0, -1.0], stopped=each[1] == END) for each in ids]
+    responses = [Response(pair, [-1.0, -1.0], stopped=pair[1] == END) for pair in ids]
     scores = raw_scores(models, PROMPTS, responses, config)[1::2].double()
 
     mean, std = measured_moments(models, PROMPTS, responses, config)
@@ -55,16 +55,16 @@ def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path
 
 
 @pytest.mark.jobs
-def test_scores_are_normalized_by_the_first_rollout_also_after_a_resume(tmp_path: Path) -> None:
+def test_score_moments_of_the_first_rollout_survive_a_resume(tmp_path: Path) -> None:
     save_models(tmp_path)
     config = toy_config(tmp_path, max_steps=2, save_every=1, max_prompt_length=40)
     config = replace(config, data=replace(config.data, max_eval_rows=4))
 
-    first, second = run_whole_and_resumed(config, tmp_path)
+    first, second = run_full_and_resumed(config, tmp_path)
 
-    whole = tmp_path / "whole"
+    full = tmp_path / "whole"
     scores = [line["reward_score"] for line in first if "reward_score" in line]
     assert scores == [line["reward_score"] for line in second if "reward_score" in line]
-    mean, std = Checkpoint.open(whole / "checkpoints" / "step_00000002").state["once"]["moments"]
+    mean, std = Checkpoint.open(full / "checkpoints" / "step_00000002").state["once"]["moments"]
     assert std > 0
     assert math.isfinite(mean)

@@ -1,4 +1,4 @@
-"""Step 3 on two processes that compute each layer together."""
+"""Step 3 with tensor parallelism matches one process."""
 
 import json
 from dataclasses import replace
@@ -22,18 +22,18 @@ from tests.step3_ppo.toy import save_models, toy_config
 NF4 = {"quantize": "nf4"}
 
 CASES: dict[str, dict[str, Any]] = {
-    "generating together": {"inference_tp_size": 2},
-    "generating whole, stage 3, adapters": {
+    "joint generation": {"inference_tp_size": 2},
+    "separate generation, stage 3, adapters": {
         "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2, lr=0.0005)},
         "critic": {"zero_stage": 3},
     },
-    "4 bits, generating together": {
+    "4 bits, joint generation": {
         "actor": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
         "critic": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
         "reward": {"quantize": "int8"},
         "inference_tp_size": 2,
     },
-    "4 bits, generating whole": {
+    "4 bits, separate generation": {
         "actor": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4, "zero_stage": 3},
         "critic": {"lora": LoraConfig(rank=2, lr=0.0005), **NF4},
     },
@@ -46,8 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def small(directory: Path, changes: dict[str, Any]) -> PPOConfig:
-    """Two rollouts, each learned from once."""
+def setup(directory: Path, changes: dict[str, Any]) -> PPOConfig:
+    """Settings of two iterations with one epoch each."""
     config = toy_config(directory)
     changes = dict(changes)
     models = {
@@ -56,9 +56,9 @@ def small(directory: Path, changes: dict[str, Any]) -> PPOConfig:
     }
     data = DataConfig(max_length=56, max_eval_rows=4)
     row = METHODS[changes.get("method", "ppo")]
-    # With this seed no two tokens are so close that rounding decides which one is sampled.
-    own = {"data": data, "max_steps": 2, "max_prompt_length": 48, "seed": 6}
-    return toy_config(directory, **{**row, **changes, **models, **own})
+    # With this seed rounding doesn't change a sampled token.
+    defaults = {"data": data, "max_steps": 2, "max_prompt_length": 48, "seed": 6}
+    return toy_config(directory, **{**row, **changes, **models, **defaults})
 
 
 def run(config: PPOConfig) -> None:
@@ -66,15 +66,15 @@ def run(config: PPOConfig) -> None:
         train(config)
 
 
-def logged(out: Path) -> list[dict[str, float]]:
-    """All figures but those of the clock, and of weights bit for bit."""
-    apart = ("seconds", "tokens_per_second", "memory", "weights_hash", "time")
+def read_figures(out: Path) -> list[dict[str, float]]:
+    """The logged numbers, without times and hashes."""
+    excluded = ("seconds", "tokens_per_second", "memory", "weights_hash", "time")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
         {
-            name: each
-            for name, each in line.items()
-            if isinstance(each, float | int) and not name.startswith(apart)
+            name: value
+            for name, value in line.items()
+            if isinstance(value, float | int) and not name.startswith(excluded)
         }
         for line in lines
     ]
@@ -82,23 +82,23 @@ def logged(out: Path) -> list[dict[str, float]]:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_match_one_process(case: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 128} if "bits" in case else {}
     save_models(tmp_path, **wide)
     changes = CASES[case]
-    alone = small(tmp_path, {**changes, "inference_tp_size": 1, "output_dir": tmp_path / "alone"})
-    together = small(
+    single = setup(tmp_path, {**changes, "inference_tp_size": 1, "output_dir": tmp_path / "alone"})
+    together = setup(
         tmp_path, {**changes, "parallel": ParallelConfig(tp=2), "output_dir": tmp_path / "both"}
     )
-    train(alone)
+    train(single)
 
     run_ranks(run, together)
 
-    found, expected = logged(together.output_dir), logged(alone.output_dir)
-    assert len(found) >= 4
-    for line, other in zip(found, expected, strict=True):
+    actual, expected = read_figures(together.output_dir), read_figures(single.output_dir)
+    assert len(actual) >= 4
+    for line, other in zip(actual, expected, strict=True):
         assert line == pytest.approx(other, rel=2e-3, abs=2e-3)
     AutoModelForCausalLM.from_pretrained(together.output_dir / "actor")
-    part = step_memory(together, machine=Machine(2, 2, None, 2**34, "it"))
-    whole = step_memory(alone, machine=Machine(1, 1, None, 2**34, "it"))
-    assert part.peak("device") - RUNTIME_CPU < whole.peak("device") - RUNTIME_CPU
+    shard_memory = step_memory(together, machine=Machine(2, 2, None, 2**34, "it"))
+    full_memory = step_memory(single, machine=Machine(1, 1, None, 2**34, "it"))
+    assert shard_memory.peak("device") - RUNTIME_CPU < full_memory.peak("device") - RUNTIME_CPU

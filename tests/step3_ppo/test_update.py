@@ -1,4 +1,4 @@
-"""PPO's updates: ratio 1 at first, gradients as the formulas say, nothing changed that must not."""
+"""PPO's updates: ratios, gradients, stopping and statistics."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,47 +16,45 @@ from step3_ppo.update import PtxStream, fit_values, update_policy
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.inspection import get_gradients
 from tests.step3_ppo.toy import (
-    ALL,
+    ALL_ROWS,
     PROMPTS,
-    distance,
-    gradient,
-    gradients,
+    flat_weights,
+    read_flat_gradient,
+    read_gradients,
+    relative_error,
+    run_update,
     toy_config,
     toy_models,
     toy_rollout,
-    updated,
-    weights,
 )
 
 
-def test_the_first_minibatch_has_a_ratio_of_exactly_1_where_the_shapes_are_the_same(
-    toy: Path,
-) -> None:
+def test_first_minibatch_has_a_ratio_of_exactly_1(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
 
-    metrics = updated(models, toy_rollout(models, config), config).metrics
+    metrics = run_update(models, toy_rollout(models, config), config).metrics
 
     assert metrics["ratio_max"] == metrics["ratio_mean"] == 1.0
     assert metrics["approx_kl"] == metrics["clip_fraction"] == 0.0
     assert metrics["value_clip_fraction"] == 0.0
 
 
-def test_the_critic_alone_is_fitted_to_the_first_rollout(toy: Path) -> None:
+def test_only_the_critic_is_fitted_to_the_first_rollout(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
-    before, actor = toy_rollout(models, config), weights(models.actor.model)
+    before, actor = toy_rollout(models, config), flat_weights(models.actor.model)
     rewards = ResponseRewards(before.reward_score, before.reward_score)
 
     fit_values(models, before.experience, rewards, config, kl_coef=config.kl_coef)
 
-    assert distance(weights(models.actor.model), actor) == 0
+    assert relative_error(flat_weights(models.actor.model), actor) == 0
     assert critic_statistics(before)["explained_variance"] < 0
     assert critic_statistics(toy_rollout(models, config))["explained_variance"] > 0
 
 
-def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -> None:
-    """At ratio 1 the actor's is -A grad log pi, the critic's (V - R) grad V, over all tokens."""
+def test_gradients_match_the_formulas_per_sequence(toy: Path) -> None:
+    """At ratio 1 they are -A grad log pi and (V - R) grad V, averaged over all tokens."""
     config = toy_config(toy, entropy_coef=0.1)
     models = toy_models(config)
     rollout = toy_rollout(models, config)
@@ -64,7 +62,7 @@ def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -
     critic = AutoModelForSequenceClassification.from_pretrained(toy / "reward")
     num_tokens = int(rollout.experience.mask.sum())
 
-    updated(models, rollout, config)
+    run_update(models, rollout, config)
 
     for row, sequence in enumerate(rollout.experience.sequences):
         ids = torch.tensor([sequence.input_ids])
@@ -79,75 +77,75 @@ def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -
         (0.5 * (values - rollout.returns[row, :length]).square().sum() / num_tokens).backward()
     for engine, plain in ((models.actor, actor), (models.critic, critic)):
         grads = {name: p.grad for name, p in plain.named_parameters()}
-        expected = [_get_grad(name, grads).flatten() for name in gradients(engine)]
-        assert distance(gradient(engine), torch.cat(expected)) < 1e-5
+        expected = [_get_grad(name, grads).flatten() for name in read_gradients(engine)]
+        assert relative_error(read_flat_gradient(engine), torch.cat(expected)) < 1e-5
 
 
 def _get_grad(name: str, grads: dict[str, Tensor | None]) -> Tensor:
-    found = grads[name.removeprefix("scorer.").removeprefix("model.")]
-    assert found is not None
-    return found
+    grad = grads[name.removeprefix("scorer.").removeprefix("model.")]
+    assert grad is not None
+    return grad
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_an_update_does_not_depend_on_the_micro_batch_size(
-    toy: Path, micro_batch_size: int
-) -> None:
+def test_update_does_not_depend_on_the_micro_batch_size(toy: Path, micro_batch_size: int) -> None:
     config = toy_config(toy)
-    whole, cut = toy_models(config), toy_models(config)
-    rollout = toy_rollout(whole, config)
+    full, split = toy_models(config), toy_models(config)
+    rollout = toy_rollout(full, config)
     rollout.counted[0] = False  # its tokens are excluded from the loss
 
-    expected = updated(whole, rollout, config)
-    got = updated(cut, rollout, toy_config(toy, micro_batch_size=micro_batch_size))
+    expected = run_update(full, rollout, config)
+    actual = run_update(split, rollout, toy_config(toy, micro_batch_size=micro_batch_size))
 
-    assert distance(gradient(cut.actor), gradient(whole.actor)) < 1e-5
-    assert distance(gradient(cut.critic), gradient(whole.critic)) < 1e-5
-    assert got.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
-    assert got.tokens == expected.tokens == int(rollout.experience.mask.sum())
+    assert relative_error(read_flat_gradient(split.actor), read_flat_gradient(full.actor)) < 1e-5
+    assert relative_error(read_flat_gradient(split.critic), read_flat_gradient(full.critic)) < 1e-5
+    assert actual.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+    assert actual.tokens == expected.tokens == int(rollout.experience.mask.sum())
 
 
-def test_a_policy_too_far_from_the_old_one_stops_and_changes_nothing_more(toy: Path) -> None:
+def test_update_stops_beyond_the_target_kl(toy: Path) -> None:
     config = toy_config(toy, ppo_epochs=4, target_kl=1e-3)
     models = toy_models(config)
     rollout = toy_rollout(models, config)
 
-    first = updated(models, rollout, config)
-    after_one = weights(models.policy), weights(models.value_model)
-    second = updated(models, rollout, config)
+    first = run_update(models, rollout, config)
+    after_first = flat_weights(models.policy), flat_weights(models.value_model)
+    second = run_update(models, rollout, config)
 
     assert not first.stopped
     assert second.stopped
     assert second.metrics["approx_kl"] > 1.5e-3
-    assert torch.equal(weights(models.policy), after_one[0])
-    assert torch.equal(weights(models.value_model), after_one[1])
-    assert not any(each.any() for each in get_gradients(models.actor).values())
+    assert torch.equal(flat_weights(models.policy), after_first[0])
+    assert torch.equal(flat_weights(models.value_model), after_first[1])
+    assert not any(grad.any() for grad in get_gradients(models.actor).values())
 
 
-def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: Path) -> None:
+def test_ptx_adds_the_weighted_language_model_gradient(toy: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(f'{{"prompt": "Add {n}.", "response": "It is {n}"}}\n' for n in range(9))
     )
     plain_config = toy_config(toy)
     config = toy_config(toy, ptx_coef=0.5, ptx_data=(str(text),))
-    plain, mixed, alone = (toy_models(plain_config) for _ in range(3))
+    plain, mixed, language_only = (toy_models(plain_config) for _ in range(3))
     rollout = toy_rollout(plain, plain_config)
-    batches, num_targets = next(PtxStream(alone.chat, config))
+    batches, num_targets = next(PtxStream(language_only.chat, config))
     for batch in batches:
-        alone.actor.backward(-alone.actor(batch).logprobs.sum() / num_targets)
-    language_model = torch.cat([each.flatten() for each in get_gradients(alone.actor).values()])
+        language_only.actor.backward(-language_only.actor(batch).logprobs.sum() / num_targets)
+    language_model = torch.cat(
+        [grad.flatten() for grad in get_gradients(language_only.actor).values()]
+    )
 
-    updated(plain, rollout, plain_config)
-    update = updated(mixed, rollout, config, ptx=PtxStream(mixed.chat, config))
+    run_update(plain, rollout, plain_config)
+    update = run_update(mixed, rollout, config, ptx=PtxStream(mixed.chat, config))
 
-    expected = gradient(plain.actor) + 0.5 * language_model
-    assert distance(gradient(mixed.actor), expected) < 1e-5
+    expected = read_flat_gradient(plain.actor) + 0.5 * language_model
+    assert relative_error(read_flat_gradient(mixed.actor), expected) < 1e-5
     assert update.metrics["ptx_loss"] > 1
-    assert torch.equal(gradient(mixed.critic), gradient(plain.critic))
+    assert torch.equal(read_flat_gradient(mixed.critic), read_flat_gradient(plain.critic))
 
 
-def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
+def test_clip_fractions_and_ratios_match_hand_computed_values(toy: Path) -> None:
     config = toy_config(toy, clip_high=0.5, value_clip=0.2)
     models = toy_models(config)
     rollout = toy_rollout(models, config)
@@ -162,9 +160,9 @@ def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
         advantages=torch.ones_like(rollout.advantages),
     )
 
-    wide = updated(models, shifted, config).metrics
+    wide = run_update(models, shifted, config).metrics
     models = toy_models(config)
-    narrow = updated(models, shifted, toy_config(toy, value_clip=None)).metrics
+    narrow = run_update(models, shifted, toy_config(toy, value_clip=None)).metrics
 
     assert wide["ratio_mean"] == pytest.approx(1.34986, rel=1e-4)
     assert wide["ratio_max"] == pytest.approx(1.34986, rel=1e-4)
@@ -175,11 +173,11 @@ def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
     assert narrow["policy_loss"] == pytest.approx(-1.2, rel=1e-4)
 
 
-def iteration(directory: str) -> dict[str, float]:
-    """One iteration on this process's share of the prompts; its metrics, which all agree on."""
+def run_iteration(directory: str) -> dict[str, float]:
+    """Run an iteration on this process's shard of prompts; return the global metrics."""
     config = toy_config(Path(directory), batch_size=3, micro_batch_size=2, ppo_epochs=2)
     models = toy_models(config)
-    rows = list(ALL)[rank() :: world_size()]
+    rows = list(ALL_ROWS)[rank() :: world_size()]
     prompts = [PROMPTS[row] for row in rows]
     responses = generate_responses(models, prompts, config, keys=rows)
     experience = score_responses(models, prompts, responses, config)
@@ -191,20 +189,20 @@ def iteration(directory: str) -> dict[str, float]:
         **statistics,
         **updates.metrics(),
         "tokens": float(updates.tokens),
-        "weights": weights(models.policy).norm().item(),
+        "weights": flat_weights(models.policy).norm().item(),
     }
 
 
-def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path) -> None:
-    alone = iteration(str(toy))
+def test_iteration_on_two_processes_matches_one_process(toy: Path) -> None:
+    expected = run_iteration(str(toy))
 
-    first, second = run_ranks(iteration, str(toy))
+    first, second = run_ranks(run_iteration, str(toy))
 
     assert first == second
-    assert first == pytest.approx(alone, rel=1e-3, abs=1e-4)
+    assert first == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
+def test_ppo_increases_the_reward(toy: Path) -> None:
     """Even tokens, half of the vocabulary, are rewarded."""
     sizes = {"rollout_size": 24, "batch_size": 8, "micro_batch_size": 8}
     config = toy_config(toy, ppo_epochs=2, **sizes)
@@ -223,4 +221,4 @@ def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
         even.append(sum(shares) / len(shares))
 
     assert even[0] < 0.6
-    assert even[-1] > 0.9  # .95 here; which rows rise first differs from processor to processor
+    assert even[-1] > 0.9  # .95 here; it varies between processors

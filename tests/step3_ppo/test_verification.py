@@ -1,4 +1,4 @@
-"""The judge's part of a run's figures."""
+"""The judge's figures of a run."""
 
 import json
 from pathlib import Path
@@ -13,22 +13,22 @@ from tests.step3_ppo.toy import toy_config, toy_models
 
 
 @pytest.mark.jobs
-def test_on_the_embedded_task_the_verifier_judges_the_run_and_hand_written_prompts(
-    toy: Path, tmp_path: Path
-) -> None:
+def test_verifier_scores_run_and_hand_written_prompts(toy: Path, tmp_path: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
-    asked = [(Message("user", question.text),) for question in held_out_questions()[:2]]
-    prompts = [Prompt(messages, models.chat.encode_prompt(messages)) for messages in asked]
+    dialogues = [(Message("user", question.text),) for question in held_out_questions()[:2]]
+    prompts = [Prompt(messages, models.chat.encode_prompt(messages)) for messages in dialogues]
     held = HeldOut(models, prompts, config)
     answers = held.answer_all()
 
-    named = {"step1_sft": answers, "step3_ppo": answers}
-    figures = conclude(held, named, tmp_path / "samples.json")
+    answers_by_model = {"step1_sft": answers, "step3_ppo": answers}
+    figures = conclude(held, answers_by_model, tmp_path / "samples.json")
 
     assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
     assert figures["judge_talk"] == 0.0
     samples = json.loads((tmp_path / "samples.json").read_text())
-    shown = [row["answers"]["step3_ppo"] for row in samples["rows"]]
-    assert [answer["text"] for answer in shown] == [each.text for each in answers.sampled]
-    assert [answer["greedy"]["text"] for answer in shown] == [each.text for each in answers.greedy]
+    rows = [row["answers"]["step3_ppo"] for row in samples["rows"]]
+    assert [answer["text"] for answer in rows] == [response.text for response in answers.sampled]
+    assert [answer["greedy"]["text"] for answer in rows] == [
+        response.text for response in answers.greedy
+    ]

@@ -1,4 +1,4 @@
-"""Actor, critic and reward model small enough to train in a test, with the embedded tokenizer."""
+"""Tiny actor, critic and reward model with the embedded tokenizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,19 +21,19 @@ from step3_ppo.update import PtxStream, Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
 
 FEW = DataConfig(path=(str(Path(__file__).with_name("few.jsonl")),))
-"""200 rows of the embedded task: encoding thousands takes longer than a toy run."""
+"""200 rows of the embedded task; encoding thousands takes longer than a toy run."""
 
 END = 2
 """The embedded tokenizer's end of sequence."""
 
 PROMPTS = [[1, *range(20, 20 + length)] for length in (3, 7, 1, 5, 2, 6, 4, 3)]
 
-ALL = range(len(PROMPTS))
+ALL_ROWS = range(len(PROMPTS))
 """The rows of a rollout."""
 
 
 def save_models(directory: Path, *, blocks: int = 2, **changes: Any) -> None:
-    """Random models where `toy_config` looks for them."""
+    """Save random models in the directories that `toy_config` names."""
     tokenizer = build_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks, **changes}
     reward = tiny_classifier("llama", seed=2, bos_token_id=1, **sizes)
@@ -45,7 +45,7 @@ def save_models(directory: Path, *, blocks: int = 2, **changes: Any) -> None:
 
 
 def toy_config(directory: Path, **changes: Any) -> PPOConfig:
-    """Eight prompts, one minibatch, responses of at most 8 tokens; constant rates, no clipping."""
+    """Eight prompts, one minibatch, responses of at most 8 tokens, constant rates, no clipping."""
     optim = OptimConfig(
         lr=0.01, eps=1e-5, schedule="constant", warmup_ratio=0.0, max_grad_norm=None
     )
@@ -57,8 +57,8 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
         "data": FEW,
         "rollout_size": len(PROMPTS),
         "batch_size": len(PROMPTS),
-        "correction": "none",  # rollouts are built by hand, off their policy
-        "target_kl": None,  # at such a rate every update moves the policy far
+        "correction": "none",  # hand-made rollouts are off-policy
+        "target_kl": None,  # updates at this rate move the policy far
         "max_prompt_length": 8,
         "max_new_tokens": 8,
     }
@@ -66,7 +66,7 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
 
 
 def toy_models(config: PPOConfig) -> Models:
-    """The models as step 3 loads them, with made-up moments of the scores."""
+    """The models that step 3 loads, with hand-set score moments."""
     models = load_models(config, load_chat(config.actor, config.data), iterations=4)
     if models.reward is not None and config.normalize_score:
         models.set_moments(0.5, 2.0)
@@ -74,7 +74,7 @@ def toy_models(config: PPOConfig) -> Models:
 
 
 def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
-    """The actor's answers to all prompts, with what PPO derives from them; three have an end."""
+    """A rollout of the actor's responses to all prompts; three of them stop."""
     keys = [seed * len(PROMPTS) + row for row in range(len(PROMPTS))]
     responses = generate_responses(models, PROMPTS, config, keys=keys)
     for row, length in ((1, 3), (4, 1), (6, 5)):
@@ -86,25 +86,25 @@ def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
     return compute_advantages(experience, score, config, kl_coef=config.kl_coef)
 
 
-def weights(model: torch.nn.Module) -> torch.Tensor:
+def flat_weights(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one vector."""
     return torch.cat([param.detach().float().flatten() for param in model.parameters()])
 
 
-def updated(
+def run_update(
     models: Models,
     rollout: Rollout,
     config: PPOConfig,
     *,
-    rows: Sequence[int] = ALL,
+    rows: Sequence[int] = ALL_ROWS,
     ptx: PtxStream | None = None,
 ) -> Update:
-    """One minibatch of these rows."""
+    """Update on one minibatch of the given rows."""
     return update_minibatch(models, rollout, rows, config, ptx=ptx)
 
 
-def gradients(engine: Engine) -> dict[str, Tensor]:
-    """The gradient of the engine's only step so far: Adam's first moment is a tenth of it."""
+def read_gradients(engine: Engine) -> dict[str, Tensor]:
+    """The gradient of the engine's only step, from Adam's first moment, which is a tenth of it."""
     return {
         name: moment / (1 - engine.optim.betas[0])
         for group in engine.groups
@@ -112,11 +112,11 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def gradient(engine: Engine) -> Tensor:
-    """All of it as one vector."""
-    return torch.cat([each.flatten() for each in gradients(engine).values()])
+def read_flat_gradient(engine: Engine) -> Tensor:
+    """The gradient as one vector."""
+    return torch.cat([grad.flatten() for grad in read_gradients(engine).values()])
 
 
-def distance(got: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Relative L2 distance."""
-    return ((got - expected).norm() / expected.norm()).item()
+    return ((actual - expected).norm() / expected.norm()).item()
