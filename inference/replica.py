@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, mark_sharing, sum_
-from pipeline.engine.sharding.tensor_parallel import Part, get_part, whole_shape
+from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
 from pipeline.models.adapters.lora import merged
 from pipeline.models.adapters.quantized import QuantizedLinear
 from pipeline.models.forward.forward import base_model
@@ -56,7 +56,7 @@ class Origin:
 
     adapter: LoraLayer | None = None
 
-    part: Part | None = None
+    part: ParamShard | None = None
     """The shard that the source is, if layers are sharded in training."""
 
     @property
@@ -67,7 +67,7 @@ class Origin:
 
     def is_part(self, spec: ShardSpec | None) -> bool:
         """Whether this process trains this shard of the weight, or all of it if `spec` is None."""
-        return self.source is not None and spec == (None if self.part is None else self.part.own)
+        return self.source is not None and spec == (None if self.part is None else self.part.spec)
 
     def is_stored_as(self, spec: ShardSpec | None) -> bool:
         """Whether the trained model stores that shard between uses of an engine."""
@@ -83,7 +83,7 @@ class Origin:
         own = self.value()
         if self.part is None:
             return own
-        return self.part.joined(trained_by.gather(own, what="weights to generate with"))
+        return self.part.join(trained_by.gather(own, what="weights to generate with"))
 
 
 class Origins:
@@ -120,9 +120,9 @@ class Origins:
                 source, layer, adapter = _source(self._trained, name.rpartition(".")[0], leaf)
             except AttributeError:  # it is on another pipeline stage
                 continue
-            whole = whole_shape(source) if layer is None else layer.whole_shape
+            whole = full_shape(source) if layer is None else layer.full_shape
             dtype = source.dtype if layer is None else layer.dtype
-            part = get_part(source) if layer is None else layer.part
+            part = get_shard(source) if layer is None else layer.part
             key = id(source), id(adapter)
             yield name, Origin(key, whole, dtype, source, layer, adapter, part)
 

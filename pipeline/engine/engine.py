@@ -69,7 +69,7 @@ class RolloutOffload:
             self._offloaded.append((storage, copy.untyped_storage()))
         self.zero.is_offloaded = True
         if "weights" in kinds:
-            self.zero.hide()
+            self.zero.detach_params()
         for storage, _ in self._offloaded:
             storage.resize_(0)
 
@@ -79,7 +79,7 @@ class RolloutOffload:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._offloaded.clear()
-        self.zero.show()
+        self.zero.attach_params()
 
     def _tensors(self, kinds: Collection[Kind]) -> Iterator[Tensor]:
         if "weights" in kinds:
@@ -232,7 +232,7 @@ class Engine:
         self.scaler.update(finite=finite)
         for group in self.groups:
             group.gradients.clear()
-        self.pool.release()
+        self.pool.free_unused()
         self.comm.end_step()
         self._stop_if_hopeless(finite=finite, worst=worst)
         return StepResult(grad_norm=grad_norm, lr=self.rate * factor, skipped=not finite)
@@ -281,7 +281,7 @@ class Engine:
         if self.disk is None:
             yield from self.groups
             return
-        for index, tensors in self.disk.each(range(len(self.groups))):
+        for index, tensors in self.disk.stream(range(len(self.groups))):
             self.groups[index].attach(*tensors)
             yield self.groups[index]
             self.groups[index].detach()

@@ -11,7 +11,7 @@ from pipeline.engine.optimizer.trained import MOMENTS, TrainedParams
 from pipeline.engine.sharding.flat import FlatParams, ParamSettings, Placement
 from pipeline.engine.sharding.offload import StreamedState, TensorStore, WeightDisk
 from pipeline.engine.sharding.tensor_parallel import get_role
-from pipeline.engine.sharding.units import UnitParams, engine_units
+from pipeline.engine.sharding.units import UnitParams, get_engine_units
 from pipeline.engine.zero import Unit
 from pipeline.kernels.adamw import new_moments
 from pipeline.parallel.group import ALONE, Group
@@ -51,10 +51,10 @@ def build_units(
         assert config.zero.offload.nvme_path is not None  # checked by OffloadConfig
         disk = WeightDisk(config.zero.offload.nvme_path, comm)
     units: list[Unit] = []
-    for unit in engine_units(model):
+    for unit in get_engine_units(model):
         flats = [
             FlatParams(unit.name, params, settings, comm, placement, disk)
-            for (_, settings), params in group_vectors(unit, config).items()
+            for (_, settings), params in group_params(unit, config).items()
         ]
         trained = [
             TrainedParams(flat, pool, config.optim, kernels=config.kernels, tensor=tensor)
@@ -65,20 +65,20 @@ def build_units(
     return units
 
 
-def group_vectors(
+def group_params(
     unit: UnitParams, config: TrainedModelConfig
 ) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
     """The parameters of each flat vector of a unit, grouped by kind.
 
-    Outside the blocks, if there are any, each module has separate vectors. So a pipeline stage,
-    which has some of these modules, lays them out and sums their squares as a single process does.
+    Each module outside the blocks has separate vectors, so that a pipeline stage that has some of
+    these modules lays them out and sums their squares as a single process does.
     """
-    found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
+    groups: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
-        owner = name.rpartition(".")[0] if unit.beside_blocks else ""
-        settings = param_settings(name, param, config)
-        found.setdefault((owner, settings), {})[name] = param
-    return found
+        module_name = name.rpartition(".")[0] if unit.outside_blocks else ""
+        settings = get_settings(name, param, config)
+        groups.setdefault((module_name, settings), {})[name] = param
+    return groups
 
 
 def store_on_disk(
@@ -98,24 +98,19 @@ def store_on_disk(
     state = StreamedState(store, [group.masters.numel for group in groups], moments)
     for index, group in enumerate(groups):
         master = group.masters.from_weights()
-        state.put(index, (master, *new_moments(master, moments).values()))
+        state.write(index, (master, *new_moments(master, moments).values()))
     return state
 
 
-def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
-    """The settings by which a parameter is assigned to a vector of its unit.
+def get_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
+    """The settings of a parameter, which select its vector in the unit.
 
     One-dimensional parameters (biases and norms) have no weight decay. They are stored at the end
     of the others' vector, so that each unit is gathered and reduced at once.
     """
+    dtype, role = param.dtype, get_role(param)
     if not param.requires_grad:
-        return ParamSettings(
-            param.dtype, trained=False, lr=0.0, weight_decay=0.0, role=get_role(param)
-        )
-    return ParamSettings(
-        param.dtype,
-        trained=True,
-        lr=config.rate[1] if ".lora_" in name else config.optim.lr,
-        weight_decay=config.optim.weight_decay,
-        role=get_role(param),
-    )
+        return ParamSettings(dtype, trained=False, lr=0.0, weight_decay=0.0, role=role)
+    lr = config.rate[1] if ".lora_" in name else config.optim.lr
+    decay = config.optim.weight_decay
+    return ParamSettings(dtype, trained=True, lr=lr, weight_decay=decay, role=role)

@@ -351,17 +351,17 @@ class ZeroModel:
                 if unit not in stay:
                     self._free(unit)
 
-    def hide(self) -> None:
+    def detach_params(self) -> None:
         """Detach the parameters from memory that may be released."""
         for flat in self.flats:
-            flat.hide()
+            flat.detach_params()
 
-    def show(self) -> None:
+    def attach_params(self) -> None:
         """Attach the parameters to their weights again if those are gathered."""
         self.is_offloaded = False
         for flat in self.flats:
             if flat.gathered:
-                flat.show()
+                flat.attach_params()
 
     def check_ready(self) -> None:
         """Raise if the engine is not in a state to continue."""
@@ -404,7 +404,7 @@ class ZeroModel:
                     raise ConfigError(
                         f"{name} was {what} after the engine was created; do so before creating it"
                     )
-                shown = flat.views[name] if flat.gathered else flat.hidden[name]
+                shown = flat.views[name] if flat.gathered else flat.placeholders[name]
                 if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
                     raise ConfigError(
                         f"{name} was converted or moved after the engine was created (as .half()"

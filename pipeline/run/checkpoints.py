@@ -26,7 +26,7 @@ from pipeline.engine.checkpoint.state import (
     describe,
     frozen_fragments,
     load,
-    merged,
+    merge_descriptions,
     read_weights,
     trained_fragments,
     weights_fragments,
@@ -290,9 +290,9 @@ class Checkpoints:
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
-        """A description for rebuilding an engine's model, merged from its parts, if it has one."""
+        """A description for rebuilding an engine's model, merged from its shards, if it has one."""
         own = describe_model(engine.model)
-        return None if own is None else merged(engine.parts.gather_objects(own))
+        return None if own is None else merge_descriptions(engine.parts.gather_objects(own))
 
     def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
         for name, part in self.parts.items():

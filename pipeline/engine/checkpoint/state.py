@@ -18,21 +18,21 @@ from pipeline.engine.checkpoint.format import Columns, Fragment
 from pipeline.engine.engine import Engine
 from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.sharding.flat import FlatParams
-from pipeline.engine.sharding.tensor_parallel import Part, get_part, whole_shape
+from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
 from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
 
-READ_AT_ONCE = 2**21
+READ_ELEMENTS = 2**21
 """Elements read at once if only some of their columns are kept."""
 
 ReadInto = Callable[[int, Tensor], None]
 """Fills a flat tensor with elements of a full parameter, starting at an index."""
 
 
-def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
-    """Each shard's columns in the part and in the full parameter; whether this process saves it."""
-    spec, inner = part.own, part.inner
-    width, stride = spec.shape(part.whole)[spec.dim] * inner, part.whole[spec.dim] * inner
+def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
+    """Each shard's columns here and in the full parameter; whether this process saves it."""
+    spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
+    width, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.placed():
         run = shard.size * inner
         local, full = Columns(begin * inner, run, width), Columns(shard.start * inner, run, stride)
@@ -40,18 +40,18 @@ def shard_columns(part: Part) -> Iterator[tuple[Columns, Columns, bool]]:
 
 
 def list_fragments(
-    key: str, part: Part | None, start: int, values: Shaped[Tensor, " n"]
+    key: str, shard: ParamShard | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Elements of a flattened `part` from `start` on, labelled by indices in the full parameter.
+    """Elements of a flattened shard from `start` on, labelled by indices in the full parameter.
 
     Elements that a lower-ranked process also has are omitted.
     """
-    if part is None:
+    if shard is None:
         yield Fragment(key, start, values)
         return
-    for local, full, counts in shard_columns(part):
+    for local, full, is_saved in shard_columns(shard):
         first, last = local.before(start), local.before(start + len(values))
-        if first == last or not counts:
+        if first == last or not is_saved:
             continue
         if last <= full.run:  # contiguous in both the shard and the full parameter
             begin = local.offset + first - start
@@ -59,20 +59,22 @@ def list_fragments(
         elif local.run == local.stride:
             yield Fragment(key, first, values, full)
         else:
-            own = values[local.places(first, last).to(values.device) - start]
-            yield Fragment(key, first, own, full)
+            positions = local.places(first, last).to(values.device) - start
+            yield Fragment(key, first, values[positions], full)
 
 
-def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto) -> None:
-    """Fill `out` with elements of a flattened `part` from `start` on.
+def read_shard(
+    shard: ParamShard | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto
+) -> None:
+    """Fill `out` with elements of a flattened shard from `start` on.
 
     `read` reads elements of the full parameter. If they are not contiguous there, full rows are
     read, a few at a time.
     """
-    if part is None:
+    if shard is None:
         read(start, out)
         return
-    for local, full, _ in shard_columns(part):
+    for local, full, _ in shard_columns(shard):
         first, last = local.before(start), local.before(start + len(out))
         if first == last:
             continue
@@ -80,19 +82,19 @@ def read_part(part: Part | None, start: int, out: Shaped[Tensor, " n"], read: Re
             begin = local.offset + first - start
             read(full.offset + first, out[begin : begin + last - first])
             continue
-        at_once = max(1, READ_AT_ONCE // full.stride) * full.run
-        for low in range(first // full.run * full.run, last, at_once):
-            high = min(low + at_once, -(-last // full.run) * full.run)
+        step = max(1, READ_ELEMENTS // full.stride) * full.run
+        for low in range(first // full.run * full.run, last, step):
+            high = min(low + step, -(-last // full.run) * full.run)
             rows = torch.empty((high - low) // full.run * full.stride, dtype=out.dtype)
             read(low // full.run * full.stride, rows)
-            own = rows.view(-1, full.stride)[:, full.offset : full.offset + full.run].reshape(-1)
+            values = rows.view(-1, full.stride)[:, full.offset : full.offset + full.run].flatten()
             begin, end = max(first, low), min(last, high)
-            places = local.places(begin, end).to(out.device) - start
-            out[places] = own[begin - low : end - low].to(out.device)
+            positions = local.places(begin, end).to(out.device) - start
+            out[positions] = values[begin - low : end - low].to(out.device)
 
 
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """Masters and moments of this process's pieces, and the model's buffers.
+    """Masters and moments of this process's shards, and the model's buffers.
 
     Copy each before requesting the next: tensors from disk, and joined masters, are temporary.
     """
@@ -100,35 +102,33 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     for group in engine.visit():
         vectors = {"weights": group.masters.fp32(), **group.named_moments()}
         for kind, vector in vectors.items():
-            yield from _written(group, vector, f"{prefix}/{kind}")
-    parts, buffers = engine.parts, _buffers(engine)
-    earlier = parts.gather_objects(sorted(buffers))[: parts.rank]
-    for name in sorted(buffers.keys() - {name for names in earlier for name in names}):
+            yield from _list_group_fragments(group, vector, f"{prefix}/{kind}")
+    group, buffers = engine.parts, _buffers(engine)
+    lower_ranks = group.gather_objects(sorted(buffers))[: group.rank]
+    for name in sorted(buffers.keys() - {name for names in lower_ranks for name in names}):
         if engine.group.rank == 0:
             yield Fragment(f"{prefix}/buffers/{name}", 0, buffers[name].detach().reshape(-1))
 
 
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """This process's pieces of the frozen weights."""
+    """This process's shards of the frozen weights."""
     for flat in engine.zero.flats:
-        if flat.settings.trained:
+        if flat.settings.trained or not _is_saved(flat, engine.tensor):
             continue
-        if not _is_written(flat, engine.tensor):
-            continue
-        piece = flat.shard if flat.disk is None else flat.disk.read()
+        vector = flat.shard if flat.disk is None else flat.disk.read()
         first = engine.comm.rank * flat.shard_numel
-        for name, start, stop in flat.stretches(*flat.written):
-            own = piece[start - first : stop - first]
-            own = own if flat.disk is None else own.clone()  # the next read reuses the buffer
-            begin, part = start - flat.offsets[name], get_part(flat.params[name])
-            yield from list_fragments(f"{prefix}/frozen/{name}", part, begin, own)
+        for name, start, stop in flat.param_ranges(*flat.checkpoint_range):
+            values = vector[start - first : stop - first]
+            values = values if flat.disk is None else values.clone()  # the next read reuses it
+            begin, shard = start - flat.offsets[name], get_shard(flat.params[name])
+            yield from list_fragments(f"{prefix}/frozen/{name}", shard, begin, values)
         if flat.disk is not None:
-            flat.disk.give_back()
+            flat.disk.release()
 
 
 def describe(engine: Engine) -> dict[str, Any]:
     """The rest of the state, as JSON, the same on every process. A collective."""
-    own = {
+    local = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
         "scaler": engine.scaler.state_dict(),
@@ -140,19 +140,19 @@ def describe(engine: Engine) -> dict[str, Any]:
         "frozen": _shapes(engine, trained=False),
         "buffers": sorted(_buffers(engine)),
     }
-    return merged(engine.parts.gather_objects(own))
+    return merge_descriptions(engine.parts.gather_objects(local))
 
 
-def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the descriptions of all parts of a model."""
-    whole = dict(described[0])
-    for other in described[1:]:
+def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the descriptions of all shards and stages of a model."""
+    merged = dict(descriptions[0])
+    for other in descriptions[1:]:
         for name, value in other.items():
-            if isinstance(value, dict) and isinstance(whole[name], dict):
-                whole[name] = {**whole[name], **value}
+            if isinstance(value, dict) and isinstance(merged[name], dict):
+                merged[name] = {**merged[name], **value}
             elif isinstance(value, list):
-                whole[name] = [*whole[name], *(each for each in value if each not in whole[name])]
-    return whole
+                merged[name] = [*merged[name], *(v for v in value if v not in merged[name])]
+    return merged
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     Raises:
         CheckpointError: the state is from another model.
     """
-    _check(engine, described, checkpoint)
+    _check_shapes(engine, described, checkpoint)
     engine.zero.check_ready()
     engine.zero.updates += 1
     engine.steps = int(described["steps"])
@@ -170,7 +170,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     engine.scaler.load_state_dict(described["scaler"])
     for flat in engine.zero.flats:
         if not flat.settings.trained:
-            flat.fill(_reader(flat, f"{prefix}/frozen", checkpoint))
+            flat.fill(_make_reader(flat, f"{prefix}/frozen", checkpoint))
             flat.publish()
     for group in engine.visit():
         with group.changing() as masters:
@@ -184,7 +184,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
 def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
     """Fragments of vectors laid out as `engine.masters()`: an average, or the best weights."""
     for group, vector in zip(engine.groups, weights, strict=True):
-        yield from _written(group, vector, prefix)
+        yield from _list_group_fragments(group, vector, prefix)
 
 
 def read_weights(
@@ -192,34 +192,33 @@ def read_weights(
 ) -> None:
     """Fill vectors laid out as `engine.masters()` from the fragments of `weights_fragments`."""
     for group, vector in zip(engine.groups, out, strict=True):
-        read = _reader(group.flat, prefix, checkpoint)
-        for name, place, elements in group.spans():
-            read(name, elements.start, vector[place])
+        read = _make_reader(group.flat, prefix, checkpoint)
+        for name, span, elements in group.param_spans():
+            read(name, elements.start, vector[span])
 
 
-def _written(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
+def _list_group_fragments(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
     """This process's fragments of a vector in the layout of the masters."""
-    if not _is_written(group.flat, group.tensor):
+    if not _is_saved(group.flat, group.tensor):
         return
-    for name, place, elements in group.spans(own=True):
-        part = get_part(group.flat.params[name])
-        yield from list_fragments(f"{prefix}/{name}", part, elements.start, vector[place])
+    for name, span, elements in group.param_spans(saved_only=True):
+        shard = get_shard(group.flat.params[name])
+        yield from list_fragments(f"{prefix}/{name}", shard, elements.start, vector[span])
 
 
-def _is_written(flat: FlatParams, tensor: Group) -> bool:
+def _is_saved(flat: FlatParams, tensor: Group) -> bool:
     """True if no process of lower rank in the tensor-parallel group has the full vector."""
-    return tensor.rank == 0 or flat.settings.role in ("part", "shared")
+    return tensor.rank == 0 or flat.settings.role in ("sharded", "overlapping")
 
 
-def _reader(
+def _make_reader(
     flat: FlatParams, prefix: str, checkpoint: Checkpoint
 ) -> Callable[[str, int, Tensor], None]:
     """Return a function that fills a tensor with elements of a parameter, starting at an index."""
 
     def read(name: str, start: int, out: Tensor) -> None:
-        read_part(
-            get_part(flat.params[name]), start, out, partial(checkpoint.read, f"{prefix}/{name}")
-        )
+        source = partial(checkpoint.read, f"{prefix}/{name}")
+        read_shard(get_shard(flat.params[name]), start, out, source)
 
     return read
 
@@ -229,43 +228,43 @@ def _load_group(
     masters: Tensor,
     prefix: str,
     checkpoint: Checkpoint,
-    described: Mapping[str, Any],
+    description: Mapping[str, Any],
 ) -> None:
-    kept, dtype = group.named_moments(), group.moment_dtype
+    current, dtype = group.named_moments(), group.moment_dtype
     moments = {
-        kind: kept[kind] if kind in kept else torch.zeros_like(masters, dtype=dtype)
-        for kind in described["moments"]
+        kind: current[kind] if kind in current else torch.zeros_like(masters, dtype=dtype)
+        for kind in description["moments"]
     }
     for kind, vector in {"weights": masters, **moments}.items():
-        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
-        for name, place, elements in group.spans():
-            read(name, elements.start, vector[place])
-    counters = described["counters"][next(iter(group.flat.params))]
+        read = _make_reader(group.flat, f"{prefix}/{kind}", checkpoint)
+        for name, span, elements in group.param_spans():
+            read(name, elements.start, vector[span])
+    counters = description["counters"][next(iter(group.flat.params))]
     scalars = {name: torch.tensor(value) for name, value in counters.items()}
     group.state = {**moments, **scalars}  # empty if saved before the first update
 
 
-def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    place = f"the checkpoint {checkpoint.path}"
-    own = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
-    whole = merged(engine.parts.gather_objects(own))
-    for kind in own:
-        theirs, ours = described[kind], whole[kind]
-        for name in sorted(theirs.keys() | ours.keys()):
-            if theirs.get(name) != ours.get(name):
+def _check_shapes(engine: Engine, description: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    local = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
+    merged = merge_descriptions(engine.parts.gather_objects(local))
+    for kind in local:
+        saved, current = description[kind], merged[kind]
+        for name in sorted(saved.keys() | current.keys()):
+            if saved.get(name) != current.get(name):
+                has, expects = (_describe_param(name, kind, d) for d in (saved, current))
                 raise CheckpointError(
-                    f"{place} has {_shown(name, kind, theirs)}, but the model has"
-                    f" {_shown(name, kind, ours)}; resume with the original model and LoRA settings"
+                    f"the checkpoint {checkpoint.path} has {has}, but the model has {expects};"
+                    " resume with the original model and LoRA settings"
                 )
 
 
-def _shown(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
+def _describe_param(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
     return f"{kind} {name} of shape {shapes[name]}" if name in shapes else f"no {kind} {name}"
 
 
 def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
     return {
-        name: list(whole_shape(param))
+        name: list(full_shape(param))
         for flat in engine.zero.flats
         if flat.settings.trained is trained
         for name, param in flat.params.items()

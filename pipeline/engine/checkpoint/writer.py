@@ -146,12 +146,8 @@ class CheckpointWriter:
                 self._committed.append(step)
                 point_latest(self.root, step)
                 self._prune(step)
-                logger.info(
-                    "saved the state after step %d in %s; training was blocked for %.2f s",
-                    step,
-                    self.root / step_name(step),
-                    seconds,
-                )
+                message = "saved the state after step %d in %s; training was blocked for %.2f s"
+                logger.info(message, step, self.root / step_name(step), seconds)
 
         self._thread = threading.Thread(
             target=self._try,
@@ -216,8 +212,8 @@ class CheckpointWriter:
             report = _report(directory, rank)
             while report not in listed:
                 if time.monotonic() > end:
-                    seconds = f"{self._timeout_seconds:g} seconds"
-                    raise SaveError(f"rank {rank} did not report within {seconds}")
+                    seconds = self._timeout_seconds
+                    raise SaveError(f"rank {rank} did not report within {seconds:g} seconds")
                 time.sleep(pause)
                 pause = min(1.5 * pause, longest)
                 listed = _listed(directory)

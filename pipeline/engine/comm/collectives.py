@@ -31,7 +31,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Finished:
+class CompletedWork:
     """A completed collective."""
 
     def wait(self) -> None:
@@ -39,7 +39,7 @@ class Finished:
 
 
 @dataclass
-class Then:
+class ChainedWork:
     """A pending collective or copy, followed by one more operation."""
 
     work: Work
@@ -65,7 +65,7 @@ class Collectives:
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu
         """Whether collectives overlap with computation, so that prefetching pays off."""
-        self._copies = torch.cuda.Stream(device) if on_gpu else None
+        self._copy_stream = torch.cuda.Stream(device) if on_gpu else None
 
     def enter(self, kind: str, unit: str, num_bytes: int) -> None:
         """Record that this process enters a collective of a unit."""
@@ -73,11 +73,11 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector, pinned if it is offloaded from a GPU."""
-        if self._copies is not None and device.type == "cpu":
+        if self._copy_stream is not None and device.type == "cpu":
             return pinned_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def piece(self, full: Tensor) -> Tensor:
+    def local_shard(self, full: Tensor) -> Tensor:
         """This process's shard of a vector."""
         size = full.numel() // self.size
         return full[self.rank * size : (self.rank + 1) * size]
@@ -88,11 +88,11 @@ class Collectives:
         `shard` is a separate vector allocated by `empty`, or this process's shard of `full`.
         """
         self.enter("all_gather", unit, full.nbytes)
-        piece = self.piece(full)
-        if self._copies is not None and shard.device != full.device:
+        local = self.local_shard(full)
+        if self._copy_stream is not None and shard.device != full.device:
             return self._gather_from_host(full, shard, unit)
-        if piece.data_ptr() != shard.data_ptr():
-            piece.copy_(shard)
+        if local.data_ptr() != shard.data_ptr():
+            local.copy_(shard)
         return self._all_gather(full, shard, unit)
 
     def _gather_from_host(self, full: Tensor, shard: Tensor, unit: str) -> Work:
@@ -101,20 +101,20 @@ class Collectives:
         `full` is allocated and freed on the compute stream, so the copy waits for earlier work of
         that stream, which in turn waits for the copy.
         """
-        assert self._copies is not None
-        self._copies.wait_stream(torch.cuda.current_stream(full.device))
-        with torch.cuda.stream(self._copies):
-            self.piece(full).copy_(shard, non_blocking=True)
+        assert self._copy_stream is not None
+        self._copy_stream.wait_stream(torch.cuda.current_stream(full.device))
+        with torch.cuda.stream(self._copy_stream):
+            self.local_shard(full).copy_(shard, non_blocking=True)
             work = self._all_gather(full, shard, unit)
-            return Then(self._copies.record_event(), work.wait)
+            return ChainedWork(self._copy_stream.record_event(), work.wait)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write this process's shard of the sum over processes of `full` to `out`.
 
         `full` is allocated by `empty` and is undefined afterwards; `out` may be its local shard.
         """
-        itemsize = (full.dtype if self.narrow is None else self.narrow).itemsize
-        self.enter("reduce_scatter", unit, full.numel() * itemsize)
+        dtype = self.reduce_dtype or full.dtype
+        self.enter("reduce_scatter", unit, full.numel() * dtype.itemsize)
         return self._reduce_scatter(full, out, unit)
 
     def all_reduce(self, values: Tensor) -> None:
@@ -128,24 +128,24 @@ class Collectives:
 
     def synchronize(self) -> None:
         """Wait for pending copies from host memory to the GPU."""
-        if self._copies is not None:
-            self._copies.synchronize()
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
 
-    narrow: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     """The dtype in which `reduce_scatter` sends vectors; None for the vectors' own dtype."""
 
-    copy, copies = 0, 1
+    copy_index, num_copies = 0, 1
     """Index of this process's sharded copy of the model, and number of copies."""
 
     def end_step(self) -> None:
         """Release memory that only an optimizer step needs. A collective."""
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        return Finished()
+        return CompletedWork()
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         tree_sum([full], out=out)
-        return Finished()
+        return CompletedWork()
 
     def _all_reduce(self, values: Tensor) -> None:
         pass
@@ -161,31 +161,31 @@ class GroupCollectives(Collectives):
         group: Group,
         *,
         deterministic: bool,
-        narrow: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(device, name, group)
         self.asynchronous = True
-        self.narrow = narrow
+        self.reduce_dtype = reduce_dtype
         # gloo's reduce-scatter is several times slower than an all-to-all and a local sum.
-        self.exchanges = deterministic or dist.get_backend(group.process_group) == "gloo"
+        self.uses_all_to_all = deterministic or dist.get_backend(group.process_group) == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        work = all_gather(full, self.piece(full), self.group.process_group)
-        return OfGroup(work, self.group)
+        work = all_gather(full, self.local_shard(full), self.group.process_group)
+        return GroupWork(work, self.group)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
-        if self.narrow is not None:
-            full = full.to(self.narrow)
-        if not self.exchanges:
+        if self.reduce_dtype is not None:
+            full = full.to(self.reduce_dtype)
+        if not self.uses_all_to_all:
             target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
             work = reduce_scatter(target, full, self.group.process_group)
-            work = OfGroup(work, self.group)
-            return work if target is out else Then(work, partial(out.copy_, target))
+            work = GroupWork(work, self.group)
+            return work if target is out else ChainedWork(work, partial(out.copy_, target))
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
         summed = partial(tree_sum, received.chunk(self.size), out=out)
-        return Then(OfGroup(work, self.group), summed)
+        return ChainedWork(GroupWork(work, self.group), summed)
 
     def _all_reduce(self, values: Tensor) -> None:
         """Sum the values, together with fingerprints of the processes' histories.
@@ -196,12 +196,12 @@ class GroupCollectives(Collectives):
         packed = self.group.with_fingerprints(values)
         work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
         assert work is not None
-        OfGroup(work, self.group).wait()
+        GroupWork(work, self.group).wait()
         values.copy_(self.group.without_fingerprints(packed))
 
 
 @dataclass(frozen=True)
-class OfGroup:
+class GroupWork:
     """A collective of a group of processes, which wait for each other."""
 
     work: Work
@@ -222,8 +222,8 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
     """
     if any(part.dtype != out.dtype for part in parts):
         blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)
-        for block, *of_parts in blocks:
-            tree_sum([part.to(block.dtype) for part in of_parts], out=block)
+        for block, *part_blocks in blocks:
+            tree_sum([part.to(block.dtype) for part in part_blocks], out=block)
         return
     level = list(parts)
     while len(level) > 2:
@@ -235,12 +235,12 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
         out.copy_(level[0])
 
 
-AT_ONCE = 2
+MAX_PENDING_COPIES = 2
 """Gradients being transferred to host memory: one is copied while the next is computed."""
 
 
 class GradientCopies:
-    """Copies of gradients from a GPU to host memory, at most `AT_ONCE` pending per engine."""
+    """Copies of gradients from a GPU to host memory, at most `MAX_PENDING_COPIES` at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -252,7 +252,7 @@ class GradientCopies:
         If too many copies are pending, the computing stream, not the host, waits for the oldest.
         """
         computing = torch.cuda.current_stream()
-        while len(self._pending) >= AT_ONCE:
+        while len(self._pending) >= MAX_PENDING_COPIES:
             computing.wait_event(self._pending.popleft()[0])
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
@@ -270,7 +270,7 @@ class GradientCopies:
 
 
 class BufferPool:
-    """Flat buffers by size and dtype. All processes borrow and return them in the same order."""
+    """Flat buffers by size and dtype. All processes acquire and release them in the same order."""
 
     def __init__(self, comm: Collectives, device: torch.device) -> None:
         self.comm = comm
@@ -280,7 +280,7 @@ class BufferPool:
         self._read: dict[int, torch.cuda.Event] = {}
         """CUDA events by buffer address; after its event, a free buffer is no longer being read."""
 
-    def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized buffer."""
         free = self._free.setdefault((numel, dtype), [])
         buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
@@ -289,13 +289,13 @@ class BufferPool:
             torch.cuda.current_stream().wait_event(read)
         return buffer
 
-    def give_back(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
+    def release(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
         """Return the buffer to the pool, to be reused after the event `after`."""
         if after is not None:
             self._read[buffer.data_ptr()] = after
         self._free[buffer.numel(), buffer.dtype].append(buffer)
 
-    def release(self) -> None:
-        """Free the memory of all buffers that are not borrowed."""
+    def free_unused(self) -> None:
+        """Free the memory of all buffers that are not in use."""
         self._free = {kind: [] for kind in self._free}
         self._read.clear()

@@ -19,10 +19,10 @@ from torch import Tensor
 from pipeline.config.model import ZeroConfig
 from pipeline.engine.comm.collectives import (
     BufferPool,
+    ChainedWork,
     Collectives,
-    Finished,
+    CompletedWork,
     GroupCollectives,
-    Then,
     Work,
     tree_sum,
 )
@@ -38,15 +38,16 @@ class SharedMemoryCollectives(GroupCollectives):
     def __init__(self, name: str, group: Group) -> None:
         super().__init__(torch.device("cpu"), name, group, deterministic=True)
         self.asynchronous = False
-        self._slots = _map(group, 2 * group.size * SLOT_BYTES).view(2, group.size, SLOT_BYTES)
-        self._turn = 0
+        memory = _map_shared(group, 2 * group.size * SLOT_BYTES)
+        self._slots = memory.view(2, group.size, SLOT_BYTES)
+        self._current = 0
 
-    def _post(self, chunk: Tensor) -> list[Tensor]:
+    def _exchange(self, chunk: Tensor) -> list[Tensor]:
         """Write a chunk to this process's slot, and return every process's chunk."""
-        self._turn ^= 1
+        self._current ^= 1
         slots = [
             slot[: chunk.numel() * chunk.element_size()].view(chunk.dtype).view(chunk.shape)
-            for slot in self._slots[self._turn]
+            for slot in self._slots[self._current]
         ]
         slots[self.rank].copy_(chunk)
         self._all_reduce(torch.empty(0, dtype=torch.float64))  # a barrier; also compares histories
@@ -57,25 +58,25 @@ class SharedMemoryCollectives(GroupCollectives):
         step = SLOT_BYTES // full.element_size()
         for start in range(0, pieces.shape[1], step):
             columns = pieces[:, start : start + step]
-            for rank, chunk in enumerate(self._post(columns[self.rank])):
+            for rank, chunk in enumerate(self._exchange(columns[self.rank])):
                 if rank != self.rank:
                     columns[rank].copy_(chunk)
-        return Finished()
+        return CompletedWork()
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         pieces = full.view(self.size, -1)
         step = SLOT_BYTES // full.element_size() // self.size
         for start in range(0, pieces.shape[1], step):
-            chunks = self._post(pieces[:, start : start + step])
+            chunks = self._exchange(pieces[:, start : start + step])
             parts = [chunk[self.rank] for chunk in chunks]
             tree_sum(parts, out=out[start : start + step])
-        return Finished()
+        return CompletedWork()
 
 
-def on_one_machine(group: Group) -> bool:
+def can_share_memory(group: Group) -> bool:
     """True if every process can map the memory of the others. A collective."""
     token = f"{os.getpid()}-{time.time_ns()}".encode()
-    fd = _create(mmap.PAGESIZE)
+    fd = _create_memfd(mmap.PAGESIZE)
     os.pwrite(fd, token, 0)
     readable = True
     for pid, other_fd, expected in group.gather_objects((os.getpid(), fd, token)):
@@ -89,9 +90,9 @@ def on_one_machine(group: Group) -> bool:
     return readable
 
 
-def _map(group: Group, num_bytes: int) -> Tensor:
+def _map_shared(group: Group, num_bytes: int) -> Tensor:
     """Memory mapped by all processes of the group; it is freed when the last of them ends."""
-    fd = _create(num_bytes) if group.rank == 0 else -1
+    fd = _create_memfd(num_bytes) if group.rank == 0 else -1
     pid, first_fd = group.gather_objects((os.getpid(), fd))[0]
     if group.rank > 0:
         fd = os.open(f"/proc/{pid}/fd/{first_fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -101,7 +102,7 @@ def _map(group: Group, num_bytes: int) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _create(num_bytes: int) -> int:
+def _create_memfd(num_bytes: int) -> int:
     fd = os.memfd_create("engine", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return fd
@@ -110,49 +111,49 @@ def _create(num_bytes: int) -> int:
 class CollectivesOverCopies(Collectives):
     """Collectives within one copy, and sums over all copies; all processes construct it."""
 
-    def __init__(self, device: torch.device, within: Collectives, over: Collectives) -> None:
+    def __init__(self, device: torch.device, within: Collectives, across: Collectives) -> None:
         super().__init__(device, within.owner, within.group)
-        self.copy, self.copies = over.rank, over.size
+        self.copy_index, self.num_copies = across.rank, across.size
         self.asynchronous = within.asynchronous
-        self._within, self._over = within, over
-        self._pool = BufferPool(over, device)
+        self._within_copy, self._across_copies = within, across
+        self._pool = BufferPool(across, device)
 
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Fill `full` with the shards of this copy's processes."""
-        return self._within.all_gather(full, shard, unit)
+        return self._within_copy.all_gather(full, shard, unit)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write the sum over all processes of the local shard of `full` to `out`, in fp32."""
-        work = self._within.reduce_scatter(full, out, unit)
-        return Then(work, partial(self.add_copies, out, unit))
+        work = self._within_copy.reduce_scatter(full, out, unit)
+        return ChainedWork(work, partial(self.add_copies, out, unit))
 
-    def add_copies(self, own: Tensor, unit: str) -> None:
+    def add_copies(self, shard: Tensor, unit: str) -> None:
         """Sum a shard over the copies, in place: each sums a part, and all gather the parts."""
-        padded = -(-own.numel() // self.copies) * self.copies
-        buffer = self._pool.borrow(padded, own.dtype)
-        buffer[: own.numel()].copy_(own)
-        buffer[own.numel() :].zero_()
-        part = self._over.piece(buffer)
-        self._over.reduce_scatter(buffer, part, unit).wait()
-        self._over.all_gather(buffer, part, unit).wait()
-        own.copy_(buffer[: own.numel()])
-        self._pool.give_back(buffer)
+        padded = -(-shard.numel() // self.num_copies) * self.num_copies
+        buffer = self._pool.acquire(padded, shard.dtype)
+        buffer[: shard.numel()].copy_(shard)
+        buffer[shard.numel() :].zero_()
+        part = self._across_copies.local_shard(buffer)
+        self._across_copies.reduce_scatter(buffer, part, unit).wait()
+        self._across_copies.all_gather(buffer, part, unit).wait()
+        shard.copy_(buffer[: shard.numel()])
+        self._pool.release(buffer)
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum a few float64 values over all processes, in place."""
-        self._within.all_reduce(values)
-        self._over.all_reduce(values)
+        self._within_copy.all_reduce(values)
+        self._across_copies.all_reduce(values)
 
     def synchronize(self) -> None:
         """Wait for pending copies from host memory to the GPU."""
-        self._within.synchronize()
+        self._within_copy.synchronize()
 
     def end_step(self) -> None:
         """Release the memory in which shards were summed."""
-        self._pool.release()
+        self._pool.free_unused()
 
 
-_TAKEN = Counter[str]()
+_NAME_COUNTS = Counter[str]()
 """Number of engines of this process by name."""
 
 
@@ -168,29 +169,25 @@ def make_collectives(
     """
     if isinstance(group, DataGroup):
         within = make_collectives(device, zero, group.shards, name=name)
-        over = make_collectives(device, zero, group.copies, name=f"{name}, over its copies")
-        return CollectivesOverCopies(device, within, over)
-    name = _unique(name, group)
+        across = make_collectives(device, zero, group.copies, name=f"{name}, over its copies")
+        return CollectivesOverCopies(device, within, across)
+    name = _make_unique(name, group)
     if group.size == 1:
         return Collectives(device, name, group)
-    if device.type == "cpu" and zero.shared_memory and on_one_machine(group):
+    if device.type == "cpu" and zero.shared_memory and can_share_memory(group):
         return SharedMemoryCollectives(name, group)
-    return GroupCollectives(
-        device,
-        name,
-        group,
-        deterministic=zero.reduction == "deterministic",
-        narrow=torch.bfloat16 if zero.reduce_dtype == "bf16" else None,
-    )
+    deterministic = zero.reduction == "deterministic"
+    dtype = torch.bfloat16 if zero.reduce_dtype == "bf16" else None
+    return GroupCollectives(device, name, group, deterministic=deterministic, reduce_dtype=dtype)
 
 
-def _unique(name: str, group: Group) -> str:
-    given = group.gather_objects((name, _TAKEN[name] + 1))
-    for other, (theirs, _) in zip(group.ranks, given, strict=True):
-        if theirs != given[0][0]:
+def _make_unique(name: str, group: Group) -> str:
+    names = group.gather_objects((name, _NAME_COUNTS[name] + 1))
+    for other, (other_name, _) in zip(group.ranks, names, strict=True):
+        if other_name != names[0][0]:
             raise DesyncError(
-                f"rank {group.ranks[0]} builds the engine {given[0][0]!r} while rank {other} builds"
-                f" {theirs!r}; {SAME_ORDER}"
+                f"rank {group.ranks[0]} builds the engine {names[0][0]!r} while rank {other} builds"
+                f" {other_name!r}; {SAME_ORDER}"
             )
-    _TAKEN[name] = number = max(count for _, count in given)
+    _NAME_COUNTS[name] = number = max(count for _, count in names)
     return name if number == 1 else f"{name} {number}"

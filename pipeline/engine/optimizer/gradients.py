@@ -164,7 +164,7 @@ class FlatGradients:
             TreeSum(self._empty, self._running) if placement.deterministic else self._running
         )
         self._on_device = copies is None
-        self._in_place = self.comm.size == self.comm.copies == 1 and self._on_device
+        self._in_place = self.comm.size == self.comm.num_copies == 1 and self._on_device
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._missing: set[str] = set()
@@ -188,8 +188,8 @@ class FlatGradients:
         if self._in_place:
             self._buffer = self._running.total
         else:
-            self._buffer = self.pool.borrow(self.flat.numel, torch.float32)
-        self._views = self.flat.cut(self._buffer)
+            self._buffer = self.pool.acquire(self.flat.numel, torch.float32)
+        self._views = self.flat.unflatten(self._buffer)
         if not self._in_place or self._running.empty:
             self._missing = set(self._views)
             for gap in self.flat.gaps:
@@ -224,7 +224,7 @@ class FlatGradients:
             self._running.empty = False
             return
         is_sum = self._running.empty and self._on_device
-        out = self._running.total if is_sum else self.comm.piece(buffer)
+        out = self._running.total if is_sum else self.comm.local_shard(buffer)
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, None if is_sum else out)
 
@@ -238,13 +238,13 @@ class FlatGradients:
             self._running.empty = False
         else:
             self._running.add(out)
-        self.pool.give_back(buffer, after=self._running.read)
+        self.pool.release(buffer, after=self._running.read)
 
     def clear(self) -> None:
         """Discard the accumulated gradients."""
         self.settle()
         if self._buffer is not None and not self._in_place:
-            self.pool.give_back(self._buffer)
+            self.pool.release(self._buffer)
         self._buffer = None
         self.sum.clear()
 
@@ -268,8 +268,8 @@ def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Te
     """
     rows = num_chunks(comm.size)
     values = torch.zeros(rows, dtype=torch.float64, device=piece.device)
-    if comm.copy == 0:  # all copies have the same sum: count it once
-        comm.piece(values).copy_(squared_norms(piece, rows // comm.size))
+    if comm.copy_index == 0:  # all copies have the same sum: count it once
+        comm.local_shard(values).copy_(squared_norms(piece, rows // comm.size))
     return values
 
 

@@ -12,7 +12,7 @@ from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.comm.collectives import BufferPool, Work
 from pipeline.engine.optimizer.gradients import FlatGradients
 from pipeline.engine.sharding.flat import FlatParams, Placement
-from pipeline.engine.sharding.tensor_parallel import Stretch, completed, counted
+from pipeline.engine.sharding.tensor_parallel import ParamRange, mask_duplicates, reduce_gradient
 from pipeline.kernels.adamw import (
     COPIES,
     Kind,
@@ -28,7 +28,6 @@ from pipeline.parallel.group import ALONE, Group
 
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of AdamW's moments, by the setting `optim.moments`."""
-
 
 MasterKind = Literal["weights", "split", "whole"]
 
@@ -110,7 +109,7 @@ class Masters:
         copy = self.flat.comm.empty(own.numel(), torch.float32, placement.optimizer_device)
         copy.copy_(own)
         if disk is not None:
-            disk.give_back()
+            disk.release()
         return copy
 
     def room_for_weights(self) -> Tensor | None:
@@ -198,21 +197,21 @@ class TrainedParams:
         self.masters.vector = torch.empty(0)
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
-    def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
-        """Each parameter with elements in these masters: name, offset here, elements there.
+    def param_spans(self, *, saved_only: bool = False) -> Iterator[tuple[str, slice, slice]]:
+        """Each parameter with elements in these masters: its name, and their ranges in both.
 
-        With `own`, only those that this process writes to a checkpoint.
+        With `saved_only`, only the elements that this process writes to a checkpoint.
         """
         flat, first = self.flat, self._first
-        low, high = flat.written if own else (first, first + self.masters.numel)
-        for name, start, stop in flat.stretches(low, high):
+        low, high = flat.checkpoint_range if saved_only else (first, first + self.masters.numel)
+        for name, start, stop in flat.param_ranges(low, high):
             offset = flat.offsets[name]
             yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
 
     def _gathered(self, gradient: Tensor) -> Tensor:
         """All-gather the shards of a gradient into a buffer of the pool."""
-        full = self.gradients.pool.borrow(self.flat.numel, torch.float32)
-        piece = self.comm.piece(full)
+        full = self.gradients.pool.acquire(self.flat.numel, torch.float32)
+        piece = self.comm.local_shard(full)
         piece.copy_(gradient)
         self.comm.all_gather(full, piece, self.flat.unit).wait()
         return full
@@ -221,19 +220,20 @@ class TrainedParams:
         """This process's shard of the sum over all micro-batches and processes."""
         self.gradients.settle()
         gradient = self.gradients.sum.finish()
-        return completed(gradient, self.flat.settings.role, self.tensor, self._stretches())
+        return reduce_gradient(gradient, self.flat.settings.role, self.tensor, self._param_ranges())
 
-    def _stretches(self) -> list[Stretch]:
+    def _param_ranges(self) -> list[ParamRange]:
         """The parameters in this process's shard."""
         flat, first = self.flat, self.comm.rank * self.flat.shard_numel
         return [
             (flat.params[name], start - flat.offsets[name], slice(start - first, stop - first))
-            for name, start, stop in flat.stretches(first, first + flat.shard_numel)
+            for name, start, stop in flat.param_ranges(first, first + flat.shard_numel)
         ]
 
     def counted_gradient(self) -> Float[Tensor, " n"]:
         """The gradient's shard, with zeros for elements that another process adds to the norm."""
-        return counted(self._gradient(), self.flat.settings.role, self.tensor, self._stretches())
+        role, ranges = self.flat.settings.role, self._param_ranges()
+        return mask_duplicates(self._gradient(), role, self.tensor, ranges)
 
     @property
     def steps_in_place(self) -> bool:
@@ -265,7 +265,7 @@ class TrainedParams:
         lr, first = self.flat.settings.lr, self._first
         places = [
             (slice(start - first, stop - first), rate)
-            for start, stop, rate in self.flat.decays(first, first + self.masters.numel)
+            for start, stop, rate in self.flat.decay_ranges(first, first + self.masters.numel)
         ]
         return [
             Shard(weights=vectors.part(place), gradient=gradient[place], lr=lr, weight_decay=rate)
@@ -275,7 +275,7 @@ class TrainedParams:
     def end_step(self) -> Work:
         """Drop the gradient and start publishing the changed weights."""
         if self._gathered_gradient is not None:
-            self.gradients.pool.give_back(self._gathered_gradient)
+            self.gradients.pool.release(self._gathered_gradient)
             self._gathered_gradient = None
         self.gradients.clear()
         rounded, self._rounded = self._rounded, None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.comm.collectives import Collectives, Finished, Work
-from pipeline.engine.sharding.offload import DiskPiece, WeightDisk
+from pipeline.engine.comm.collectives import Collectives, CompletedWork, Work
+from pipeline.engine.sharding.offload import DiskShard, WeightDisk
 from pipeline.engine.sharding.tensor_parallel import Role
 
 ALIGNMENT = 16
@@ -40,23 +40,23 @@ def padded_size(numel: int, world_size: int) -> int:
     return -(-numel // unit) * unit
 
 
-def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> tuple[dict[str, int], int, int]:
-    """The offset of each parameter, the offset from which nothing decays, and the size.
+def lay_out(params: Mapping[str, nn.Parameter], *, decay: bool) -> tuple[dict[str, int], int, int]:
+    """The offset of each parameter, the start of those without weight decay, and the size.
 
     One-dimensional parameters (biases and norms) have no weight decay. They follow the others, from
     an offset where the vector may be split, so that updating both parts at once gives the same bits
     as separate updates.
     """
-    decayed = [name for name, param in params.items() if decays and param.ndim > 1]
-    spared = [name for name in params if name not in decayed]
+    decayed = [name for name, param in params.items() if decay and param.ndim > 1]
+    not_decayed = [name for name in params if name not in decayed]
     offsets: dict[str, int] = {}
-    used = spared_from = 0
-    for name in [*decayed, *spared]:
-        if name in spared[:1]:
-            used = spared_from = -(-used // ALIGNMENT) * ALIGNMENT
-        offsets[name] = used
-        used += params[name].numel()
-    return offsets, spared_from if spared else used, used
+    end = no_decay_start = 0
+    for name in [*decayed, *not_decayed]:
+        if name in not_decayed[:1]:
+            end = no_decay_start = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets[name] = end
+        end += params[name].numel()
+    return offsets, no_decay_start if not_decayed else end, end
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ParamSettings:
     weight_decay: float
     """Weight decay of parameters with more than one dimension; others have none."""
 
-    role: Role = "whole"
+    role: Role = "replicated"
     """Role among the processes of a tensor-parallel group."""
 
 
@@ -121,24 +121,24 @@ class FlatParams:
         disk: WeightDisk | None = None,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
-        self.offsets, self.spared_from, used = lay_out(params, decays=settings.weight_decay > 0)
+        self.offsets, self.no_decay_start, used = lay_out(params, decay=settings.weight_decay > 0)
         self.params = {name: params[name] for name in self.offsets}
         self.numel = padded_size(used, comm.size)
-        if self.spared_from == used:  # weight decay applies to all
-            self.spared_from = self.numel
+        if self.no_decay_start == used:  # weight decay applies to all
+            self.no_decay_start = self.numel
         self.shard_numel = self.numel // comm.size
         device = placement.device
-        self.keeps_all = not placement.shard_params or (
+        self.is_resident = not placement.shard_params or (
             comm.size == 1 and disk is None and placement.param_device == device
         )
         """Whether the shard is part of the full vector, which is never freed."""
-        self.disk: DiskPiece | None = None
+        self.disk: DiskShard | None = None
         if disk is not None:
             name = next(iter(self.params), unit)  # the first parameter's name, which is unique
-            self.disk = disk.piece(name, self.shard_numel, settings.dtype)
-        if self.keeps_all:
+            self.disk = disk.allocate(name, self.shard_numel, settings.dtype)
+        if self.is_resident:
             self.full = comm.empty(self.numel, settings.dtype, device)
-            self.shard = comm.piece(self.full)
+            self.shard = comm.local_shard(self.full)
         else:
             self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
             # A shard on disk takes no memory: see `_load` and `start_gather`.
@@ -146,10 +146,10 @@ class FlatParams:
             self.shard = comm.empty(size, settings.dtype, placement.param_device)
         # Views of `.data` have separate version counters, so that refilling the vector between
         # forward and backward doesn't invalidate the tensors that autograd saved.
-        self.views = self.cut(self.full.data)
-        nothing = float("nan") if settings.dtype.is_floating_point else 0
-        hidden = torch.full((), nothing, dtype=settings.dtype, device=device)
-        self.hidden = {name: hidden.expand(param.shape) for name, param in self.params.items()}
+        self.views = self.unflatten(self.full.data)
+        fill_value = float("nan") if settings.dtype.is_floating_point else 0
+        scalar = torch.full((), fill_value, dtype=settings.dtype, device=device)
+        self.placeholders = {name: scalar.expand(param.shape) for name, param in params.items()}
         self.gathered = True
         self._work: Work | None = None
         self._load()
@@ -170,17 +170,17 @@ class FlatParams:
 
         `out` gets the elements of the flattened parameter from `start` on.
         """
-        own = self.shard if self.placement.shard_params else self.full
+        local = self.shard if self.placement.shard_params else self.full
         if self.disk is not None:
-            own = torch.empty(self.shard_numel, dtype=self.settings.dtype)
+            local = torch.empty(self.shard_numel, dtype=self.settings.dtype)
         first = self.comm.rank * self.shard_numel if self.placement.shard_params else 0
-        own.zero_()
-        for name, start, stop in self.stretches(first, first + own.numel()):
-            read(name, start - self.offsets[name], own[start - first : stop - first])
+        local.zero_()
+        for name, start, stop in self.param_ranges(first, first + local.numel()):
+            read(name, start - self.offsets[name], local[start - first : stop - first])
         if self.disk is not None:
-            self.disk.write(own)
+            self.disk.write(local)
 
-    def cut(self, vector: Tensor) -> dict[str, Tensor]:
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a vector of this layout, one per parameter, in its shape."""
         return {
             name: vector[self.offsets[name] : self.offsets[name] + param.numel()].view(param.shape)
@@ -194,7 +194,7 @@ class FlatParams:
         starts = [*self.offsets.values(), self.numel][1:]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
-    def stretches(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
+    def param_ranges(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
         """Each parameter with elements between two offsets: its name, start and stop."""
         for name, param in self.params.items():
             offset = self.offsets[name]
@@ -202,28 +202,28 @@ class FlatParams:
             if start < stop:
                 yield name, start, stop
 
-    def decays(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
+    def decay_ranges(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
         """The ranges of constant weight decay between two offsets: start, stop, rate."""
-        middle = min(max(low, self.spared_from), high)
+        middle = min(max(low, self.no_decay_start), high)
         for start, stop, rate in ((low, middle, self.settings.weight_decay), (middle, high, 0.0)):
             if start < stop:
                 yield start, stop, rate
 
     @property
-    def written(self) -> tuple[int, int]:
+    def checkpoint_range(self) -> tuple[int, int]:
         """The range of the vector that this process writes to a checkpoint.
 
         Copies of the model divide their common shard.
         """
-        first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
-        low, high = (self.shard_numel * end // copies for end in (copy, copy + 1))
+        first, copy = self.comm.rank * self.shard_numel, self.comm.copy_index
+        low, high = (self.shard_numel * i // self.comm.num_copies for i in (copy, copy + 1))
         return first + low, first + high
 
     def start_gather(self) -> None:
         """Start the all-gather, if needed."""
         if self.gathered or self._work is not None:
             return
-        if not self.keeps_all:
+        if not self.is_resident:
             self.full.untyped_storage().resize_(self.numel * self.full.element_size())
         shard = self.shard if self.disk is None else self.disk.read()
         self._work = self.comm.all_gather(self.full, shard, self.unit)
@@ -239,7 +239,7 @@ class FlatParams:
             self._work = None
         if self.disk is not None:
             self.comm.synchronize()
-            self.disk.give_back()
+            self.disk.release()
 
     def gather(self) -> None:
         """All-gather the vector and expose its views as the parameters."""
@@ -247,31 +247,31 @@ class FlatParams:
         if self._work is None:
             return
         self._finish_gather()
-        self.show()
+        self.attach_params()
         self.gathered = True
 
-    def show(self) -> None:
+    def attach_params(self) -> None:
         """Make the module's parameters views of the vector."""
         for name, param in self.params.items():
             param.data = self.views[name]
 
-    def hide(self) -> None:
+    def detach_params(self) -> None:
         """Replace the parameters by placeholders with shape and dtype, without memory."""
         for name, param in self.params.items():
-            param.data = self.hidden[name]
+            param.data = self.placeholders[name]
 
     def free(self) -> None:
         """At stage 3, free the full vector; the local shard stays."""
         if not self.placement.shard_params:
             return
         self._finish_gather()  # wait for an unused prefetch
-        self.hide()  # before freeing: reading freed memory would crash the process
+        self.detach_params()  # before freeing: reading freed memory would crash the process
         self.gathered = False
-        if self.keeps_all:
+        if self.is_resident:
             return
         if not self.full.untyped_storage().resizable():  # shared with a NumPy array
             self.full = torch.empty_like(self.full)
-            self.views = self.cut(self.full.data)
+            self.views = self.unflatten(self.full.data)
         self.full.untyped_storage().resize_(0)
 
     def publish(self) -> None:
@@ -287,4 +287,4 @@ class FlatParams:
             shard = self.shard if self.disk is None else self.disk.read()
             self._work = self.comm.all_gather(self.full, shard, self.unit)
             self._finish_gather()
-        return Finished()
+        return CompletedWork()

@@ -46,7 +46,7 @@ class TensorStore:
     def __init__(self, directory: Path, *, rank: int, threads: int = 2) -> None:
         self.directory = directory
         self.rank = rank
-        self._positions: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         self._pending: dict[str, Future[None]] = {}
         self._failures: list[str] = []
         self._size = 0
@@ -67,9 +67,9 @@ class TensorStore:
             ConfigError: the disk lacks space.
         """
         end = self._size
-        positions: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         for key, numel in sizes.items():
-            positions[key] = end
+            offsets[key] = end
             end += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         needed, free = end - self._size, shutil.disk_usage(self._file.fileno()).free
         try:
@@ -82,19 +82,19 @@ class TensorStore:
                 f"the offload directory {self.directory} lacks space for the {needed:,} bytes of"
                 f" rank {self.rank}; free space there, or choose another directory"
             )
-        self._positions.update(positions)
+        self._offsets.update(offsets)
         self._size = end
 
     def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
         """Start writing `tensor`, which must not change until `wait`."""
-        self._begin(key, tensor, None, "offload.write", "written", write_at)
+        self._submit(key, tensor, None, "offload.write", "written", write_at)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
         """Start reading into `out`, which has the tensor's value after `wait`.
 
         With `after`, pending operations on that key complete first: they may use the same memory.
         """
-        self._begin(key, out, after, "offload.read", "read", read_at)
+        self._submit(key, out, after, "offload.read", "read", read_at)
 
     def wait(self, key: str) -> None:
         """Wait for the pending operations on `key`.
@@ -122,33 +122,33 @@ class TensorStore:
         self._threads.shutdown()
         self._file.close()
 
-    def _begin(
+    def _submit(
         self,
         key: str,
         tensor: Tensor,
         after: str | None,
-        point: str,
+        fault: str,
         verb: str,
         transfer: Callable[[int, memoryview, int], None],
     ) -> None:
         """Queue the transfer of `tensor` after pending operations on `key` and on `after`."""
         self._raise_failure()
-        part, file, position = view_bytes(tensor), self._file, self._positions[key]
-        before = [self._pending[name] for name in (key, after) if name in self._pending]
-        place = f"the offload file of rank {self.rank} in {self.directory}"
+        data, file, offset = view_bytes(tensor), self._file, self._offsets[key]
+        dependencies = [self._pending[k] for k in (key, after) if k in self._pending]
+        name = f"the offload file of rank {self.rank} in {self.directory}"
         failures = self._failures
 
         def run() -> None:  # without `self`: pending operations keep only the file alive
-            for operation in before:
+            for operation in dependencies:
                 operation.result()
             if failures:
                 return
             try:
-                fault_point(point)
-                transfer(file.fileno(), part, position)
+                fault_point(fault)
+                transfer(file.fileno(), data, offset)
             except (OSError, EOFError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
-                failures.append(f"{key} can't be {verb} in {place}: {reason}")
+                failures.append(f"{key} can't be {verb} in {name}: {reason}")
 
         self._pending[key] = self._threads.submit(run)
 
@@ -171,22 +171,22 @@ class StreamedState:
         self.store = store
         self.sizes = list(sizes)
         largest = torch.zeros(max(self.sizes, default=0))
-        self._sets = [
+        self._buffer_sets = [
             {"master": torch.zeros_like(largest), **new_moments(largest, moments)} for _ in range(2)
         ]
-        self.names = tuple(self._sets[0])
+        self.names = tuple(self._buffer_sets[0])
         """Names of the fp32 masters and their AdamW moments."""
-        for name, buffer in self._sets[0].items():
-            own = {_key(group, name): size for group, size in enumerate(self.sizes)}
-            store.reserve(own, buffer.dtype)
+        for name, buffer in self._buffer_sets[0].items():
+            sizes_by_key = {_key(group, name): size for group, size in enumerate(self.sizes)}
+            store.reserve(sizes_by_key, buffer.dtype)
 
-    def put(self, group: int, tensors: Sequence[Shaped[Tensor, " _"]]) -> None:
+    def write(self, group: int, tensors: Sequence[Shaped[Tensor, " _"]]) -> None:
         """Store a group's tensors, in the order of `names`; return when they are written."""
         for name, tensor in zip(self.names, tensors, strict=True):
             self.store.write(_key(group, name), tensor)
         self._wait(group)
 
-    def each(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def stream(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Each group of `order`, all different, with its tensors in the order of `names`.
 
         In-place changes of the tensors are saved; their memory is reused by the group after the
@@ -196,30 +196,31 @@ class StreamedState:
             OffloadError: the disk failed.
         """
         try:
-            for turn, group in enumerate(order):
-                if turn == 0:
-                    self._read(group, turn, after=None)
-                if turn + 1 < len(order):
-                    self._read(order[turn + 1], turn + 1, after=order[turn - 1] if turn else None)
+            for index, group in enumerate(order):
+                if index == 0:
+                    self._read(group, index, after=None)
+                if index + 1 < len(order):
+                    previous = order[index - 1] if index else None
+                    self._read(order[index + 1], index + 1, after=previous)
                 self._wait(group)
-                tensors = self._views(group, turn)
+                tensors = self._views(group, index)
                 yield group, tensors
                 for name, tensor in zip(self.names, tensors, strict=True):
                     self.store.write(_key(group, name), tensor)
         finally:
             self.store.flush()  # the buffers can be reused
 
-    def _read(self, group: int, turn: int, *, after: int | None) -> None:
-        for name, tensor in zip(self.names, self._views(group, turn), strict=True):
-            before = None if after is None else _key(after, name)
-            self.store.read(_key(group, name), tensor, after=before)
+    def _read(self, group: int, index: int, *, after: int | None) -> None:
+        for name, tensor in zip(self.names, self._views(group, index), strict=True):
+            after_key = None if after is None else _key(after, name)
+            self.store.read(_key(group, name), tensor, after=after_key)
 
     def _wait(self, group: int) -> None:
         for name in self.names:
             self.store.wait(_key(group, name))
 
-    def _views(self, group: int, turn: int) -> tuple[Tensor, ...]:
-        buffers = self._sets[turn % 2]
+    def _views(self, group: int, index: int) -> tuple[Tensor, ...]:
+        buffers = self._buffer_sets[index % 2]
         return tuple(buffer[: self.sizes[group]] for buffer in buffers.values())
 
 
@@ -237,34 +238,34 @@ class WeightDisk:
     def __init__(self, directory: Path, comm: Collectives) -> None:
         self.store = TensorStore(directory, rank=comm.group.global_rank)
         self.pool = BufferPool(comm, torch.device("cpu"))
-        self._written: tuple[DiskPiece, Tensor] | None = None
+        self._pending_write: tuple[DiskShard, Tensor] | None = None
 
-    def piece(self, name: str, numel: int, dtype: torch.dtype) -> "DiskPiece":
+    def allocate(self, name: str, numel: int, dtype: torch.dtype) -> "DiskShard":
         """Allocate space for a shard.
 
         Raises:
             ConfigError: the disk lacks space.
         """
         self.store.reserve({name: numel}, dtype)
-        return DiskPiece(self, name, numel, dtype)
+        return DiskShard(self, name, numel, dtype)
 
-    def write(self, piece: "DiskPiece", values: Tensor) -> None:
+    def write(self, shard: "DiskShard", values: Tensor) -> None:
         """Start writing a shard while the previous write completes."""
-        buffer = self.pool.borrow(piece.numel, piece.dtype)
+        buffer = self.pool.acquire(shard.numel, shard.dtype)
         buffer.copy_(values)
-        self.store.write(piece.name, buffer)
-        self.settle()
-        self._written = (piece, buffer)
+        self.store.write(shard.name, buffer)
+        self.wait_for_write()
+        self._pending_write = (shard, buffer)
 
-    def settle(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait for the last write."""
-        if self._written is not None:
-            (piece, buffer), self._written = self._written, None
-            self.store.wait(piece.name)
-            self.pool.give_back(buffer)
+        if self._pending_write is not None:
+            (shard, buffer), self._pending_write = self._pending_write, None
+            self.store.wait(shard.name)
+            self.pool.release(buffer)
 
 
-class DiskPiece:
+class DiskShard:
     """This process's shard of one flat vector, on disk."""
 
     def __init__(self, disk: WeightDisk, name: str, numel: int, dtype: torch.dtype) -> None:
@@ -274,25 +275,25 @@ class DiskPiece:
     def start_read(self) -> None:
         """Start reading the shard into memory."""
         if self._buffer is None:
-            self.disk.settle()
-            self._buffer = self.disk.pool.borrow(self.numel, self.dtype)
+            self.disk.wait_for_write()
+            self._buffer = self.disk.pool.acquire(self.numel, self.dtype)
             self.disk.store.read(self.name, self._buffer)
 
     def read(self) -> Shaped[Tensor, " k"]:
-        """The shard in memory, until `give_back`."""
+        """The shard in memory, until `release`."""
         self.start_read()
         assert self._buffer is not None
         self.disk.store.wait(self.name)
         return self._buffer
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """End a `read`: its memory may be reused."""
         if self._buffer is not None:
             self.disk.store.wait(self.name)  # an unused prefetch may still be running
-            self.disk.pool.give_back(self._buffer)
+            self.disk.pool.release(self._buffer)
             self._buffer = None
 
     def write(self, values: Tensor) -> None:
         """Replace the shard."""
-        self.give_back()
+        self.release()
         self.disk.write(self, values)

@@ -18,21 +18,20 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group, tree_sum
 from pipeline.parallel.shards import Shard, ShardSpec
 
-Role = Literal["whole", "partial", "part", "shared"]
-"""whole: every process has all of it and its full gradient; partial: every process has all of it,
-and a partial gradient; part: has elements that no other process has; shared: other processes also
-have some of them."""
+Role = Literal["replicated", "partial", "sharded", "overlapping"]
+"""replicated: every process has the full parameter and its full gradient; partial: it has the full
+parameter and a partial gradient; sharded: it has elements that no other process has; overlapping:
+other processes also have some of its elements."""
 
-
-_PART, _IS_PARTIAL = "tensor_parallel_part", "is_partial"
+_SHARD, _IS_PARTIAL = "tensor_parallel_shard", "is_partial"
 """Names of attributes set on a parameter, which is the same object in the model and its engine."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A sharded parameter, of which this process has a part."""
+class ParamShard:
+    """This process's shard of a parameter, and its position in the full parameter."""
 
-    whole: torch.Size
+    full_shape: torch.Size
     """Shape of the full parameter."""
 
     specs: tuple[ShardSpec, ...]
@@ -41,77 +40,78 @@ class Part:
     rank: int
     """Rank of this process in the group."""
 
-    stored: torch.Size | None = None
-    """Shape in which the full parameter is stored, if it differs from `whole`."""
+    stored_shape: torch.Size | None = None
+    """Shape in which the full parameter is stored, if it differs from `full_shape`."""
 
     @property
-    def own(self) -> ShardSpec:
+    def spec(self) -> ShardSpec:
         """The shards of this process."""
         return self.specs[self.rank]
 
     @property
     def role(self) -> Role:
-        """The role: `shared` if other processes also have some elements, else `part`."""
-        return "shared" if any(each.copies > 1 for each in self.own.shards) else "part"
+        """`overlapping` if other processes also have some of the elements, else `sharded`."""
+        return "overlapping" if any(shard.copies > 1 for shard in self.spec.shards) else "sharded"
 
     @property
     def inner(self) -> int:
         """Number of elements in the full parameter per index of the sharded dimension."""
-        return self.whole[self.own.dim + 1 :].numel()
+        return self.full_shape[self.spec.dim + 1 :].numel()
 
-    def in_blocks(self, block: int) -> "Part | None":
-        """The same part in units of `block` consecutive elements, numbered by row.
+    def in_blocks(self, block: int) -> "ParamShard | None":
+        """The same shard in units of `block` consecutive elements, numbered by row.
 
         None if a block would be split between processes.
         """
-        rows, inner = self.whole[: self.own.dim].numel(), self.inner
-        stride = self.whole[self.own.dim] * inner
-        ends = [(each.start, each.stop) for spec in self.specs for each in spec.shards]
-        whole = all(
+        rows, inner = self.full_shape[: self.spec.dim].numel(), self.inner
+        stride = self.full_shape[self.spec.dim] * inner
+        ends = [(shard.start, shard.stop) for spec in self.specs for shard in spec.shards]
+        is_divisible = all(
             first * inner % block == 0 and (last * inner % block == 0 or last * inner == stride)
             for first, last in ends
         )
-        if not whole or (rows > 1 and stride % block):
+        if not is_divisible or (rows > 1 and stride % block):
             return None
 
         def scaled(shard: Shard) -> Shard:
             stop = -(-shard.stop * inner // block)
             return replace(shard, start=shard.start * inner // block, stop=stop)
 
-        specs = tuple(ShardSpec(1, tuple(map(scaled, each.shards))) for each in self.specs)
-        return Part(torch.Size((rows, -(-stride // block))), specs, self.rank)
+        specs = tuple(ShardSpec(1, tuple(map(scaled, spec.shards))) for spec in self.specs)
+        return ParamShard(torch.Size((rows, -(-stride // block))), specs, self.rank)
 
-    def joined(self, parts: list[Tensor]) -> Tensor:
-        """The full parameter, concatenated from the parts of all processes."""
-        whole = parts[0].new_empty(self.whole)
-        for spec, part in zip(self.specs, parts, strict=True):
-            spec.put(part.view(spec.shape(self.whole)), whole)
-        return whole
+    def join(self, shards: list[Tensor]) -> Tensor:
+        """The full parameter, concatenated from the shards of all processes."""
+        full = shards[0].new_empty(self.full_shape)
+        for spec, shard in zip(self.specs, shards, strict=True):
+            spec.put(shard.view(spec.shape(self.full_shape)), full)
+        return full
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Shared ranges of the flattened part, the ranks with each, and if this is the first."""
-        assert self.own.dim == 0
+        """Shared ranges of the flattened shard, the ranks with each, and if this is the first."""
+        assert self.spec.dim == 0
         inner = self.inner
-        for shard, begin in self.own.placed():
+        for shard, begin in self.spec.placed():
             if shard.copies > 1:
                 first = self.rank - self.rank % shard.copies
-                holders = list(range(first, first + shard.copies))
-                yield slice(begin * inner, (begin + shard.size) * inner), holders, shard.counts
+                ranks = list(range(first, first + shard.copies))
+                yield slice(begin * inner, (begin + shard.size) * inner), ranks, shard.counts
 
 
-def replace_by_part(layer: nn.Module, leaf: str, part: Part) -> None:
-    """Replace a layer's parameter with this process's part; a flat one stays flat."""
+def replace_by_shard(layer: nn.Module, leaf: str, shard: ParamShard) -> None:
+    """Replace a layer's parameter with this process's shard; a flat one stays flat."""
     param = layer.get_parameter(leaf)
-    own = part.own.of(param.detach().view(part.whole))
-    own = own.clone(memory_format=torch.contiguous_format)
-    replaced = nn.Parameter(own if part.stored is None else own.view(-1), param.requires_grad)
-    mark_part(replaced, part)
+    local = shard.spec.of(param.detach().view(shard.full_shape))
+    local = local.clone(memory_format=torch.contiguous_format)
+    stored = local if shard.stored_shape is None else local.view(-1)
+    replaced = nn.Parameter(stored, param.requires_grad)
+    mark_sharded(replaced, shard)
     setattr(layer, leaf, replaced)
 
 
-def mark_part(param: Tensor, part: Part) -> None:
-    """Mark a parameter as a part of a full one."""
-    setattr(param, _PART, part)
+def mark_sharded(param: Tensor, shard: ParamShard) -> None:
+    """Mark a parameter as a shard of a full one."""
+    setattr(param, _SHARD, shard)
 
 
 def mark_partial(param: Tensor) -> None:
@@ -119,73 +119,73 @@ def mark_partial(param: Tensor) -> None:
     setattr(param, _IS_PARTIAL, True)
 
 
-def get_part(param: Tensor) -> Part | None:
-    """The part that this parameter is of a full one; None if it is full itself."""
-    return getattr(param, _PART, None)
+def get_shard(param: Tensor) -> ParamShard | None:
+    """The position of a shard in its full parameter; None if the parameter is not sharded."""
+    return getattr(param, _SHARD, None)
 
 
 def get_role(param: Tensor) -> Role:
-    """The role of a parameter; a frozen one is `part` or `whole`."""
-    part = get_part(param)
-    if part is not None:
-        return part.role
+    """The role of a parameter; a frozen one is `sharded` or `replicated`."""
+    shard = get_shard(param)
+    if shard is not None:
+        return shard.role
     is_partial = getattr(param, _IS_PARTIAL, False)
-    return "partial" if is_partial and param.requires_grad else "whole"
+    return "partial" if is_partial and param.requires_grad else "replicated"
 
 
-def whole_shape(param: Tensor) -> torch.Size:
+def full_shape(param: Tensor) -> torch.Size:
     """Shape of the full parameter; its own shape if it is not sharded."""
-    part = get_part(param)
-    return param.shape if part is None else part.stored or part.whole
+    shard = get_shard(param)
+    return param.shape if shard is None else shard.stored_shape or shard.full_shape
 
 
-Stretch = tuple[Tensor, int, slice]
+ParamRange = tuple[Tensor, int, slice]
 """A parameter, the index of its first element, and its range in a vector."""
 
 
-def completed(
-    gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
+def reduce_gradient(
+    gradient: Float[Tensor, " n"], role: Role, group: Group, ranges: list[ParamRange]
 ) -> Float[Tensor, " n"]:
     """Complete a gradient by summing it with those of other processes for the same elements.
 
     A collective. Sums are trees in rank order, with the same bits on all processes.
     """
-    if group.size == 1 or role in ("whole", "part"):
+    if group.size == 1 or role in ("replicated", "sharded"):
         return gradient
     on_device = gradient.to(local_device())  # it may be offloaded
     parts = group.gather(on_device, what="gradients of shared weights")
-    parts = [each.to(gradient.device) for each in parts]
+    parts = [part.to(gradient.device) for part in parts]
     if role == "partial":
         return tree_sum(parts)
-    own = gradient.clone()
-    for place, holders, _ in _shared(stretches):
-        own[place] = tree_sum([parts[each][place] for each in holders])
-    return own
+    result = gradient.clone()
+    for span, ranks, _ in _shared_ranges(ranges):
+        result[span] = tree_sum([parts[rank][span] for rank in ranks])
+    return result
 
 
-def counted(
-    gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
+def mask_duplicates(
+    gradient: Float[Tensor, " n"], role: Role, group: Group, ranges: list[ParamRange]
 ) -> Float[Tensor, " n"]:
     """The gradient, with zeros for the elements that another process adds to the norm."""
-    if group.size == 1 or role == "part":
+    if group.size == 1 or role == "sharded":
         return gradient
-    if role in ("whole", "partial"):
+    if role in ("replicated", "partial"):
         return gradient if group.rank == 0 else torch.zeros_like(gradient)
-    own = gradient.clone()
-    for place, _, counts in _shared(stretches):
+    result = gradient.clone()
+    for span, _, counts in _shared_ranges(ranges):
         if not counts:
-            own[place] = 0
-    return own
+            result[span] = 0
+    return result
 
 
-def _shared(stretches: list[Stretch]) -> Iterator[tuple[slice, list[int], bool]]:
+def _shared_ranges(ranges: list[ParamRange]) -> Iterator[tuple[slice, list[int], bool]]:
     """Ranges of a vector that other processes also have."""
-    for param, first, place in stretches:
-        part = get_part(param)
-        assert part is not None
-        last = first + place.stop - place.start
-        for elements, holders, counts in part.shared_elements():
+    for param, first, span in ranges:
+        shard = get_shard(param)
+        assert shard is not None
+        last = first + span.stop - span.start
+        for elements, ranks, counts in shard.shared_elements():
             start, stop = max(first, elements.start), min(last, elements.stop)
             if start < stop:
-                at = place.start + start - first
-                yield slice(at, at + stop - start), holders, counts
+                offset = span.start + start - first
+                yield slice(offset, offset + stop - start), ranks, counts

@@ -29,7 +29,7 @@ class UnitParams:
     params: dict[str, nn.Parameter]
     """Parameters by full name in the model; a tied parameter has its first name only."""
 
-    beside_blocks: bool = False
+    outside_blocks: bool = False
     """True for parameters outside the blocks of a model with blocks."""
 
     kind: Kind = "block"
@@ -42,48 +42,48 @@ def find_units(model: nn.Module) -> list[UnitParams]:
     `nn.ModuleList` of one class. Blocks don't nest: the outermost is used. A parameter that a block
     shares with anything outside belongs to the root.
     """
-    blocks = _outermost(model, _blocks(model))
+    blocks = _outermost(model, _find_blocks(model))
     # Include duplicate names: a module shared with the outside can't be freed with its block.
-    of_block = {id(block): name for name, block in blocks.items()}
+    block_names = {id(block): name for name, block in blocks.items()}
     prefixes = {
-        f"{name}.": of_block[id(module)]
+        f"{name}.": block_names[id(module)]
         for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in of_block
+        if id(module) in block_names
     }
-    places: dict[nn.Parameter, set[str]] = {}
+    owners: dict[nn.Parameter, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         heads = (name[: dot + 1] for dot, sign in enumerate(name) if sign == ".")
         owner = next((prefixes[head] for head in heads if head in prefixes), ROOT)
-        places.setdefault(param, set()).add(owner)
+        owners.setdefault(param, set()).add(owner)
     units: list[UnitParams] = []
     owned: set[nn.Parameter] = set()
     for name, block in blocks.items():
         params = {
             f"{name}.{leaf}": param
             for leaf, param in block.named_parameters()
-            if places[param] == {name}
+            if owners[param] == {name}
         }
         if params:
             units.append(UnitParams(name, block, params))
             owned |= set(params.values())
     rest = {name: param for name, param in model.named_parameters() if param not in owned}
-    return [*units, UnitParams(ROOT, model, rest, beside_blocks=bool(units), kind="root")]
+    return [*units, UnitParams(ROOT, model, rest, outside_blocks=bool(units), kind="root")]
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     named = dict(model.named_modules())
     named.pop("")
     layers: dict[str, nn.Module] = {
-        name: each for name, each in named.items() if isinstance(each, GradientCheckpointingLayer)
+        name: m for name, m in named.items() if isinstance(m, GradientCheckpointingLayer)
     }
-    return layers or _longest_list(named)
+    return layers or _find_longest_list(named)
 
 
-def _longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _find_longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     lists = [
-        (name, each)
-        for name, each in named.items()
-        if isinstance(each, nn.ModuleList) and len({type(child) for child in each}) == 1
+        (name, module)
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
     ]
     if not lists:
         return {}
@@ -113,46 +113,47 @@ class UsesHead(nn.Module):
         return function(*args, **kwargs)
 
 
-def engine_units(model: nn.Module) -> list[UnitParams]:
+def get_engine_units(model: nn.Module) -> list[UnitParams]:
     """`find_units`, with embedding and output layer as separate units, in order of use.
 
     The embedding comes before the blocks and the output layer after them, each only if the model
     has blocks, calls the module, and uses its parameters nowhere else; the root unit is last.
     """
     *blocks, root = find_units(model)
-    found = _matrices(model) if blocks else {}
-    names = {module: name for name, module in model.named_modules() if module in found.values()}
+    layers = _find_vocabulary_layers(model) if blocks else {}
+    names = {module: name for name, module in model.named_modules() if module in layers.values()}
     uses: dict[Tensor, int] = {}
     for _, param in model.named_parameters(remove_duplicate=False):
         uses[param] = uses.get(param, 0) + 1
-    apart: dict[Kind, UnitParams] = {}
-    for kind, module in found.items():
-        own = set(module.parameters())
-        params = {name: param for name, param in root.params.items() if param in own}
-        if len(params) == len(own) and all(uses[param] == 1 for param in own):
-            apart[kind] = UnitParams(names[module], module, params, beside_blocks=True, kind=kind)
-    taken = {name for unit in apart.values() for name in unit.params}
-    rest = {name: param for name, param in root.params.items() if name not in taken}
-    first = [apart["embedding"]] if "embedding" in apart else []
-    last = [apart["head"]] if "head" in apart else []
+    separate: dict[Kind, UnitParams] = {}
+    for kind, module in layers.items():
+        own_params = set(module.parameters())
+        params = {name: param for name, param in root.params.items() if param in own_params}
+        if len(params) == len(own_params) and all(uses[param] == 1 for param in own_params):
+            name = names[module]
+            separate[kind] = UnitParams(name, module, params, outside_blocks=True, kind=kind)
+    separate_names = {name for unit in separate.values() for name in unit.params}
+    rest = {name: param for name, param in root.params.items() if name not in separate_names}
+    first = [separate["embedding"]] if "embedding" in separate else []
+    last = [separate["head"]] if "head" in separate else []
     return [*first, *blocks, *last, replace(root, params=rest)]
 
 
-def _matrices(model: nn.Module) -> dict[Kind, nn.Module]:
+def _find_vocabulary_layers(model: nn.Module) -> dict[Kind, nn.Module]:
     """A language model's embedding and output layer, if they are plain, separate modules."""
-    plain = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
-    if plain is None:
+    pretrained = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if pretrained is None:
         return {}
     try:
-        embedding = plain.get_input_embeddings()
+        embedding = pretrained.get_input_embeddings()
     except NotImplementedError:
         return {}
-    head = cast("nn.Module | None", plain.get_output_embeddings())
-    found: dict[Kind, nn.Module] = {}
+    head = cast("nn.Module | None", pretrained.get_output_embeddings())
+    layers: dict[Kind, nn.Module] = {}
     # From the config: a pipeline stage may hold only one of two tied modules.
-    is_tied = head is not None and plain.config.get_text_config().tie_word_embeddings
+    is_tied = head is not None and pretrained.config.get_text_config().tie_word_embeddings
     if isinstance(embedding, nn.Embedding) and not is_tied:
-        found["embedding"] = embedding
+        layers["embedding"] = embedding
     if type(head) is nn.Linear and not is_tied:  # excludes adapters, which compute more
-        found["head"] = head
-    return found
+        layers["head"] = head
+    return layers

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import FrozenModelConfig
-from pipeline.engine.sharding.tensor_parallel import Part, replace_by_part
+from pipeline.engine.sharding.tensor_parallel import ParamShard, replace_by_shard
 from pipeline.engine.sharding.units import ROOT, find_units
 from pipeline.system.errors import ConfigError
 
@@ -154,7 +154,7 @@ class QuantizedLinear(nn.Module):
         weight = layer.weight
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
-        self.part: Part | None = None
+        self.part: ParamShard | None = None
         """The part of the weight that this process has, under tensor parallelism."""
         for name, vector in pack(weight.detach().to(device or weight.device), form).items():
             self.register_parameter(name, nn.Parameter(vector, requires_grad=False))
@@ -176,18 +176,18 @@ class QuantizedLinear(nn.Module):
         return self.shape[1 if self.transposed else 0]
 
     @property
-    def whole_shape(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """Shape of the full weight, of which this process may have a shard."""
-        return self.shape if self.part is None else self.part.whole
+        return self.shape if self.part is None else self.part.full_shape
 
-    def cut(self, part: Part, *, name: str) -> None:
+    def cut(self, part: ParamShard, *, name: str) -> None:
         """Keep this process's shard; blocks and their scales are those of the full weight.
 
         Raises:
             ConfigError: the shard of `name`, the weight, does not consist of full blocks.
         """
-        if part.whole.numel() % BLOCK or part.in_blocks(BLOCK) is None:
-            shape = " x ".join(map(str, part.whole))
+        if part.full_shape.numel() % BLOCK or part.in_blocks(BLOCK) is None:
+            shape = " x ".join(map(str, part.full_shape))
             raise ConfigError(
                 f"quantize {self.form} stores blocks of {BLOCK} weights, and parallel.tp"
                 f" {len(part.specs)} would split blocks of {name} ({shape}); use another"
@@ -196,9 +196,9 @@ class QuantizedLinear(nn.Module):
         for leaf, grain in ((CODES, weights_per_code(self.form)), (SCALES, BLOCK)):
             own = part.in_blocks(grain)
             assert own is not None  # because blocks are not split
-            stored = torch.Size((part.whole.numel() // grain,))
-            replace_by_part(self, leaf, replace(own, stored=stored))
-        self.part, self.shape = part, part.own.shape(part.whole)
+            stored = torch.Size((part.full_shape.numel() // grain,))
+            replace_by_shard(self, leaf, replace(own, stored_shape=stored))
+        self.part, self.shape = part, part.spec.shape(part.full_shape)
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from pipeline.engine.sharding.tensor_parallel import get_part
+from pipeline.engine.sharding.tensor_parallel import get_shard
 from pipeline.files.durable import replace_durably, settle, sync
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.adapters.lora import merged, without_advice
@@ -257,7 +257,7 @@ class _Joining:
         # Only the processes of the model's first copy join its shards.
         self._group = group.apart
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
-        self._parts = {name: get_part(tensor) for name, tensor in state.items()}
+        self._parts = {name: get_shard(tensor) for name, tensor in state.items()}
         for name, layer in quantized_layers(plain).items():
             self._parts[f"{name}.weight"] = layer.part
 
@@ -266,7 +266,7 @@ class _Joining:
         part = self._parts.get(name)
         if part is None:
             return tensor
-        return part.joined(self._group.gather(tensor, what="weights for an export"))
+        return part.join(self._group.gather(tensor, what="weights for an export"))
 
 
 def _as_exported(

@@ -30,12 +30,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.engine.sharding.tensor_parallel import (
-    Part,
-    completed,
-    get_part,
+    ParamShard,
     get_role,
+    get_shard,
     mark_partial,
-    replace_by_part,
+    reduce_gradient,
+    replace_by_shard,
 )
 from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear, weight_shape
 from pipeline.models.forward.attention import KEY_BLOCK, Ragged
@@ -214,10 +214,10 @@ def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> s
     for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
         if param.grad is None or other.grad is None:
             continue
-        own, part = param.grad.flatten(), get_part(param)
+        own, part = param.grad.flatten(), get_shard(param)
         stretch = (param, 0, slice(0, own.numel()))
-        found = completed(own, get_role(param), group, [stretch]).view(param.shape)
-        if not _close(found, other.grad if part is None else part.own.of(other.grad), noise):
+        found = reduce_gradient(own, get_role(param), group, [stretch]).view(param.shape)
+        if not _close(found, other.grad if part is None else part.spec.of(other.grad), noise):
             names.append(name)
     return f"the gradient of {names[0]} differs" if names else None
 
@@ -409,7 +409,7 @@ def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tupl
     found = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
     specs = tuple(spec for spec in found if spec is not None)
     if isinstance(layer, QuantizedLinear) and is_weight:
-        layer.cut(Part(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
+        layer.cut(ParamShard(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
     else:
         _replace(layer, leaf, specs, shards.tp_group)
     return specs
@@ -418,7 +418,7 @@ def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tupl
 def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
     """Replace a layer's parameter with this process's shard of it."""
     shape = layer.get_parameter(leaf).shape
-    replace_by_part(layer, leaf, Part(shape, specs, group.rank))
+    replace_by_shard(layer, leaf, ParamShard(shape, specs, group.rank))
 
 
 def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:

@@ -13,8 +13,8 @@ def get_gradients(engine: Engine) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     for group in engine.groups:
         full = group._gathered(group._gradient())
-        gradients |= {name: view.clone() for name, view in group.flat.cut(full).items()}
-        group.gradients.pool.give_back(full)
+        gradients |= {name: view.clone() for name, view in group.flat.unflatten(full).items()}
+        group.gradients.pool.release(full)
     return gradients
 
 

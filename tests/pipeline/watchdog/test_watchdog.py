@@ -108,7 +108,7 @@ def in_another_order() -> None:
     comm = train(0).comm
     for unit in ("a", "b") if rank() == 0 else ("b", "a"):
         full = torch.ones(64)
-        comm.all_gather(full, comm.piece(full), unit).wait()
+        comm.all_gather(full, comm.local_shard(full), unit).wait()
     comm.all_reduce(torch.zeros(4, dtype=torch.float64))
 
 

@@ -17,12 +17,12 @@ from pipeline.engine.checkpoint.state import (
     frozen_fragments,
     list_fragments,
     load,
-    read_part,
+    read_shard,
     trained_fragments,
 )
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
-from pipeline.engine.sharding.tensor_parallel import Part
+from pipeline.engine.sharding.tensor_parallel import ParamShard
 from pipeline.models.adapters.lora import add_lora
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import CheckpointError
@@ -154,15 +154,15 @@ def test_fragments_of_shards_map_to_the_full_parameter(
     specs = tuple(ShardSpec(dim, tuple(Shard(i, i + width) for i in own)) for own in starts)
     restored = torch.full_like(full, -1)
     for number in range(2):
-        part = Part(torch.Size(shape), specs, number)
-        flat = part.own.of(full.view(shape)).reshape(-1)
+        part = ParamShard(torch.Size(shape), specs, number)
+        flat = part.spec.of(full.view(shape)).reshape(-1)
         for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
             for piece in list_fragments("w", part, start, flat[start:stop]):
                 columns = piece.columns or Columns(0, len(full), len(full))
                 end = piece.start + len(piece.tensor)
                 restored[columns.places(piece.start, end)] = piece.tensor
             out = torch.empty_like(flat[start:stop])
-            read_part(part, start, out, lambda at, to: to.copy_(full[at : at + len(to)]))
+            read_shard(part, start, out, lambda at, to: to.copy_(full[at : at + len(to)]))
             assert torch.equal(out, flat[start:stop])
 
     assert torch.equal(restored, full)

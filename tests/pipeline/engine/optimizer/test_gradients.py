@@ -10,7 +10,7 @@ from torch import nn
 from pipeline.config import LossScaleConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.optimizer.gradients import LossScaler, squared_norms
-from pipeline.engine.sharding.tensor_parallel import Part, counted, mark_part
+from pipeline.engine.sharding.tensor_parallel import ParamShard, mark_sharded, mask_duplicates
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
 from tests.operators import Operators
@@ -166,8 +166,9 @@ def test_elements_on_several_ranks_are_counted_once(rank: int, expected: list[fl
     """Elements 2 to 5 of the vector belong to a parameter that both ranks have."""
     specs = tuple(ShardSpec(0, (Shard(0, 8, 2, counts=first),)) for first in (True, False))
     param = torch.nn.Parameter(torch.empty(8))
-    mark_part(param, Part(torch.Size([8]), specs, rank))
+    mark_sharded(param, ParamShard(torch.Size([8]), specs, rank))
 
-    gradient = counted(torch.ones(9), "shared", Group(rank, (0, 1)), [(param, 2, slice(2, 5))])
+    ranges, group = [(param, 2, slice(2, 5))], Group(rank, (0, 1))
+    gradient = mask_duplicates(torch.ones(9), "overlapping", group, ranges)
 
     assert gradient.tolist() == expected

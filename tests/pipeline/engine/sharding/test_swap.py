@@ -30,7 +30,7 @@ def make_state(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ..
     streamed = StreamedState(store, SIZES)
     in_memory = [random_state(size, seed=group) for group, size in enumerate(SIZES)]
     for group, tensors in enumerate(in_memory):
-        streamed.put(group, tensors)
+        streamed.write(group, tensors)
     return streamed, in_memory
 
 
@@ -57,13 +57,13 @@ def test_steps_on_streamed_state_match_steps_in_memory_bitwise(
 
     for step in range(3):
         order = range(len(SIZES)) if step % 2 == 0 else reversed(range(len(SIZES)))
-        for group, tensors in streamed.each(list(order)):
+        for group, tensors in streamed.stream(list(order)):
             gradient = random_state(SIZES[group], seed=100 * step + group)[0]
             adamw_step(tensors, gradient, step)
             adamw_step(in_memory[group], gradient, step)
 
     groups = []
-    for group, tensors in streamed.each(range(len(SIZES))):
+    for group, tensors in streamed.stream(range(len(SIZES))):
         groups.append(group)
         assert all(map(torch.equal, tensors, in_memory[group]))
     assert groups == list(range(len(SIZES)))
@@ -74,7 +74,7 @@ def test_group_whose_step_fails_is_unchanged(store: TensorStore) -> None:
     streamed, in_memory = make_state(store)
 
     def fail_at_the_second_group() -> None:
-        for index, (_, tensors) in enumerate(streamed.each([0, 1, 3])):
+        for index, (_, tensors) in enumerate(streamed.stream([0, 1, 3])):
             tensors[0].fill_(-1.0)
             if index == 1:
                 raise RuntimeError("the step failed")
@@ -82,7 +82,7 @@ def test_group_whose_step_fails_is_unchanged(store: TensorStore) -> None:
     with pytest.raises(RuntimeError, match="the step failed"):
         fail_at_the_second_group()
 
-    masters = {group: tensors[0].clone() for group, tensors in streamed.each([0, 1, 3])}
+    masters = {group: tensors[0].clone() for group, tensors in streamed.stream([0, 1, 3])}
     assert masters[0].tolist() == [-1.0]
     assert torch.equal(masters[1], in_memory[1][0])
     assert torch.equal(masters[3], in_memory[3][0])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeline.config import LoraConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine, FrozenEngine
-from pipeline.engine.sharding.units import engine_units
+from pipeline.engine.sharding.units import get_engine_units
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
 from tests.distributed import rank, run_ranks
@@ -22,7 +22,7 @@ VOCAB_SIZE = 8192
 
 
 def kinds(model: nn.Module) -> list[str]:
-    return [unit.kind for unit in engine_units(model)]
+    return [unit.kind for unit in get_engine_units(model)]
 
 
 def test_only_matrices_with_one_use_are_separate_units() -> None:
@@ -32,7 +32,7 @@ def test_only_matrices_with_one_use_are_separate_units() -> None:
     )
 
     assert kinds(untied) == ["embedding", "block", "block", "head", "root"]
-    first, *_, head, root = engine_units(untied)
+    first, *_, head, root = get_engine_units(untied)
     assert list(first.params) == ["model.model.embed_tokens.weight"]
     assert list(head.params) == ["model.lm_head.weight"]
     assert list(root.params) == ["model.model.norm.weight"]

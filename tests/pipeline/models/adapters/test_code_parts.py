@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.sharding.tensor_parallel import Part
+from pipeline.engine.sharding.tensor_parallel import ParamShard
 from pipeline.models.adapters.quantized import BLOCK, Form, QuantizedLinear, weights_per_code
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
@@ -42,9 +42,9 @@ def linear(shape: tuple[int, int], form: Form) -> QuantizedLinear:
     return QuantizedLinear(plain.requires_grad_(requires_grad=False), form)
 
 
-def parts(shape: tuple[int, int], dim: int, borders: Borders) -> list[Part]:
+def parts(shape: tuple[int, int], dim: int, borders: Borders) -> list[ParamShard]:
     specs = tuple(ShardSpec(dim, tuple(Shard(*each) for each in own)) for own in borders)
-    return [Part(torch.Size(shape), specs, rank) for rank in range(len(specs))]
+    return [ParamShard(torch.Size(shape), specs, rank) for rank in range(len(specs))]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -55,7 +55,7 @@ def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form)
     for part in parts(shape, dim, borders):
         own = linear(shape, form)
         own.cut(part, name="it")
-        expected = part.own.of(whole.dequantized())
+        expected = part.spec.of(whole.dequantized())
         assert torch.equal(own.dequantized(), expected)
         assert torch.equal(own.dequantized(torch.bfloat16), expected.bfloat16())
         assert own.weight.is_contiguous()

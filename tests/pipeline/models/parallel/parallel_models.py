@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
-from pipeline.engine.sharding.tensor_parallel import get_part, get_role
+from pipeline.engine.sharding.tensor_parallel import get_role, get_shard
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy
 from pipeline.models.forward.packing import how_to_run
@@ -83,9 +83,9 @@ def learned(
     params = dict(engine.model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, gradient in get_gradients(engine).items():
-        part = get_part(params[name])
+        part = get_shard(params[name])
         shares = engine.tensor.gather(gradient, what="a test")
-        found[name] = gradient if part is None else part.joined(shares)
+        found[name] = gradient if part is None else part.join(shares)
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
         roles.setdefault(get_role(param), set()).add(name.split(".")[-2])

@@ -47,7 +47,7 @@ def test_two_processes_find_the_gradients_of_one(names: tuple[str, ...], sequenc
         partial = PARTIAL.get(name, set())
         assert found["roles"].get("partial", set()) >= partial
         assert sequence or found["roles"].get("partial", set()) == partial
-        assert found["roles"].get("shared", set()) == SHARED.get(name, set())
+        assert found["roles"].get("overlapping", set()) == SHARED.get(name, set())
         theirs = other[name]["gradients"]
         assert all(torch.equal(found["gradients"][key], each) for key, each in theirs.items())
 
