@@ -37,7 +37,7 @@ class HybridEngine:
     ) -> None:
         self.engine, self.resident, self.offloading = engine, resident, offloading
         self._model = model
-        self._tp_group = engine.tensor.apart if tp_group is None else tp_group
+        self._tp_group = engine.tensor.untracked if tp_group is None else tp_group
         self.weights_hash = 0
         """Hash of the weights last used in generation (`inference/replica.py`)."""
         self.seconds = 0.0

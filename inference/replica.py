@@ -26,7 +26,7 @@ from pipeline.models.adapters.quantized import QuantizedLinear
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.export import GathersUnits
 from pipeline.models.hf.meta import meta_model, places
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.shards import ShardSpec
 
 HASH_BITS = 52
@@ -83,7 +83,7 @@ class Origin:
         own = self.value()
         if self.part is None:
             return own
-        return self.part.join(trained_by.gather(own, what="weights to generate with"))
+        return self.part.join(trained_by.all_gather(own, label="weights to generate with"))
 
 
 class Origins:
@@ -214,7 +214,7 @@ class ReplicaWeight:
 
     def shard(self, full: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*P"]:
         """This process's shard of the full weight."""
-        return full if self.spec is None else self.spec.of(full)
+        return full if self.spec is None else self.spec.extract(full)
 
 
 class Replica:
@@ -236,9 +236,9 @@ class Replica:
         trained: nn.Module,
         *,
         shares: bool,
-        tp_group: Group = ALONE,
-        trained_by: Group = ALONE,
-        stages: Group = ALONE,
+        tp_group: Group = SELF_GROUP,
+        trained_by: Group = SELF_GROUP,
+        stages: Group = SELF_GROUP,
     ) -> None:
         plain = base_model(trained)
         self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
@@ -255,7 +255,7 @@ class Replica:
         self.weights = list(self._lay_out(sharding, shares=shares))
         sharding.apply()
         if stages.size > 1:
-            mark_sharing(self.model, stages.apart)
+            mark_sharing(self.model, stages.untracked)
         self._by_source: dict[nn.Parameter, list[ReplicaWeight]] = {}
         for weight in self.weights:
             if weight.origin.source is not None:
@@ -374,7 +374,7 @@ class Replica:
     def _sum(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
         """Sum over this process's shard of a weight, without elements an earlier peer also has."""
         if weight.spec is not None:
-            parts = weight.spec.first_held(shard)
+            parts = weight.spec.first_copies(shard)
         else:
             parts = [(shard, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=shard.device)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from pipeline.models.parallel.sharding import STYLES, TensorShards
-from pipeline.parallel.group import ALONE, Group, tree_sum
+from pipeline.parallel.group import SELF_GROUP, Group, tree_sum
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 _SHARING = "same_prompts_group"
@@ -17,7 +17,7 @@ _SHARING = "same_prompts_group"
 
 def get_tp_group(model: nn.Module) -> Group:
     """The processes that compute each layer of `model` together."""
-    return getattr(model, _TP_GROUP, ALONE)
+    return getattr(model, _TP_GROUP, SELF_GROUP)
 
 
 def kv_heads_here(model: nn.Module) -> int | None:
@@ -35,7 +35,7 @@ def mark_sharing(model: nn.Module, group: Group) -> None:
 
 def get_sharing_group(model: nn.Module) -> Group:
     """The processes with the same prompts for `model`, each with a separate copy."""
-    return getattr(model, _SHARING, ALONE)
+    return getattr(model, _SHARING, SELF_GROUP)
 
 
 def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
@@ -43,7 +43,7 @@ def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
     if group.size > 1 and values.is_cuda:
         dist.all_reduce(values, group=group.process_group)
     elif group.size > 1:
-        values.copy_(tree_sum(group.gather(values, what="hidden states")))
+        values.copy_(tree_sum(group.all_gather(values, label="hidden states")))
     return values
 
 
@@ -72,7 +72,7 @@ class Sharding(TensorShards):
     def _join(
         self, _module: nn.Module, _args: object, output: Float[Tensor, "*B n"]
     ) -> Float[Tensor, "*B m"]:
-        return torch.cat(self.tp_group.gather(output, what="outputs"), dim=-1)
+        return torch.cat(self.tp_group.all_gather(output, label="outputs"), dim=-1)
 
     def _split(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (args[0].chunk(self.tp_group.size, dim=-1)[self.tp_group.rank],)

@@ -17,7 +17,7 @@ from pipeline.data.lengths import Fit, RowsFit
 from pipeline.models.forward.forward import Scorer
 from pipeline.models.forward.scores import separator_ids
 from pipeline.models.passes import evaluating
-from pipeline.parallel.device import send
+from pipeline.parallel.device import to_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 from pipeline.system.logs import reported
@@ -196,7 +196,7 @@ class ClassObjective(Objective):
         loss = cross_entropy(
             logits,
             batch.classes,
-            weights=send(torch.tensor(weights)) if weights else None,
+            weights=to_device(torch.tensor(weights)) if weights else None,
             focal_gamma=self.config.focal_gamma if self.labels.loss == "focal" else 0.0,
         )
         return loss, (logits.argmax(dim=1) == batch.classes).sum()

@@ -16,7 +16,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.columns import Turns
 from pipeline.models.forward.scores import step_ends
-from pipeline.parallel.device import local_device, send
+from pipeline.parallel.device import local_device, to_device
 from pipeline.run.training import local_parts
 from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
@@ -200,9 +200,11 @@ def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: flo
     targets = torch.tensor([x for row in rows for x in row.targets], dtype=torch.float32)
     return Batch(
         tokens=tokens,
-        places=send(places),
-        targets=send(targets),
-        positions=send(torch.tensor(ends, dtype=torch.int64)) if is_steps else tokens.last_tokens,
+        places=to_device(places),
+        targets=to_device(targets),
+        positions=to_device(torch.tensor(ends, dtype=torch.int64))
+        if is_steps
+        else tokens.last_tokens,
         weight=weight,
         numbers=tuple(numbers),
     )

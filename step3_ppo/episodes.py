@@ -370,9 +370,9 @@ def play_shared(
 
     With several processes `on_response` is called once all episodes have ended.
     """
-    same_rows = current_mesh().parts.apart
+    same_rows = current_mesh().model_parallel.untracked
     starts = range(0, len(prompts), group_size)
-    groups = same_rows.share([range(at, min(at + group_size, len(prompts))) for at in starts])
+    groups = same_rows.shard([range(at, min(at + group_size, len(prompts))) for at in starts])
     own = [place for group in groups for place in group]
     played = play(
         model,

@@ -21,7 +21,7 @@ from pipeline.data.batches import TokenBatch, collate, pad
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.models.passes import evaluating
-from pipeline.parallel.device import local_device, send
+from pipeline.parallel.device import local_device, to_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import ESTIMATORS, Rewarded
 from step3_ppo.config import PPOConfig
@@ -150,7 +150,7 @@ class Rollout:
         """The rows, concatenated; without rows, a minibatch that has no gradient."""
         experience = self.experience
         device, taken = experience.mask.device, torch.tensor(list(rows) or [0])
-        index = send(taken, device)
+        index = to_device(taken, device)
         mask = experience.mask[index] if rows else torch.zeros_like(experience.mask[index])
         sequences = [experience.sequences[row] for row in taken.tolist()]
         if not rows:
@@ -158,7 +158,7 @@ class Rollout:
         lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)
         # Computed on the host to avoid a device synchronization.
         here = experience.mask_on_host[taken] if rows else torch.zeros(0, dtype=torch.bool)
-        places = send(here.flatten().nonzero().squeeze(1), device)
+        places = to_device(here.flatten().nonzero().squeeze(1), device)
 
         def tokens_of(padded: Shaped[Tensor, "_B _T"]) -> Shaped[Tensor, " K"]:
             return padded.flatten()[places]
@@ -252,7 +252,7 @@ def _request_teacher(
     """Request a served teacher's log-probabilities; the returned function waits for them."""
     if models.teacher is None:
         return None
-    parts, pending = current_mesh().parts, []
+    parts, pending = current_mesh().model_parallel, []
     if parts.rank == 0:  # servers don't repeat their bits, which all parts of a model must share
         pending = models.teacher.submit(prompts, [response.ids for response in responses])
 

@@ -51,7 +51,7 @@ class RewardSources:
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """Outcomes of the environment since the last results, by index."""
-        self._same_rows = current_mesh().parts.apart
+        self._same_rows = current_mesh().model_parallel.untracked
         """Processes with the same responses, of which only the first calls the programs."""
 
     @property

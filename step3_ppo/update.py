@@ -14,7 +14,7 @@ from pipeline.data.sharing.steps import load_examples, record_prompts
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.models.passes import evaluating
-from pipeline.parallel.device import local_device, read_scalars, send
+from pipeline.parallel.device import local_device, read_scalars, to_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.divergence import Output, gkd_loss
@@ -352,7 +352,7 @@ def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tupl
     Tokens that are excluded from the loss are only in the latter.
     """
     mask = rollout.experience.mask
-    index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
+    index = to_device(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
     counts = (lengths * counted).sum(), counted.sum(), lengths.sum()
     tokens, responses, all_tokens = current_mesh().data.sums(read_scalars(counts))

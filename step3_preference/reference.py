@@ -27,7 +27,7 @@ from pipeline.engine.engine import Engine
 from pipeline.files.durable import replace_durably
 from pipeline.models.forward.forward import Policy
 from pipeline.models.passes import Passes, evaluating
-from pipeline.parallel.device import local_device, send
+from pipeline.parallel.device import local_device, to_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.training import Rows
 from pipeline.system.errors import DataError
@@ -89,7 +89,7 @@ class RowStore:
     def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
         """The trainable examples; each process encodes a share of them."""
         data = current_mesh().data
-        own: list[RowOutcome] = [fit(x, self._chat, self.config)[1] for x in data.share(examples)]
+        own: list[RowOutcome] = [fit(x, self._chat, self.config)[1] for x in data.shard(examples)]
         gathered = data.gather_objects(own)
         outcomes: list[RowOutcome] = [
             gathered[row % data.size][row // data.size] for row in range(len(examples))
@@ -257,7 +257,7 @@ class Reference:
             with self.start.applied():
                 theirs = log_probabilities(passes, batches)
         else:
-            theirs = [send(stored[list(batch.chosen)]) for batch in batches]
+            theirs = [to_device(stored[list(batch.chosen)]) for batch in batches]
         # Only the last pipeline stage has values.
         ratios = [(mine - other).sum() for mine, other in zip(own, theirs, strict=False)]
         return max(0.0, current_mesh().data.sum(passes.total(ratios)) / len(rows))
@@ -266,7 +266,7 @@ class Reference:
 def _of_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
     """Stored log-probabilities of the sequences of a batch."""
     both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
-    return send(torch.cat(both))
+    return to_device(torch.cat(both))
 
 
 def open_reference(
@@ -302,7 +302,7 @@ def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
     replica = Replica(
         cast("Policy", engine.model).model,
         shares=not engine.sharded,
-        tp_group=engine.tensor.apart,
+        tp_group=engine.tensor.untracked,
         trained_by=engine.tensor,
         stages=engine.stages,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.parallel.device import local_device, send
+from pipeline.parallel.device import local_device, to_device
 from pipeline.run.training import local_parts
 from step3_preference.config import PreferenceConfig
 
@@ -65,7 +65,7 @@ class RowBatch:
 
     def lengths(self) -> Float[Tensor, " S"]:
         """Tokens of each response."""
-        return send(torch.tensor(self.counts, dtype=torch.float32))
+        return to_device(torch.tensor(self.counts, dtype=torch.float32))
 
 
 @dataclass(frozen=True)

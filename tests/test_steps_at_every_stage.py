@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from pipeline.run.run import CHECKPOINTS
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
@@ -65,7 +65,7 @@ STEPS = {"sft": sft, "reward": reward, "ppo": ppo}
 
 
 def run_step(step: str, start: str, out: str, changes: dict[str, Any], copies: int = 1) -> None:
-    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+    with split_mesh(replicas=copies, timeout_seconds=60.0):
         STEPS[step](Path(start), Path(out), **changes)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from pipeline.data.examples import Encoded
-from pipeline.parallel.device import send
+from pipeline.parallel.device import to_device
 from pipeline.parallel.mesh import current_mesh
 
 
@@ -72,17 +72,19 @@ class TokenBatch:
             if continued is not None:
                 before[ends[index - 1]] = ends[continued] - 1
         return (
-            send(before, self.targets.device)[self.targets] if self.continues else self.targets - 1
+            to_device(before, self.targets.device)[self.targets]
+            if self.continues
+            else self.targets - 1
         )
 
     @property
     def last_tokens(self) -> Int[Tensor, " B"]:
         """Index of the last token of each sequence."""
-        return send(torch.tensor(self.lengths).cumsum(0), self.input_ids.device) - 1
+        return to_device(torch.tensor(self.lengths).cumsum(0), self.input_ids.device) - 1
 
     def to(self, device: torch.device) -> "TokenBatch":
         """The same batch on `device`."""
-        input_ids, targets = send(self.input_ids, device), send(self.targets, device)
+        input_ids, targets = to_device(self.input_ids, device), to_device(self.targets, device)
         return TokenBatch(input_ids, self.lengths, targets, self.continues)
 
 

@@ -27,7 +27,7 @@ from pipeline.kernels.adamw import AdamW, Launches, Shard
 from pipeline.kernels.host_allocator import keep_freed_memory, return_freed_memory
 from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, DivergedError
 from pipeline.system.faults import fault_point
@@ -127,9 +127,9 @@ class Engine:
 
     `name`, the same on all processes, labels its collectives: if some process uses two engines
     in a different order, the error names both. `group` defaults to that of `mesh.data`. If the
-    model is part of a larger one (a pipeline stage, or a tensor-parallel shard), `parts` are the
-    processes that together have the full model: they take and skip steps together, with one norm.
-    `tensor` is the tensor-parallel group, `stages` the pipeline group.
+    model is a pipeline stage or a tensor-parallel shard, the processes of `model_parallel` together
+    have the full model: they take and skip steps together, with one norm. `tensor` is the
+    tensor-parallel group, `stages` the pipeline group.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class Engine:
         total_steps: int,
         name: str = "engine",
         group: Group | None = None,
-        parts: Group = ALONE,
-        tensor: Group = ALONE,
-        stages: Group = ALONE,
+        model_parallel: Group = SELF_GROUP,
+        tensor: Group = SELF_GROUP,
+        stages: Group = SELF_GROUP,
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
@@ -170,8 +170,8 @@ class Engine:
         if not self.groups:
             raise ConfigError("the model has no trainable parameters; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
-        self.parts, self.tensor, self.stages = parts, tensor, stages
-        self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
+        self.model_parallel, self.tensor, self.stages = model_parallel, tensor, stages
+        self._norms = NormsOfParts(model_parallel, [group.flat.unit for group in self.groups])
         self._kernels: Kernels = config.kernels
         self._launches = Launches()
         on_host = placement.optimizer_device != device

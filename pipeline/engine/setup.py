@@ -14,7 +14,7 @@ from pipeline.engine.sharding.tensor_parallel import get_role
 from pipeline.engine.sharding.units import UnitParams, get_engine_units
 from pipeline.engine.zero import Unit
 from pipeline.kernels.adamw import new_moments
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import SELF_GROUP, Group
 
 
 def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement:
@@ -40,7 +40,7 @@ def build_units(
     comm: Collectives,
     pool: BufferPool,
     placement: Placement,
-    tensor: Group = ALONE,
+    tensor: Group = SELF_GROUP,
 ) -> list[Unit]:
     """Lay out all parameters in flat vectors, unit by unit, the root last.
 

@@ -207,7 +207,7 @@ class RecomputeLogprobs(torch.autograd.Function):
             tile=ctx.tile,
         )
         if ctx.words is not None and of_hidden is not None:
-            parts = ctx.words.group.gather(of_hidden, what="gradients of hidden states")
+            parts = ctx.words.group.all_gather(of_hidden, label="gradients of hidden states")
             of_hidden = tree_sum(parts)
         return of_hidden, of_weight, of_bias, *[None] * 5
 
@@ -251,7 +251,7 @@ def _tile_sums(
 
 def _combine_sums(local: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, "4 K 1"]:
     """Combine the statistics of the vocabulary ranges of all processes."""
-    of_all = torch.stack(group.gather(local, what="sums of logits"))
+    of_all = torch.stack(group.all_gather(local, label="sums of logits"))
     chosen, largest, total, weighted = of_all.unbind(dim=1)
     has_target = ~chosen.isnan()
     one = torch.where(has_target, chosen, 0.0).sum(dim=0)

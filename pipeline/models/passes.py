@@ -25,7 +25,7 @@ from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.schedules import instructions, most_sent
+from pipeline.parallel.schedules import make_schedule, max_in_flight
 from pipeline.parallel.transfer import Transfers
 from pipeline.system.errors import ConfigError, ModelError
 
@@ -125,8 +125,8 @@ class StagedForwardPasses(ForwardPasses):
         for number, batch in enumerate(batches):
             outputs += self._forward(number, batch.tokens, lambda batch=batch: found(batch))
             self._waiting.clear()
-            self._transfers.settle(but=AHEAD)
-        self._transfers.settle()
+            self._transfers.wait(except_last=AHEAD)
+        self._transfers.wait()
         return outputs
 
     def forward_everywhere(
@@ -156,7 +156,7 @@ class StagedForwardPasses(ForwardPasses):
         for output in self._forward(0, batch, found):
             out.copy_(output)
         self._waiting.clear()
-        self._transfers.settle()
+        self._transfers.wait()
         return self.shared(out)
 
     def shared(self, tensor: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class StagedForwardPasses(ForwardPasses):
         self._followed = updates
         if stage.tied is not None:
             self._transfers.send(stage.tied, stage.count - 1, "tied weights")
-            self._transfers.settle()
+            self._transfers.wait()
         if stage.borrowed is not None:
             self._transfers.receive(stage.borrowed.detach(), 0, "tied weights", updates)
 
@@ -239,12 +239,12 @@ class StagedPasses(StagedForwardPasses, Passes):
         self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
     ) -> list[Tensor]:
         """Add all gradients in the order of the schedule; only the last stage returns losses."""
-        began, self._transfers.waited = time.perf_counter(), 0.0
+        began, self._transfers.wait_seconds = time.perf_counter(), 0.0
         self._follow()
         batches = list(batches)
         stage, count = self._stage.number, self._stage.count
         losses: list[Tensor] = []
-        for at in instructions(stage=stage, stages=count, count=len(batches)):
+        for at in make_schedule(stage=stage, stages=count, count=len(batches)):
             if at.kind == "forward":
                 batch = batches[at.micro_batch]
                 losses += self._forward(
@@ -252,15 +252,15 @@ class StagedPasses(StagedForwardPasses, Passes):
                 )
             else:
                 self._backward(at.micro_batch, divisor)
-            self._transfers.settle(but=most_sent(count))
-        self._transfers.settle()
+            self._transfers.wait(except_last=max_in_flight(count))
+        self._transfers.wait()
         self._took = time.perf_counter() - began
         return losses
 
     def metrics(self) -> dict[str, float]:
         """`bubble`: the average fraction of the passes' time for which a stage was idle."""
-        waited, took = self._stages.sums([self._transfers.waited, self._took])
-        return {"bubble": waited / max(took, 1e-9)}
+        wait_seconds, took = self._stages.sums([self._transfers.wait_seconds, self._took])
+        return {"bubble": wait_seconds / max(took, 1e-9)}
 
     def _backward(self, number: int, divisor: float) -> None:
         """Run the backward pass of a micro-batch, and send the gradient of the received input."""
@@ -380,7 +380,7 @@ def make_passes(
         total_steps=total_steps,
         name=name,
         group=mesh.data,
-        parts=mesh.parts,
+        model_parallel=mesh.model_parallel,
         tensor=mesh.tensor,
         stages=stages,
     )

@@ -13,7 +13,7 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
-def send(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """A copy of a host tensor on `device`, by default this process's.
 
     The host does not wait for the device's queue; the tensor may be changed immediately, since the
@@ -30,4 +30,4 @@ def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
     """
     if not scalars:
         return []
-    return torch.stack([each.detach().double() for each in scalars]).tolist()
+    return torch.stack([scalar.detach().double() for scalar in scalars]).tolist()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     """PyTorch's group; None for a single process."""
 
-    counted: bool = True
+    is_tracked: bool = True
     """Whether all processes of the job enter its collectives in the same order, so that they are
     counted and compared."""
 
-    in_step: bool = True
+    same_collectives: bool = True
     """Whether all members run the same collectives, which every sum checks; different stages of
     a pipeline don't."""
 
@@ -46,14 +46,14 @@ class Group:
         return len(self.ranks)
 
     @cached_property
-    def others(self) -> tuple[int, ...]:
+    def other_ranks(self) -> tuple[int, ...]:
         """Ranks of the other processes in the whole job."""
         return self.ranks[: self.rank] + self.ranks[self.rank + 1 :]
 
     @property
-    def apart(self) -> "Group":
+    def untracked(self) -> "Group":
         """The same processes, with collectives that are not counted."""
-        return replace(self, counted=False)
+        return replace(self, is_tracked=False)
 
     @property
     def global_rank(self) -> int:
@@ -64,12 +64,12 @@ class Group:
         """Wait until every process has called it."""
         if self.process_group is not None:
             self._enter_collective("barrier")
-            with HERE.waiting(self.others):
+            with HERE.waiting(self.other_ranks):
                 dist.barrier(group=self.process_group)
 
     def sums(self, values: Sequence[int | float]) -> list[float]:
         """Element-wise sum over the processes, in float64, with one collective."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def sum(self, value: int | float) -> float:
         """Sum of `value` over the processes."""
@@ -77,7 +77,7 @@ class Group:
 
     def max(self, value: int | float) -> float:
         """Largest `value` of the processes."""
-        return self._reduced([value], dist.ReduceOp.MAX)[0]
+        return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def gather_objects(self, value: T) -> list[T]:
         """The values of all processes, in rank order, on every process.
@@ -88,32 +88,32 @@ class Group:
             return [value]
         values: list[T | None] = [None] * self.size
         self._enter_collective("all_gather", "objects")
-        with HERE.waiting(self.others):
+        with HERE.waiting(self.other_ranks):
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # all entries are filled  # pyrefly: ignore[bad-return]
 
-    def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """All-gather tensors of equal shapes, in rank order."""
         if self.size == 1:
             return [tensor]
-        own = tensor.detach().contiguous()
-        if own.is_meta:  # memory estimates have no values to exchange
-            return [torch.empty_like(own) for _ in self.ranks]
-        self._enter_collective("all_gather", what)
-        parts = [torch.empty_like(own) for _ in self.ranks]
-        with HERE.waiting(self.others):
-            dist.all_gather(parts, own, group=self.process_group)
+        local = tensor.detach().contiguous()
+        if local.is_meta:  # memory estimates have no values to exchange
+            return [torch.empty_like(local) for _ in self.ranks]
+        self._enter_collective("all_gather", label)
+        parts = [torch.empty_like(local) for _ in self.ranks]
+        with HERE.waiting(self.other_ranks):
+            dist.all_gather(parts, local, group=self.process_group)
         return parts
 
-    def exchange(self, parts: Tensor, *, what: str) -> Tensor:
+    def all_to_all(self, slices: Tensor, *, label: str) -> Tensor:
         """All-to-all of slices along the first dimension, one for each process, in rank order."""
-        if self.size == 1 or parts.is_meta:
-            return parts
-        self._enter_collective("all_to_all", what)
-        own = parts.detach().contiguous()
-        received = torch.empty_like(own)
-        with HERE.waiting(self.others):
-            dist.all_to_all_single(received, own, group=self.process_group)
+        if self.size == 1 or slices.is_meta:
+            return slices
+        self._enter_collective("all_to_all", label)
+        local = slices.detach().contiguous()
+        received = torch.empty_like(local)
+        with HERE.waiting(self.other_ranks):
+            dist.all_to_all_single(received, local, group=self.process_group)
         return received
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
@@ -122,55 +122,55 @@ class Group:
             self._enter_collective("broadcast", "", tensor.nbytes)
             dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
-    def share(self, items: Sequence[T]) -> list[T]:
+    def shard(self, items: Sequence[T]) -> list[T]:
         """This process's share of the items: every `size`-th one, starting at `rank`."""
         return list(items[self.rank :: self.size])
 
-    def with_fingerprints(self, values: Tensor) -> Tensor:
+    def append_fingerprints(self, values: Tensor) -> Tensor:
         """A few float64 values to reduce, followed by a fingerprint of each process.
 
         Each fingerprint is nonzero on one process only, so its sum and maximum are exact.
         """
-        done = values.new_zeros(self.size)
-        done[self.rank] = HERE.fingerprint if self.in_step else 0
-        return torch.cat([values, done])
+        fingerprints = values.new_zeros(self.size)
+        fingerprints[self.rank] = HERE.fingerprint if self.same_collectives else 0
+        return torch.cat([values, fingerprints])
 
-    def without_fingerprints(self, packed: Tensor) -> Tensor:
+    def check_fingerprints(self, packed: Tensor) -> Tensor:
         """The reduced values.
 
         Raises:
             DesyncError: the processes have entered different collectives.
         """
-        values, done = packed.split([packed.numel() - self.size, self.size])
-        if done.unique().numel() > 1:
-            raise DesyncError(self._first_difference())
+        values, fingerprints = packed.split([packed.numel() - self.size, self.size])
+        if fingerprints.unique().numel() > 1:
+            raise DesyncError(self._describe_desync())
         return values
 
-    def _reduced(self, values: Sequence[int | float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(self, values: Sequence[int | float], op: dist.ReduceOp.RedOpType) -> list[float]:
         if self.process_group is None:
             return [float(value) for value in values]
-        own = torch.tensor(values, dtype=torch.float64, device=local_device())
-        self._enter_collective("all_reduce", "a few values", own.nbytes)
-        packed = self.with_fingerprints(own)
-        with HERE.waiting(self.others):
+        local = torch.tensor(values, dtype=torch.float64, device=local_device())
+        self._enter_collective("all_reduce", "a few values", local.nbytes)
+        packed = self.append_fingerprints(local)
+        with HERE.waiting(self.other_ranks):
             dist.all_reduce(packed, op=op, group=self.process_group)
-        return self.without_fingerprints(packed).tolist()
+        return self.check_fingerprints(packed).tolist()
 
     def _enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
-        if self.counted:
+        if self.is_tracked:
             # Pipelines read different rows, so message sizes between stages differ.
-            HERE.enter_collective(kind, unit, num_bytes if self.in_step else 0)
+            HERE.enter_collective(kind, unit, num_bytes if self.same_collectives else 0)
 
-    def _first_difference(self) -> str:
+    def _describe_desync(self) -> str:
         """The first collective at which two processes differ. A collective itself."""
-        histories = self.gather_objects({each.number: str(each) for each in list(HERE.recent)})
-        own = histories[self.rank]
-        for number in sorted(own):
-            for other, theirs in zip(self.ranks, histories, strict=True):
-                if number in theirs and theirs[number] != own[number]:
+        histories = self.gather_objects({entry.number: str(entry) for entry in list(HERE.recent)})
+        local = histories[self.rank]
+        for number in sorted(local):
+            for other, remote in zip(self.ranks, histories, strict=True):
+                if number in remote and remote[number] != local[number]:
                     return (
-                        f"rank {self.global_rank} was at {own[number]} while rank {other} was at"
-                        f" {theirs[number]}; {SAME_ORDER}"
+                        f"rank {self.global_rank} was at {local[number]} while rank {other} was at"
+                        f" {remote[number]}; {SAME_ORDER}"
                     )
         return f"the processes ran different layers; {SAME_ORDER}"
 
@@ -189,7 +189,7 @@ class DataGroup(Group):
     """The processes that have the same shard as this one, one of each copy."""
 
 
-What = Literal["hidden states", "gradients", "tied gradients", "tied weights"]
+TransferKind = Literal["hidden states", "gradients", "tied gradients", "tied weights"]
 """Kinds of transfers between the stages of a pipeline.
 
 NCCL has no tags: sends and receives in one communicator take place in call order, and a tensor
@@ -198,24 +198,24 @@ hidden states to the next while that stage sends gradients back, both would wait
 kind has a separate communicator, in which sends and receives are in the same order.
 """
 
-WHATS: tuple[What, ...] = ("hidden states", "gradients", "tied gradients", "tied weights")
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
 @dataclass(frozen=True)
 class StageGroup(Group):
     """The stages of a pipeline, with process groups for their transfers."""
 
-    channels: Mapping[What, Group] = field(kw_only=True)
+    channels: Mapping[TransferKind, Group] = field(kw_only=True)
     """Groups of the same processes by kind of transfer; empty if tags separate transfers."""
 
 
-ALONE = Group()
+SELF_GROUP = Group()
 
 
 def tree_sum(parts: Sequence[Float[Tensor, "*S"]]) -> Float[Tensor, "*S"]:
     """Sum the tensors as a binary tree in order, in at least fp32, rounded once."""
     dtype = parts[0].dtype
-    level = [each.float() for each in parts] if dtype.itemsize < 4 else list(parts)
+    level = [part.float() for part in parts] if dtype.itemsize < 4 else list(parts)
     while len(level) > 1:
         level = [reduce(torch.add, level[first : first + 2]) for first in range(0, len(level), 2)]
     return level[0].to(dtype)

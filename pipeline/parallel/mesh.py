@@ -2,7 +2,7 @@
 
 Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world` is
 for the whole job: files, logs, liveness, barriers. `mesh.data` is for a model: its shards, its
-batch, sums over the batch. `cut_mesh` divides the processes, once per job.
+batch, sums over the batch. `split_mesh` divides the processes, once per job.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,13 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.parallel.group import ALONE, WHATS, DataGroup, Group, StageGroup
+from pipeline.parallel.group import SELF_GROUP, TRANSFER_KINDS, DataGroup, Group, StageGroup
 from pipeline.system.errors import require
 
-SECOND_WORD_SECONDS = 30
+TIMEOUT_MARGIN_SECONDS = 30
 """Seconds by which torch's timeout exceeds the watchdog's, which can name a process."""
 
-PROCESSES_A_SECOND = 64
+CONNECTIONS_PER_SECOND = 64
 """Processes whose connections are established per second, conservatively."""
 
 
@@ -34,15 +34,15 @@ class Mesh:
     """Processes that train the same model, each on its share of a batch; they shard its states, all
     together or, as a `DataGroup`, copy by copy."""
 
-    stages: Group = ALONE
+    stages: Group = SELF_GROUP
     """Processes of one pipeline, in the order of its stages: each has some of the model's blocks,
     and all have the same share of a batch."""
 
-    tensor: Group = ALONE
+    tensor: Group = SELF_GROUP
     """The tensor-parallel group, with the same share of a batch."""
 
-    parts: Group = ALONE
-    """Processes with the parts of one copy of a model: the pipeline stages, each with the processes
+    model_parallel: Group = SELF_GROUP
+    """Processes that together have a copy of a model: the pipeline stages, each with the processes
     of `tensor`, in order."""
 
     @property
@@ -70,35 +70,37 @@ class Mesh:
         Raises:
             ConfigError: the processes can't be divided into groups of that size.
         """
-        number = self.world.size
+        world_size = self.world.size
         require(
-            number % size == 0,
-            f"inference_tp_size {size} doesn't divide the {number} processes; choose one that"
+            world_size % size == 0,
+            f"inference_tp_size {size} doesn't divide the {world_size} processes; choose one that"
             " does, or start a different number of processes",
         )
         if size == 1:
-            return ALONE
-        rows = [range(first, first + size) for first in range(0, number, size)]
-        return subgroup(rows, timeout_seconds=timeout_seconds, counted=False)
+            return SELF_GROUP
+        rows = [range(first, first + size) for first in range(0, world_size, size)]
+        return subgroup(rows, timeout_seconds=timeout_seconds, is_tracked=False)
 
 
 def current_mesh() -> Mesh:
     """The mesh of the job that this process has joined, or of a single process."""
-    if _cut:
-        return _cut[-1]
+    if _meshes:
+        return _meshes[-1]
     if not dist.is_initialized():
-        return Mesh(world=ALONE, data=ALONE)
+        return Mesh(world=SELF_GROUP, data=SELF_GROUP)
     ranks = tuple(range(dist.get_world_size()))
     world = Group(dist.get_rank(), ranks, dist.group.WORLD)
     return Mesh(world=world, data=world)
 
 
-_cut: list[Mesh] = []
-"""The mesh of `cut_mesh`, which is global like torch's process group."""
+_meshes: list[Mesh] = []
+"""The mesh of `split_mesh`, which is global like torch's process group."""
 
 
 @contextmanager
-def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
+def split_mesh(
+    *, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float
+) -> Iterator[Mesh]:
     """Context in which the processes of the job are divided. A collective.
 
     Args:
@@ -112,81 +114,80 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
         ConfigError: the number of processes is not a multiple of replicas * pp * tp.
     """
     mesh = current_mesh()
-    number = mesh.world.size
+    world_size = mesh.world.size
     require(
-        number % (pp * tp * replicas) == 0,
+        world_size % (pp * tp * replicas) == 0,
         f"{pp} pipeline stages, {replicas} replicas and {tp} tensor-parallel processes don't divide"
-        f" the {number} processes; start a multiple of their product",
+        f" the {world_size} processes; start a multiple of their product",
     )
-    ranks = torch.arange(number).view(pp, replicas, -1, tp)
+    ranks = torch.arange(world_size).view(pp, replicas, -1, tp)
 
     def axis(*dims: int) -> Group:
         """This process's group along some dimensions of `ranks`."""
-        others = [dim for dim in range(ranks.ndim) if dim not in dims]
-        rows = ranks.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
+        other_dims = [dim for dim in range(ranks.ndim) if dim not in dims]
+        rows = ranks.permute(*other_dims, *dims).flatten(len(other_dims)).flatten(0, -2)
         return subgroup(rows.tolist(), timeout_seconds=timeout_seconds)
 
     if pp * tp > 1:
-        mesh = replace(mesh, world=replace(mesh.world, in_step=pp == 1), data=axis(1, 2))
+        mesh = replace(mesh, world=replace(mesh.world, same_collectives=pp == 1), data=axis(1, 2))
     if tp > 1:
         tensor = axis(3)
-        mesh = replace(mesh, tensor=tensor, parts=tensor)
+        mesh = replace(mesh, tensor=tensor, model_parallel=tensor)
     if pp > 1:
         rows = ranks.flatten(1).T.tolist()
-        apart = dist.get_backend() == "nccl"
-        stages = get_pipeline(rows, timeout_seconds=timeout_seconds, apart=apart)
-        parts = stages if tp == 1 else replace(axis(0, 3), in_step=False)
-        mesh = replace(mesh, stages=stages, parts=parts)
+        has_tags = dist.get_backend() != "nccl"
+        stages = get_pipeline(rows, timeout_seconds=timeout_seconds, has_tags=has_tags)
+        model_parallel = stages if tp == 1 else replace(axis(0, 3), same_collectives=False)
+        mesh = replace(mesh, stages=stages, model_parallel=model_parallel)
     if replicas > 1:
-        own = (mesh.data.rank, mesh.data.ranks, mesh.data.process_group)
-        mesh = replace(mesh, data=DataGroup(*own, shards=axis(2), copies=axis(1)))
-    _cut.append(mesh)
+        data = (mesh.data.rank, mesh.data.ranks, mesh.data.process_group)
+        mesh = replace(mesh, data=DataGroup(*data, shards=axis(2), copies=axis(1)))
+    _meshes.append(mesh)
     try:
         yield mesh
     finally:
-        _cut.pop()
+        _meshes.pop()
 
 
 def get_pipeline(
-    rows: Sequence[Sequence[int]], *, timeout_seconds: float, apart: bool
+    rows: Sequence[Sequence[int]], *, timeout_seconds: float, has_tags: bool
 ) -> StageGroup:
     """The stages of this process's pipeline. A collective.
 
     Args:
         rows: ranks of each pipeline, in the order of stages.
         timeout_seconds: time that a process may keep the others waiting.
-        apart: whether each kind of transfer has a separate process group
-            (`pipeline.parallel.group.What`).
+        has_tags: whether the backend has tags; otherwise each `TransferKind` has a separate group.
     """
     group = subgroup(rows, timeout_seconds=timeout_seconds)
-    kinds = WHATS if apart else ()
+    kinds = () if has_tags else TRANSFER_KINDS
     return StageGroup(
         group.rank,
         group.ranks,
         group.process_group,
-        in_step=False,
-        channels={what: subgroup(rows, timeout_seconds=timeout_seconds) for what in kinds},
+        same_collectives=False,
+        channels={kind: subgroup(rows, timeout_seconds=timeout_seconds) for kind in kinds},
     )
 
 
 def subgroup(
-    rows: Iterable[Sequence[int]], *, timeout_seconds: float, counted: bool = True
+    rows: Iterable[Sequence[int]], *, timeout_seconds: float, is_tracked: bool = True
 ) -> Group:
     """This process's group, for a job divided into these rows of ranks. A collective.
 
     Each process is in one row, and creates only that group.
     """
-    own = next(tuple(ranks) for ranks in rows if dist.get_rank() in ranks)
-    group = dist.new_group(
-        list(own), timeout=patience(timeout_seconds, len(own)), use_local_synchronization=True
-    )
+    ranks = next(tuple(row) for row in rows if dist.get_rank() in row)
+    timeout = collective_timeout(timeout_seconds, len(ranks))
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this process is a member
-    return Group(own.index(dist.get_rank()), own, group, counted)
+    return Group(ranks.index(dist.get_rank()), ranks, group, is_tracked)
 
 
-def patience(timeout_seconds: float, processes: int) -> timedelta:
+def collective_timeout(timeout_seconds: float, processes: int) -> timedelta:
     """Torch's timeout for collectives of this number of processes.
 
     It is longer than the watchdog's, and grows with the time that processes need to connect.
     """
-    return timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS + processes / PROCESSES_A_SECOND)
+    connecting_seconds = processes / CONNECTIONS_PER_SECOND
+    return timedelta(seconds=timeout_seconds + TIMEOUT_MARGIN_SECONDS + connecting_seconds)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipeline.parallel import launched
-from pipeline.parallel.mesh import current_mesh, patience
+from pipeline.parallel.mesh import collective_timeout, current_mesh
 from pipeline.system.errors import ConfigError, JobFailed
 from pipeline.system.signals import ended_by_ctrl_c
 
@@ -29,7 +29,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     named and all processes are ended: `watchdog` is `pipeline.watchdog.process.watch_processes`.
 
     Raises:
-        JobFailed: a process failed, and the reason has been shown. On GPUs the process ends
+        JobFailed: a process failed, and the reason has been printed. On GPUs the process ends
             immediately instead, because its GPU may be waiting for the others.
     """
     if "RANK" not in os.environ or dist.is_initialized():
@@ -37,12 +37,13 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
         return
     gpu: torch.device | None = None
     if torch.cuda.is_available():
-        gpu = torch.device("cuda", gpu_of(launched.local_rank(), torch.cuda.device_count()))
+        index = gpu_index(launched.local_rank(), torch.cuda.device_count())
+        gpu = torch.device("cuda", index)
         torch.cuda.set_device(gpu)
     backend = "gloo" if gpu is None else "nccl"
     with ended_by_ctrl_c():
         # Otherwise NCCL guesses the GPU, and a wrong guess fails only at the first collective.
-        timeout = patience(timeout_seconds, launched.world_size())
+        timeout = collective_timeout(timeout_seconds, launched.world_size())
         dist.init_process_group(backend, timeout=timeout, device_id=gpu)
     world = current_mesh().world
     try:
@@ -53,7 +54,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
         if gpu is not None and isinstance(failed.code, int):
             # PyTorch has no public function that aborts all NCCL communicators.
             abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-            leave(failed.code, abort)
+            hard_exit(failed.code, abort)
         raise  # a broken group can't be destroyed cleanly
     except BaseException:
         dist.destroy_process_group()
@@ -61,7 +62,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     dist.destroy_process_group()
 
 
-def gpu_of(local_rank: int, visible: int) -> int:
+def gpu_index(local_rank: int, visible: int) -> int:
     """The index of a process's GPU among the visible ones; the only one if there is one.
 
     With schedulers that assign GPUs to tasks, as `srun --gpus-per-task 1`, no other is visible.
@@ -83,7 +84,9 @@ ABORT_SECONDS = 5.0
 """Seconds for which a failed process tries to abort NCCL's collectives."""
 
 
-def leave(code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS) -> NoReturn:
+def hard_exit(
+    code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS
+) -> NoReturn:
     """End this process immediately with `code`.
 
     An NCCL collective spins on the GPU until all processes have entered it, or until it is

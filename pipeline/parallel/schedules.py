@@ -23,16 +23,16 @@ class Instruction(NamedTuple):
     micro_batch: int
 
 
-def instructions(*, stage: int, stages: int, count: int) -> list[Instruction]:
+def make_schedule(*, stage: int, stages: int, count: int) -> list[Instruction]:
     """The passes of a stage in an optimizer step of `count` micro-batches, in order."""
     forward = [Instruction("forward", number) for number in range(count)]
     backward = [Instruction("backward", number) for number in range(count)]
-    ahead = min(stages - 1 - stage, count)
-    steady = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
-    return [*forward[:ahead], *steady, *backward[count - ahead :]]
+    num_warmup = min(stages - 1 - stage, count)
+    steady = chain.from_iterable(zip(forward[num_warmup:], backward, strict=False))
+    return [*forward[:num_warmup], *steady, *backward[count - num_warmup :]]
 
 
-def most_sent(stages: int) -> int:
+def max_in_flight(stages: int) -> int:
     """Maximum number of tensors sent by a stage but not yet received.
 
     Beyond that a stage waits, so that memory is bounded. Every tensor is received within this many
@@ -41,12 +41,12 @@ def most_sent(stages: int) -> int:
     return 4 * stages
 
 
-def bubble(stages: int, count: int) -> float:
+def bubble_fraction(stages: int, count: int) -> float:
     """Idle fraction of a step's time, for stages of equal length."""
     return (stages - 1) / (count + stages - 1)
 
 
-def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
+def balance_stages(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
     """Numbers of blocks, at least one per stage, that minimize the time of the slowest stage.
 
     Among the fastest divisions it is the one with the fastest second slowest stage, and so on, and
@@ -64,11 +64,11 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0) -> list[in
         """Times, slowest first, and block counts of `left` stages with the blocks from `start`."""
         if left == 1:
             return [sum(costs[start:]) + last], [len(costs) - start]
-        found: list[tuple[list[float], list[int]]] = []
+        divisions: list[tuple[list[float], list[int]]] = []
         for stop in range(start + 1, len(costs) - left + 2):
             times, counts = best(stop, left - 1)
             times = sorted([sum(costs[start:stop]), *times], reverse=True)
-            found.append((times, [stop - start, *counts]))
-        return min(found)
+            divisions.append((times, [stop - start, *counts]))
+        return min(divisions)
 
     return best(0, stages)[1]

@@ -1,4 +1,4 @@
-"""A process's part of a tensor that is sharded along a dimension."""
+"""A process's shard of a tensor, along one dimension."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Shard:
     copies: int = 1
     """Number of processes, adjacent in rank, with the same elements."""
 
-    counts: bool = True
+    is_first_copy: bool = True
     """False if a lower-ranked process has the same elements."""
 
     @property
@@ -28,44 +28,46 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The part of a weight that a process has: shards of one dimension."""
+    """A process's shard of a weight: one or more ranges of a dimension."""
 
     dim: int
     shards: tuple[Shard, ...]
 
     zero: bool = False
-    """Whether the process has zeros instead of the part."""
+    """Whether the process has zeros instead."""
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The part, taken from the full weight."""
+    def extract(self, full: Tensor) -> Tensor:
+        """The shard of a full weight."""
         if self.zero:
-            return torch.zeros_like(whole)
-        parts = [whole.narrow(self.dim, each.start, each.size) for each in self.shards]
+            return torch.zeros_like(full)
+        parts = [full.narrow(self.dim, shard.start, shard.size) for shard in self.shards]
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]
 
-    def shape(self, whole: torch.Size) -> torch.Size:
-        """The shape of the part."""
-        sizes = list(whole)
+    def shape(self, full_shape: torch.Size) -> torch.Size:
+        """The shape of the shard of a full weight."""
+        sizes = list(full_shape)
         sizes[self.dim] = sum(self._sizes())
         return torch.Size(sizes)
 
-    def first_held(self, part: Tensor) -> list[tuple[Tensor, int]]:
+    def first_copies(self, local: Tensor) -> list[tuple[Tensor, int]]:
         """Return the elements that no lower-ranked process has, with their offset in a full row."""
-        shards = zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True)
-        in_rows = self.dim == part.ndim - 1
-        return [(each, in_rows * shard.start) for each, shard in shards if shard.counts]
+        shards = zip(local.split(self._sizes(), dim=self.dim), self.shards, strict=True)
+        in_rows = self.dim == local.ndim - 1
+        return [(values, in_rows * s.start) for values, s in shards if s.is_first_copy]
 
-    def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write a process's part to the full weight."""
-        for own, shard in zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True):
-            whole.narrow(self.dim, shard.start, shard.size).copy_(own)
+    def insert(self, local: Tensor, full: Tensor) -> None:
+        """Write the shard to the full weight."""
+        for values, shard in zip(
+            local.split(self._sizes(), dim=self.dim), self.shards, strict=True
+        ):
+            full.narrow(self.dim, shard.start, shard.size).copy_(values)
 
-    def placed(self) -> Iterator[tuple[Shard, int]]:
-        """Each shard with its offset in the part."""
+    def with_offsets(self) -> Iterator[tuple[Shard, int]]:
+        """Each range with its offset in the shard."""
         begin = 0
         for shard in self.shards:
             yield shard, begin
             begin += shard.size
 
     def _sizes(self) -> list[int]:
-        return [each.size for each in self.shards]
+        return [shard.size for shard in self.shards]

@@ -33,112 +33,112 @@ class _Collective(torch.autograd.Function):
         forward: Callable[[Tensor], Tensor],
         backward: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.backward_of = backward
+        ctx.backward_fn = backward
         return forward(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        return ctx.backward_of(gradients[0]), None, None
+        return ctx.backward_fn(gradients[0]), None, None
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
     """The replicated tensor itself; the backward pass sums its gradients over the processes."""
     return _Collective.apply(
-        values, lambda whole: whole.view_as(whole), lambda grad: _sum(grad, group, GRADIENTS)
+        values, lambda full: full.view_as(full), lambda grad: _sum(grad, group, GRADIENTS)
     )
 
 
 def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
     """The sum of the processes' values; the backward pass returns its gradient to all."""
     return _Collective.apply(
-        values, lambda part: _sum(part, group, "hidden states"), lambda grad: grad
+        values, lambda local: _sum(local, group, "hidden states"), lambda grad: grad
     )
 
 
-def join_over_group(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
+def join_over_group(local: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
     """Concatenate the last dimensions; the backward pass returns each part's gradient."""
     return _Collective.apply(
-        part, lambda part: _join(part, group, "outputs"), lambda grad: _chunk(grad, group)
+        local, lambda local: _join(local, group, "outputs"), lambda grad: _chunk(grad, group)
     )
 
 
 def split_over_group(values: Float[Tensor, "*B m"], group: Group) -> Float[Tensor, "*B n"]:
     """This process's shard of the last dimension; the backward pass joins the shards."""
     return _Collective.apply(
-        values, lambda whole: _chunk(whole, group), lambda grad: _join(grad, group, GRADIENTS)
+        values, lambda full: _chunk(full, group), lambda grad: _join(grad, group, GRADIENTS)
     )
 
 
-def share_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
+def split_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
     """This process's share of the tokens; the backward pass gathers the gradients."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,
-        lambda whole: _own_tokens(whole, group),
-        lambda grad: _all_tokens(grad, tokens, group, GRADIENTS),
+        lambda full: _local_tokens(full, group),
+        lambda grad: _all_gather_tokens(grad, tokens, group, GRADIENTS),
     )
 
 
-def whole_tokens(
-    share: Float[Tensor, "*B n d"], tokens: int, group: Group
+def join_tokens(
+    shard: Float[Tensor, "*B n d"], tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
     """All `tokens`, for replicated work; the backward pass keeps the gradient of local tokens."""
     return _Collective.apply(
-        share,
-        lambda part: _all_tokens(part, tokens, group, "tokens"),
-        lambda grad: _own_tokens(grad, group),
+        shard,
+        lambda local: _all_gather_tokens(local, tokens, group, "tokens"),
+        lambda grad: _local_tokens(grad, group),
     )
 
 
 def gather_tokens(
-    share: Float[Tensor, "*B n d"], tokens: int, group: Group
+    shard: Float[Tensor, "*B n d"], tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
     """All `tokens`, for a sharded computation; the backward pass sums the gradients."""
     return _Collective.apply(
-        share,
-        lambda part: _all_tokens(part, tokens, group, "tokens"),
-        lambda grad: _sum_tokens(grad, group, GRADIENTS),
+        shard,
+        lambda local: _all_gather_tokens(local, tokens, group, "tokens"),
+        lambda grad: _reduce_scatter_tokens(grad, group, GRADIENTS),
     )
 
 
-def sum_to_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
+def reduce_scatter_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
     """The sum over processes for the local tokens; the backward pass gathers all gradients."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,
-        lambda part: _sum_tokens(part, group, "tokens"),
-        lambda grad: _all_tokens(grad, tokens, group, GRADIENTS),
+        lambda local: _reduce_scatter_tokens(local, group, "tokens"),
+        lambda grad: _all_gather_tokens(grad, tokens, group, GRADIENTS),
     )
 
 
-def _sum(values: Tensor, group: Group, what: str) -> Tensor:
-    return tree_sum(group.gather(values, what=what))
+def _sum(values: Tensor, group: Group, label: str) -> Tensor:
+    return tree_sum(group.all_gather(values, label=label))
 
 
-def _join(part: Tensor, group: Group, what: str) -> Tensor:
-    return torch.cat(group.gather(part, what=what), dim=-1)
+def _join(local: Tensor, group: Group, label: str) -> Tensor:
+    return torch.cat(group.all_gather(local, label=label), dim=-1)
 
 
 def _chunk(values: Tensor, group: Group) -> Tensor:
     return values.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
-def _shards_of_tokens(values: Tensor, group: Group) -> Tensor:
+def _pad_and_split(values: Tensor, group: Group) -> Tensor:
     """The tokens in equal shards, one per process: (processes, *B, n, d)."""
     size = -(-values.shape[-2] // group.size)
     filled = F.pad(values, (0, 0, 0, size * group.size - values.shape[-2]))
     return filled.unflatten(-2, (group.size, size)).movedim(-3, 0)
 
 
-def _own_tokens(values: Tensor, group: Group) -> Tensor:
-    shards = _shards_of_tokens(values, group)
+def _local_tokens(values: Tensor, group: Group) -> Tensor:
+    shards = _pad_and_split(values, group)
     return shards[group.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _all_tokens(share: Tensor, tokens: int, group: Group, what: str) -> Tensor:
-    whole = torch.cat(group.gather(share, what=what), dim=-2)
-    return whole if whole.shape[-2] == tokens else whole[..., :tokens, :].clone()
+def _all_gather_tokens(shard: Tensor, tokens: int, group: Group, label: str) -> Tensor:
+    full = torch.cat(group.all_gather(shard, label=label), dim=-2)
+    return full if full.shape[-2] == tokens else full[..., :tokens, :].clone()
 
 
-def _sum_tokens(values: Tensor, group: Group, what: str) -> Tensor:
-    return tree_sum(group.exchange(_shards_of_tokens(values, group), what=what).unbind())
+def _reduce_scatter_tokens(values: Tensor, group: Group, label: str) -> Tensor:
+    return tree_sum(group.all_to_all(_pad_and_split(values, group), label=label).unbind())

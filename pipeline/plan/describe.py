@@ -21,7 +21,7 @@ from pipeline.budget.models import CountedModel, read_models
 from pipeline.config import StepConfig
 from pipeline.launch.commands import launch_command, node_command, step_arguments
 from pipeline.launch.local import query_gpus
-from pipeline.parallel.schedules import bubble
+from pipeline.parallel.schedules import bubble_fraction
 from pipeline.plan.checks import Preview
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
@@ -100,7 +100,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         -(-count // work.world) for count in (work.iteration_rows, preview.held_out(config))
     )
     between = steps // config.eval_every if config.eval_every else 1
-    waits = bubble(work.parallel.pp, work.micro_batches)
+    waits = bubble_fraction(work.parallel.pp, work.micro_batches)
     learning = [model for model in models if model.trained is not None]
     seconds = START
     for model in learning:
@@ -224,7 +224,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     sizes = {"pp": "stages", "tp": "processes per layer", "replicas": "replicas"}
     shared = [f"{n} {text}" for name, text in sizes.items() if (n := getattr(parallel, name)) > 1]
     if parallel.pp > 1:
-        waits = bubble(parallel.pp, work.micro_batches)
+        waits = bubble_fraction(parallel.pp, work.micro_batches)
         shared.append(f"{work.micro_batches} micro-batches per step: stages wait {waits:.0%}")
     if shared:
         yield _line("parallel", ", ".join(shared))

@@ -292,7 +292,9 @@ class Checkpoints:
     def _model(self, engine: Engine) -> dict[str, Any] | None:
         """A description for rebuilding an engine's model, merged from its shards, if it has one."""
         own = describe_model(engine.model)
-        return None if own is None else merge_descriptions(engine.parts.gather_objects(own))
+        return (
+            None if own is None else merge_descriptions(engine.model_parallel.gather_objects(own))
+        )
 
     def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
         for name, part in self.parts.items():

@@ -24,7 +24,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.hf.chat import load_chat
 from pipeline.models.passes import Passes
 from pipeline.parallel import launched
-from pipeline.parallel.mesh import current_mesh, cut_mesh
+from pipeline.parallel.mesh import current_mesh, split_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.exporting import export_verified
@@ -60,7 +60,7 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
     parallel, patience = config.parallel, config.timeout_seconds
     with (
         process_group(watch_processes, patience),
-        cut_mesh(
+        split_mesh(
             replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
         ) as mesh,
         gpu_numerics(tf32=config.tf32, deterministic=config.is_deterministic),

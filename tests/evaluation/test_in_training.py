@@ -10,7 +10,7 @@ import pytest
 from evaluation.__main__ import main as evaluate
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from pipeline.report.figures import before_after
 from pipeline.report.page import write_report
 from pipeline.report.results import read_results
@@ -85,7 +85,7 @@ def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Pat
 
 def _train_sharded(config: SFTConfig) -> None:
     parallel = config.parallel
-    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
+    with split_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 

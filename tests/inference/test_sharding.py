@@ -17,7 +17,7 @@ from pipeline.config import LoraConfig
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.packing import how_to_run
 from pipeline.models.parallel.stages import cut_stage
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
@@ -112,9 +112,9 @@ def test_key_head_shared_by_two_ranks_counts_once() -> None:
 
     assert specs == [
         ShardSpec(0, (Shard(0, 8, 2),)),
-        ShardSpec(0, (Shard(0, 8, 2, counts=False),)),
+        ShardSpec(0, (Shard(0, 8, 2, is_first_copy=False),)),
         ShardSpec(0, (Shard(8, 16, 2),)),
-        ShardSpec(0, (Shard(8, 16, 2, counts=False),)),
+        ShardSpec(0, (Shard(8, 16, 2, is_first_copy=False),)),
     ]
 
 
@@ -219,7 +219,7 @@ def run_stage_replica(*model: Any, shares: bool) -> list[Any]:
 def test_pipeline_stages_generate_with_all_stages_weights(
     model: tuple[str, LoraConfig | None, str], shares: bool
 ) -> None:
-    expected = run_replica(make_trained(*model), shares=True, stages=ALONE)
+    expected = run_replica(make_trained(*model), shares=True, stages=SELF_GROUP)
 
     for outputs in run_ranks(partial(run_stage_replica, shares=shares), *model):
         for (logits, *rest), (stage_logits, *stage_rest) in zip(expected, outputs, strict=True):

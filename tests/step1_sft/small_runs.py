@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
 from tests.families import tiny_causal_lm
@@ -58,7 +58,9 @@ def make_config(
 def run(config: SFTConfig) -> None:
     """Train on a mesh of all processes, as configured."""
     parallel = config.parallel
-    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
+    with split_mesh(
+        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
+    ):
         train(config)
 
 

@@ -15,7 +15,7 @@ from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import main as checkpoints
 from pipeline.models.forward.vocab_parallel import LARGE
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from pipeline.run.run import Run
 from pipeline.run.training import load_rows
 from step1_sft.batches import cut, encode
@@ -132,7 +132,7 @@ def test_checkpoint_resumes_on_other_numbers_of_stages_bitwise(tmp_path: Path) -
 
 def overflow_steps(config: SFTConfig, skips: list[int]) -> list[bool]:
     """Two optimizer steps, the first with a non-finite gradient on the last stage only."""
-    with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
+    with split_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as run:
             sft = load_model(config, rows, run)
@@ -160,7 +160,7 @@ def test_non_finite_gradient_on_one_stage_skips_the_step_on_all(tmp_path: Path) 
 def train_with_hang(config: SFTConfig, rank: int) -> None:
     """Train with one rank that sleeps in a forward pass."""
     parallel = config.parallel
-    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=30.0) as mesh:
+    with split_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=30.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as run:
             sft = load_model(config, rows, run)

@@ -17,7 +17,7 @@ from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.model import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import main as checkpoints
 from pipeline.models.forward.vocab_parallel import LARGE
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from pipeline.run.run import Run
 from pipeline.run.training import load_rows
 from step1_sft.batches import cut, encode
@@ -151,7 +151,7 @@ def test_combinations_match_plain_tensor_parallelism_bitwise(name: str, tmp_path
 def resave(config: SFTConfig, step: int) -> None:
     """Load the newest checkpoint of a run and save it as another step."""
     parallel = config.parallel
-    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0) as mesh:
+    with split_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=3, mesh=mesh) as opened:
             checkpoints = load_model(config, rows, opened).checkpoints
@@ -217,7 +217,7 @@ def all_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def overflow_steps(config: SFTConfig) -> tuple[list[bool], list[float]]:
     """Two optimizer steps, the first with a non-finite gradient in the second rank's shard."""
-    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+    with split_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as run:
             sft = load_model(config, rows, run)

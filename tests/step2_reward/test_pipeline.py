@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainedModelConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
@@ -39,7 +39,7 @@ def make_config(
 
 
 def run(config: RewardConfig) -> None:
-    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
+    with split_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
         train(config)
 
 

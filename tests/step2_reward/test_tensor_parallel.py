@@ -9,7 +9,7 @@ import pytest
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import RUNTIME_CPU, step_memory
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
 
 
 def run(config: RewardConfig) -> None:
-    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+    with split_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
         train(config)
 
 

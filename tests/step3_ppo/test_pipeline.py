@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import LoraConfig, OptimConfig, ParallelConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
@@ -73,7 +73,9 @@ def make_config(directory: Path, out: Path, *, pp: int, **changes: Any) -> PPOCo
 
 def run(config: PPOConfig) -> None:
     parallel = config.parallel
-    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
+    with split_mesh(
+        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
+    ):
         train(config)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import RUNTIME_CPU, step_memory
 from pipeline.config import DataConfig, LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
@@ -62,7 +62,7 @@ def setup(directory: Path, changes: dict[str, Any]) -> PPOConfig:
 
 
 def run(config: PPOConfig) -> None:
-    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+    with split_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
         train(config)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
@@ -30,7 +30,9 @@ SHORT = ("kto, adapters, bf16",)
 
 def run(config: PreferenceConfig) -> None:
     parallel = config.parallel
-    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
+    with split_mesh(
+        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
+    ):
         train(config)
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def run(config: PreferenceConfig) -> None:
-    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+    with split_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
         train(config)
 
 

@@ -33,10 +33,10 @@ def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, b
     """Each shard's columns here and in the full parameter; whether this process saves it."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
     width, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
-    for shard, begin in spec.placed():
+    for shard, begin in spec.with_offsets():
         run = shard.size * inner
         local, full = Columns(begin * inner, run, width), Columns(shard.start * inner, run, stride)
-        yield local, full, shard.counts
+        yield local, full, shard.is_first_copy
 
 
 def list_fragments(
@@ -103,7 +103,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         vectors = {"weights": group.masters.fp32(), **group.named_moments()}
         for kind, vector in vectors.items():
             yield from _list_group_fragments(group, vector, f"{prefix}/{kind}")
-    group, buffers = engine.parts, _buffers(engine)
+    group, buffers = engine.model_parallel, _buffers(engine)
     lower_ranks = group.gather_objects(sorted(buffers))[: group.rank]
     for name in sorted(buffers.keys() - {name for names in lower_ranks for name in names}):
         if engine.group.rank == 0:
@@ -140,7 +140,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "frozen": _shapes(engine, trained=False),
         "buffers": sorted(_buffers(engine)),
     }
-    return merge_descriptions(engine.parts.gather_objects(local))
+    return merge_descriptions(engine.model_parallel.gather_objects(local))
 
 
 def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _load_group(
 
 def _check_shapes(engine: Engine, description: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     local = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
-    merged = merge_descriptions(engine.parts.gather_objects(local))
+    merged = merge_descriptions(engine.model_parallel.gather_objects(local))
     for kind in local:
         saved, current = description[kind], merged[kind]
         for name in sorted(saved.keys() | current.keys()):

@@ -193,11 +193,11 @@ class GroupCollectives(Collectives):
         Raises:
             DesyncError: the histories differ.
         """
-        packed = self.group.with_fingerprints(values)
+        packed = self.group.append_fingerprints(values)
         work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
         assert work is not None
         GroupWork(work, self.group).wait()
-        values.copy_(self.group.without_fingerprints(packed))
+        values.copy_(self.group.check_fingerprints(packed))
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class GroupWork:
 
     def wait(self) -> None:
         """Return when the result may be used, on a GPU by the compute stream."""
-        with HERE.waiting(self.group.others):
+        with HERE.waiting(self.group.other_ranks):
             self.work.wait()
 
 

@@ -24,7 +24,7 @@ from pipeline.kernels.adamw import (
     round_weights,
     split_master,
 )
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import SELF_GROUP, Group
 
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of AdamW's moments, by the setting `optim.moments`."""
@@ -150,7 +150,7 @@ class TrainedParams:
         optim: OptimConfig,
         *,
         kernels: Kernels = "auto",
-        tensor: Group = ALONE,
+        tensor: Group = SELF_GROUP,
     ) -> None:
         self.flat, self.comm, self.optim = flat, flat.comm, optim
         self.tensor = tensor

@@ -84,24 +84,24 @@ class ParamShard:
         """The full parameter, concatenated from the shards of all processes."""
         full = shards[0].new_empty(self.full_shape)
         for spec, shard in zip(self.specs, shards, strict=True):
-            spec.put(shard.view(spec.shape(self.full_shape)), full)
+            spec.insert(shard.view(spec.shape(self.full_shape)), full)
         return full
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
         """Shared ranges of the flattened shard, the ranks with each, and if this is the first."""
         assert self.spec.dim == 0
         inner = self.inner
-        for shard, begin in self.spec.placed():
+        for shard, begin in self.spec.with_offsets():
             if shard.copies > 1:
                 first = self.rank - self.rank % shard.copies
                 ranks = list(range(first, first + shard.copies))
-                yield slice(begin * inner, (begin + shard.size) * inner), ranks, shard.counts
+                yield slice(begin * inner, (begin + shard.size) * inner), ranks, shard.is_first_copy
 
 
 def replace_by_shard(layer: nn.Module, leaf: str, shard: ParamShard) -> None:
     """Replace a layer's parameter with this process's shard; a flat one stays flat."""
     param = layer.get_parameter(leaf)
-    local = shard.spec.of(param.detach().view(shard.full_shape))
+    local = shard.spec.extract(param.detach().view(shard.full_shape))
     local = local.clone(memory_format=torch.contiguous_format)
     stored = local if shard.stored_shape is None else local.view(-1)
     replaced = nn.Parameter(stored, param.requires_grad)
@@ -153,7 +153,7 @@ def reduce_gradient(
     if group.size == 1 or role in ("replicated", "sharded"):
         return gradient
     on_device = gradient.to(local_device())  # it may be offloaded
-    parts = group.gather(on_device, what="gradients of shared weights")
+    parts = group.all_gather(on_device, label="gradients of shared weights")
     parts = [part.to(gradient.device) for part in parts]
     if role == "partial":
         return tree_sum(parts)
@@ -172,8 +172,8 @@ def mask_duplicates(
     if role in ("replicated", "partial"):
         return gradient if group.rank == 0 else torch.zeros_like(gradient)
     result = gradient.clone()
-    for span, _, counts in _shared_ranges(ranges):
-        if not counts:
+    for span, _, is_first_copy in _shared_ranges(ranges):
+        if not is_first_copy:
             result[span] = 0
     return result
 
@@ -184,8 +184,8 @@ def _shared_ranges(ranges: list[ParamRange]) -> Iterator[tuple[slice, list[int],
         shard = get_shard(param)
         assert shard is not None
         last = first + span.stop - span.start
-        for elements, ranks, counts in shard.shared_elements():
+        for elements, ranks, is_first_copy in shard.shared_elements():
             start, stop = max(first, elements.start), min(last, elements.stop)
             if start < stop:
                 offset = span.start + start - first
-                yield slice(offset, offset + stop - start), ranks, counts
+                yield slice(offset, offset + stop - start), ranks, is_first_copy

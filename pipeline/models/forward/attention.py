@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
-from pipeline.parallel.device import send
+from pipeline.parallel.device import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class Ragged:
         positions = [
             torch.arange(first, last) for first, last in zip(before, self.key_lengths, strict=True)
         ]
-        self.positions = send(torch.cat(positions), device)
+        self.positions = to_device(torch.cat(positions), device)
         self.device = device
 
     def attend(
@@ -338,13 +338,13 @@ class Ragged:
             each if before is None else torch.cat([own[before], each])
             for each, before in zip(own, self.continues, strict=True)
         ]
-        bounds = send(compute_bounds(self.key_lengths), self.device)
-        return Keys(send(torch.cat(read), self.device), bounds, max(self.key_lengths))
+        bounds = to_device(compute_bounds(self.key_lengths), self.device)
+        return Keys(to_device(torch.cat(read), self.device), bounds, max(self.key_lengths))
 
     @cached_property
     def _bounds(self) -> Tensor:
         """Offsets of the sequences and the end of the last one, on the device."""
-        return send(compute_bounds(self.lengths), self.device)
+        return to_device(compute_bounds(self.lengths), self.device)
 
     @cached_property
     def padded(self) -> Padded:
@@ -441,7 +441,7 @@ def _padded(
     places = torch.cat(real).nonzero().squeeze(-1)
     of_row = torch.cat(source)
     place = places[of_row[places].argsort()]
-    return Padded(shapes, send(of_row, device), send(place, device))
+    return Padded(shapes, to_device(of_row, device), to_device(place, device))
 
 
 def ragged_attention(

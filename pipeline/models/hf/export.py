@@ -36,7 +36,7 @@ from pipeline.models.hf.padding import with_padding_token, with_rows_for
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
-from pipeline.parallel.transfer import receive_named, send_named
+from pipeline.parallel.transfer import receive_tensors, send_tensors
 from pipeline.system.faults import fault_point
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -203,7 +203,7 @@ def export(
     if mesh.is_main:
         for stage in range(1, mesh.stages.size):
             device = local_device()
-            ready = chain(ready, receive_named(mesh.stages, device, from_stage=stage))
+            ready = chain(ready, receive_tensors(mesh.stages, device, from_stage=stage))
             ready = _adapters_aside(ready, adapter)
         _write(model, ready, adapter, tokenizer, directory)
         if isinstance(model, PeftModel) and quantized_layers(model):
@@ -214,7 +214,7 @@ def export(
                 directory / ADAPTER_DIR,
             )
     elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first process of another stage
-        send_named(chain(ready, adapter.items()), mesh.stages, to=0)  # `ready` fills adapter
+        send_tensors(chain(ready, adapter.items()), mesh.stages, to=0)  # `ready` fills adapter
     else:  # take part in the collectives of the others
         for _ in ready if mesh.data.rank == 0 else named:
             pass
@@ -255,7 +255,7 @@ class _Joining:
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
         # Only the processes of the model's first copy join its shards.
-        self._group = group.apart
+        self._group = group.untracked
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
         self._parts = {name: get_shard(tensor) for name, tensor in state.items()}
         for name, layer in quantized_layers(plain).items():
@@ -266,7 +266,7 @@ class _Joining:
         part = self._parts.get(name)
         if part is None:
             return tensor
-        return part.join(self._group.gather(tensor, what="weights for an export"))
+        return part.join(self._group.all_gather(tensor, label="weights for an export"))
 
 
 def _as_exported(
@@ -326,7 +326,7 @@ def _write(
         if isinstance(model, PeftModel):
             with without_advice():
                 model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
-            if current_mesh().parts.size > 1:  # peft wrote only this process's part
+            if current_mesh().model_parallel.size > 1:  # peft wrote only this process's part
                 in_peft = re.compile(r"\.(modules_to_save\.)?default\.")
                 own = {in_peft.sub(".", name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})

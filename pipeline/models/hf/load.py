@@ -36,7 +36,7 @@ from pipeline.models.hf.directory import (
     untrusted_code,
 )
 from pipeline.models.hf.gguf import as_directory
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ModelError, UserError, first_words, is_out_of_memory
 from pipeline.system.hub import cached_file, require_reachable
@@ -318,7 +318,7 @@ def _prepared(
     """
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
-    require_finite(model, model_path(config), current_mesh().world if defer else ALONE)
+    require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
     if not isinstance(config, TrainedModelConfig) and config.quantize != "none":
         quantized(model.requires_grad_(False), config, device=device)
     if defer:
@@ -331,7 +331,7 @@ def _prepared(
     return model.eval()
 
 
-def require_finite(model: nn.Module, path: str, processes: Group = ALONE) -> None:
+def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -> None:
     """Reject a model with NaN or infinite parameters; each process checks a share of them.
 
     Raises:

@@ -207,7 +207,7 @@ class TensorShards:
         if style.by_outputs:
             return ShardSpec(0, tuple(self._shards(owner, name, shape[0], rank)))
         # Only rank 0 adds the bias.
-        whole = (Shard(0, shape[0], counts=False),)
+        whole = (Shard(0, shape[0], is_first_copy=False),)
         return ShardSpec(0, whole, zero=True) if rank > 0 else None
 
     def _shards(self, owner: str, style: str, total: int, rank: int) -> Iterator[Shard]:
@@ -215,7 +215,7 @@ class TensorShards:
         if owner.endswith(OF_KEYS) and not STYLES[style].joins and self.kv_heads < size:
             width, copies = total // self.kv_heads, size // self.kv_heads
             head = rank // copies
-            yield Shard(head * width, (head + 1) * width, copies, counts=rank % copies == 0)
+            yield Shard(head * width, (head + 1) * width, copies, is_first_copy=rank % copies == 0)
         else:
             parts = STYLES[style].parts
             for part in range(parts):

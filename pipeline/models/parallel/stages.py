@@ -34,7 +34,7 @@ from pipeline.models.forward.packing import Family, how_to_run, small_hidden_sta
 from pipeline.models.hf.export import can_stream
 from pipeline.models.parallel.sharding import get_layer
 from pipeline.parallel.device import local_device
-from pipeline.parallel.schedules import balanced
+from pipeline.parallel.schedules import balance_stages
 from pipeline.system.errors import ConfigError, ModelError
 
 
@@ -185,7 +185,7 @@ def find_blocks(model: nn.Module, stages: int) -> list[int]:
     head = plain.get_output_embeddings()
     costs = [num_weights(each) for each in every]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
-    return balanced(costs, stages, last=last)
+    return balance_stages(costs, stages, last=last)
 
 
 def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -51,11 +51,11 @@ from pipeline.parallel.tensor import (
     copy_to_group,
     gather_tokens,
     join_over_group,
-    share_tokens,
+    join_tokens,
+    reduce_scatter_tokens,
     split_over_group,
+    split_tokens,
     sum_over_group,
-    sum_to_tokens,
-    whole_tokens,
 )
 from pipeline.system.errors import ModelError, first_words
 
@@ -105,7 +105,7 @@ class OwnTokens:
         hidden, layout = _hidden(args, kwargs), kwargs.get("ragged")
         if block is self._present()[0]:
             self._tokens = hidden.shape[-2]
-            return _replaced(args, kwargs, share_tokens(hidden, self._group))
+            return _replaced(args, kwargs, split_tokens(hidden, self._group))
         is_row = isinstance(layout, Ragged)
         self._tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
         return None
@@ -117,7 +117,7 @@ class OwnTokens:
             hidden.register_hook(partial(self._begin_again, self._tokens))
         if block is not self._present()[-1]:
             return output
-        whole = whole_tokens(hidden, self._tokens, self._group)
+        whole = join_tokens(hidden, self._tokens, self._group)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _begin_again(self, tokens: int, _gradient: Tensor) -> None:
@@ -217,7 +217,7 @@ def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> s
         own, part = param.grad.flatten(), get_shard(param)
         stretch = (param, 0, slice(0, own.numel()))
         found = reduce_gradient(own, get_role(param), group, [stretch]).view(param.shape)
-        if not _close(found, other.grad if part is None else part.spec.of(other.grad), noise):
+        if not _close(found, other.grad if part is None else part.spec.extract(other.grad), noise):
             names.append(name)
     return f"the gradient of {names[0]} differs" if names else None
 
@@ -338,7 +338,7 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> 
             owner = name.rpartition(".")[0]
             branches.setdefault(owner, _Branch(group)).feeds(module)
         else:
-            total = sum_over_group if own is None else sum_to_tokens
+            total = sum_over_group if own is None else reduce_scatter_tokens
             module.register_forward_hook(_summing(partial(total, group=group), bias))
     shards.narrow()
 

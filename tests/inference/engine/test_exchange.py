@@ -1,7 +1,7 @@
 """Gathering of prompts in tensor-parallel generation."""
 
 from inference.generation import gather_prompts
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from tests.distributed import rank, run_ranks
 
 SHARED = ((5, 6), 10)
@@ -10,8 +10,8 @@ SHARED = ((5, 6), 10)
 
 def exchange() -> tuple[list[tuple[tuple[int, ...], int]], list[list[int]]]:
     prompts = [((7 + rank(),), 11), SHARED, SHARED]
-    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
-        return gather_prompts(prompts, mesh.tensor.apart)
+    with split_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+        return gather_prompts(prompts, mesh.tensor.untracked)
 
 
 def test_shared_prompts_are_gathered_once_per_occurrence() -> None:

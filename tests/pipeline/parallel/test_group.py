@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.data.batches import RowStream, local_micro_batches, micro_batches
-from pipeline.parallel.mesh import current_mesh, cut_mesh
+from pipeline.parallel.mesh import current_mesh, split_mesh
 from tests.distributed import run_ranks
 
 
@@ -22,7 +22,7 @@ def everything() -> dict[str, Any]:
         "sums": group.sums([mine, 10.0 * mine, 2.0**53 * group.rank]),
         "max": group.max(-mine),
         "objects": group.gather_objects({"rank": group.rank}),
-        "share": group.share(["a", "b", "c", "d", "e"]),
+        "share": group.shard(["a", "b", "c", "d", "e"]),
         "rows": [next(stream) for _ in range(4)],
         "cut": micro_batches([5, 4, 3, 2, 1], max_tokens=9, num_processes=2, process=group.rank),
         "local": local_micro_batches(lengths, max_tokens=9),
@@ -53,7 +53,7 @@ def test_two_processes_agree_and_share_the_work() -> None:
 
 def told_in_pipelines() -> float:
     """Two stages of each of two pipelines tell each other what is as long as their rows."""
-    with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
+    with split_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
         mesh.stages.broadcast(torch.zeros(3 + mesh.data.rank), source=1)
         return mesh.data.sum(1)
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pipeline.parallel.group import ALONE, DataGroup
-from pipeline.parallel.mesh import current_mesh, cut_mesh, subgroup
+from pipeline.parallel.group import SELF_GROUP, DataGroup
+from pipeline.parallel.mesh import current_mesh, split_mesh, subgroup
 from pipeline.system.position import HERE
 from tests.distributed import run_ranks
 
@@ -22,7 +22,7 @@ def place() -> dict[str, Any]:
         "data": mesh.data.ranks,
         "is_main": mesh.is_main,
         "pair": (pair.rank, pair.ranks, names),
-        "alone": alone == ALONE,
+        "alone": alone == SELF_GROUP,
         "uncounted": uncounted,
         "every_other": (every_other.rank, every_other.ranks, every_other.sum(mesh.world.rank)),
         "share": every_other.share("abcde"),
@@ -62,7 +62,7 @@ def test_a_group_names_processes_by_their_rank_in_the_job() -> None:
 
 def place_in_copies() -> tuple[Any, ...]:
     before = current_mesh()
-    with cut_mesh(replicas=2, timeout_seconds=60.0) as mesh:
+    with split_mesh(replicas=2, timeout_seconds=60.0) as mesh:
         assert current_mesh() is mesh
         data = mesh.data
         assert isinstance(data, DataGroup)

@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from pipeline.parallel.schedules import balanced
+from pipeline.parallel.schedules import balance_stages
 
 
 def by_trying_all(costs: list[float], stages: int, last: float) -> list[int]:
@@ -24,4 +24,4 @@ def by_trying_all(costs: list[float], stages: int, last: float) -> list[int]:
 def test_the_slowest_stage_is_as_fast_as_can_be(
     costs: list[float], last: float, stages: int
 ) -> None:
-    assert balanced(costs, stages, last=last) == by_trying_all(costs, stages, last)
+    assert balance_stages(costs, stages, last=last) == by_trying_all(costs, stages, last)

@@ -10,10 +10,10 @@ import torch
 
 WAITS = """
 import sys, threading, time
-from pipeline.parallel.process_group import leave
+from pipeline.parallel.process_group import hard_exit
 threading.Thread(target=time.sleep, args=(600,)).start()  # for which the interpreter's end waits
 sys.stdout.write("said before")
-leave(7, {abort}, seconds=0.5)
+hard_exit(7, {abort}, seconds=0.5)
 """
 
 

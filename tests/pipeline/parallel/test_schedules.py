@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B, _ComputationType
 
-from pipeline.parallel.schedules import Instruction, bubble, instructions, most_sent
+from pipeline.parallel.schedules import Instruction, bubble_fraction, make_schedule, max_in_flight
 
 KINDS = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
 
@@ -15,7 +15,7 @@ TIMES = {"forward": 1.0, "backward": 2.0}
 
 def timetable(stages: int, count: int) -> list[dict[Instruction, float]]:
     """The time at which each stage starts each of its passes, by `TIMES`."""
-    left = [instructions(stage=stage, stages=stages, count=count) for stage in range(stages)]
+    left = [make_schedule(stage=stage, stages=stages, count=count) for stage in range(stages)]
     starts: list[dict[Instruction, float]] = [{} for _ in range(stages)]
     free = [0.0] * stages
     while any(left):
@@ -56,7 +56,7 @@ def test_the_orders_are_those_of_pytorch() -> None:
     for stages in range(1, 9):
         for count in range(stages, 33):
             assert [
-                instructions(stage=stage, stages=stages, count=count) for stage in range(stages)
+                make_schedule(stage=stage, stages=stages, count=count) for stage in range(stages)
             ] == of_pytorch(stages, count)
 
 
@@ -68,7 +68,9 @@ def test_they_end_in_the_time_of_theory_with_any_number_of_micro_batches() -> No
         assert len(ends) == 2 * stages * count
         assert max(ends) == 3 * (count + stages - 1)
         busy = sum(TIMES[at.kind] for of_stage in starts for at in of_stage)
-        assert 1 - busy / (stages * max(ends)) == pytest.approx(bubble(stages, count), abs=1e-12)
+        assert 1 - busy / (stages * max(ends)) == pytest.approx(
+            bubble_fraction(stages, count), abs=1e-12
+        )
 
 
 def test_a_timetable_by_hand() -> None:
@@ -102,4 +104,4 @@ def test_tensors_are_received_before_a_stage_must_wait_for_them() -> None:
                 sent += [(start, starts[other][at]) for other in to if 0 <= other < stages]
             for number, (_, received) in enumerate(sent):
                 later = [start for start, _ in sent[number + 1 :] if start < received]
-                assert len(later) < most_sent(stages)
+                assert len(later) < max_in_flight(stages)

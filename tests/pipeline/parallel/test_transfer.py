@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pipeline.parallel.group import WHATS, What
+from pipeline.parallel.group import TRANSFER_KINDS, TransferKind
 from pipeline.parallel.mesh import get_pipeline
-from pipeline.parallel.schedules import Instruction, instructions
+from pipeline.parallel.schedules import Instruction, make_schedule
 from pipeline.parallel.transfer import Transfers
 from tests.distributed import run_ranks
 
@@ -18,7 +18,7 @@ class Call(NamedTuple):
     """A process sends, without waiting, or receives, which it waits for."""
 
     sends: bool
-    what: What
+    what: TransferKind
     number: int
     other: int
 
@@ -28,7 +28,7 @@ def list_calls(stage: int, order: Sequence[Instruction], stages: int) -> list[Ca
     calls: list[Call] = []
     for kind, number in order:
         back = kind == "backward"
-        what: What = "gradients" if back else "hidden states"
+        what: TransferKind = "gradients" if back else "hidden states"
         before, after = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
         if 0 <= before < stages:
             calls.append(Call(False, what, number, before))
@@ -43,7 +43,7 @@ def left_over(calls: list[list[Call]]) -> int:
     So NCCL's do, if tensors are larger than its buffers.
     """
     hosts = [deque(each) for each in calls]
-    queues: dict[tuple[int, What], deque[tuple[int, Call]]] = {}
+    queues: dict[tuple[int, TransferKind], deque[tuple[int, Call]]] = {}
     waiting: list[Call | None] = [None] * len(calls)
     moved = True
     while moved:
@@ -75,25 +75,25 @@ def left_over(calls: list[list[Call]]) -> int:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_no_stage_waits_forever_where_sends_wait_for_receives(stages: int) -> None:
     for count in (1, stages, 2 * stages, 2 * stages + 1):
-        orders = [instructions(stage=at, stages=stages, count=count) for at in range(stages)]
+        orders = [make_schedule(stage=at, stages=stages, count=count) for at in range(stages)]
 
         assert left_over([list_calls(at, order, stages) for at, order in enumerate(orders)]) == 0
 
 
 def exchanged() -> list[list[float]]:
     """Both send all kinds before they receive any, in channels that each has for itself."""
-    stages = get_pipeline([(0, 1)], timeout_seconds=60.0, apart=True)
+    stages = get_pipeline([(0, 1)], timeout_seconds=60.0, has_tags=False)
     groups = (stages, *stages.channels.values())
-    assert len({each.process_group for each in groups}) == len(WHATS) + 1
+    assert len({each.process_group for each in groups}) == len(TRANSFER_KINDS) + 1
     transfers, other = Transfers(stages), 1 - stages.rank
-    for number, what in enumerate(WHATS):
+    for number, what in enumerate(TRANSFER_KINDS):
         tensor = torch.full((3,), 10.0 * stages.rank + number)
         transfers.send(tensor, other, what)
     found = [
         transfers.receive(torch.empty(3), other, what, micro_batch=number).tolist()
-        for number, what in reversed(list(enumerate(WHATS)))
+        for number, what in reversed(list(enumerate(TRANSFER_KINDS)))
     ]
-    transfers.settle()
+    transfers.wait()
     return found
 
 

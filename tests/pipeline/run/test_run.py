@@ -18,7 +18,7 @@ from rewards.config import RewardConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
-ALONE = current_mesh()
+SELF_GROUP = current_mesh()
 
 
 def config(directory: Path, *, log_every: int = 1) -> SFTConfig:
@@ -30,7 +30,7 @@ def lines(directory: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE) as run:
+    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=SELF_GROUP) as run:
         run.evaluated(0, {"perplexity": 9.0})
         run.log(1, tokens=100, loss=2.0, lr=1e-3)
         run.log(2, tokens=50, loss=1.5, lr=0.0)
@@ -60,7 +60,7 @@ def test_changed_settings_leave_out_defaults_of_list_items_and_of_sections() -> 
 
 
 def test_nan_and_infinity_are_null_in_valid_json(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="run", total_steps=1, mesh=ALONE) as run:
+    with Run(config(tmp_path), name="run", total_steps=1, mesh=SELF_GROUP) as run:
         run.log(1, loss=float("nan"), ratio_max=float("inf"))
         run.finish(eval={"judge": {"base": float("nan")}})
 
@@ -75,13 +75,13 @@ def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_pat
 
     with (
         pytest.raises(ConfigError, match="unfinished run; pass --resume to continue it"),
-        Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE),
+        Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=SELF_GROUP),
     ):
         pass
 
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
-    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE):
+    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=SELF_GROUP):
         pass
 
 

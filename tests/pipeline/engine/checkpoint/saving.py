@@ -14,7 +14,7 @@ from pipeline.engine.checkpoint import history
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
-from pipeline.parallel.group import ALONE
+from pipeline.parallel.group import SELF_GROUP
 from pipeline.system import faults
 from tests.distributed import PROCESSES
 
@@ -140,6 +140,6 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
 
     history.logger.addFilter(collect)
     try:
-        return history.newest_on_all(root, ALONE), skipped
+        return history.newest_on_all(root, SELF_GROUP), skipped
     finally:
         history.logger.removeFilter(collect)

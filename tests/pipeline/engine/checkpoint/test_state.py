@@ -155,7 +155,7 @@ def test_fragments_of_shards_map_to_the_full_parameter(
     restored = torch.full_like(full, -1)
     for number in range(2):
         part = ParamShard(torch.Size(shape), specs, number)
-        flat = part.spec.of(full.view(shape)).reshape(-1)
+        flat = part.spec.extract(full.view(shape)).reshape(-1)
         for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
             for piece in list_fragments("w", part, start, flat[start:stop]):
                 columns = piece.columns or Columns(0, len(full), len(full))

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.engine import Engine
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.mesh import split_mesh
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.checkpoint import test_state
 from tests.pipeline.engine.test_invariance import digest
@@ -19,7 +19,7 @@ Result = tuple[str, list[float]]
 
 def train(dtype: str, stage: int, *, copies: int, shared_memory: bool) -> Result:
     """Train on two micro-batches per process and step, with clipping."""
-    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+    with split_mesh(replicas=copies, timeout_seconds=60.0):
         engine = Engine(
             build("llama", dtype),
             settings(stage, max_norm=0.5, shared_memory=shared_memory),
@@ -63,7 +63,7 @@ def test_any_number_of_copies_matches_one_copy_bitwise(
 
 
 def save_copies(root: str, copies: int, stage: int) -> int:
-    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+    with split_mesh(replicas=copies, timeout_seconds=60.0):
         engine = test_state.engine_at(stage)
         test_state.train(engine, range(2))
         test_state.save(engine, Path(root) / f"{copies} copies at stage {stage}")
@@ -73,7 +73,7 @@ def save_copies(root: str, copies: int, stage: int) -> int:
 
 def resume_copies(root: str, copies: int, stage: int, directories: list[str]) -> list[Result]:
     results: list[Result] = []
-    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+    with split_mesh(replicas=copies, timeout_seconds=60.0):
         for directory in directories:
             engine = test_state.engine_at(stage)
             test_state.resume(engine, Path(root) / directory)

@@ -164,7 +164,7 @@ def test_accumulating_a_bf16_gradient_moves_ten_bytes_per_element(stage: int) ->
 )
 def test_elements_on_several_ranks_are_counted_once(rank: int, expected: list[float]) -> None:
     """Elements 2 to 5 of the vector belong to a parameter that both ranks have."""
-    specs = tuple(ShardSpec(0, (Shard(0, 8, 2, counts=first),)) for first in (True, False))
+    specs = tuple(ShardSpec(0, (Shard(0, 8, 2, is_first_copy=first),)) for first in (True, False))
     param = torch.nn.Parameter(torch.empty(8))
     mark_sharded(param, ParamShard(torch.Size([8]), specs, rank))
 

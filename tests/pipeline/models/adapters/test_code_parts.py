@@ -55,7 +55,7 @@ def test_a_part_is_the_part_of_the_whole_weight_to_the_bit(cut: str, form: Form)
     for part in parts(shape, dim, borders):
         own = linear(shape, form)
         own.cut(part, name="it")
-        expected = part.spec.of(whole.dequantized())
+        expected = part.spec.extract(whole.dequantized())
         assert torch.equal(own.dequantized(), expected)
         assert torch.equal(own.dequantized(torch.bfloat16), expected.bfloat16())
         assert own.weight.is_contiguous()

@@ -73,7 +73,7 @@ def learned(
         TrainedModelConfig(),
         total_steps=1,
         group=mesh.data,
-        parts=mesh.parts,
+        model_parallel=mesh.model_parallel,
         tensor=mesh.tensor,
     )
     rows = batch(model.config.vocab_size)
@@ -84,7 +84,7 @@ def learned(
     found: dict[str, Tensor] = {}
     for name, gradient in get_gradients(engine).items():
         part = get_shard(params[name])
-        shares = engine.tensor.gather(gradient, what="a test")
+        shares = engine.tensor.all_gather(gradient, label="a test")
         found[name] = gradient if part is None else part.join(shares)
     roles: dict[str, set[str]] = {}
     for name, param in params.items():

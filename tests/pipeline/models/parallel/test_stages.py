@@ -13,7 +13,7 @@ from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.forward.packing import how_to_run
 from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
 from pipeline.models.passes import StagedPasses, StagedScorer
-from pipeline.parallel.group import ALONE
+from pipeline.parallel.group import SELF_GROUP
 from pipeline.system.errors import ConfigError, ModelError
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm, tiny_classifier
 from tests.pipeline.engine.test_stages import settings
@@ -42,7 +42,9 @@ def test_a_pipeline_of_one_stage_has_the_scores_of_all_labels(labels: int) -> No
     model = tiny_classifier("llama", vocab_size=VOCAB)
     model.config.num_labels, model.score = labels, nn.Linear(model.config.hidden_size, labels)
     scorer = Scorer(model)
-    passes = StagedPasses(Engine(scorer, settings(0, max_norm=None), total_steps=1), Stage(), ALONE)
+    passes = StagedPasses(
+        Engine(scorer, settings(0, max_norm=None), total_steps=1), Stage(), SELF_GROUP
+    )
 
     with torch.no_grad():
         found = StagedScorer(passes, model)(batch(), labels=True)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pipeline.models.parallel.tensor_parallel import _different_gradient
-from pipeline.parallel.group import ALONE
-from pipeline.parallel.mesh import cut_mesh
+from pipeline.parallel.group import SELF_GROUP
+from pipeline.parallel.mesh import split_mesh
 from tests.distributed import run_ranks
 from tests.pipeline.models.parallel.parallel_models import VARIANTS, learned
 
@@ -23,7 +23,7 @@ ALL, FEW = tuple(VARIANTS), ("opt", "qwen3", "llama, one key head")
 
 
 def learned_together(names: tuple[str, ...], sequence: bool) -> dict[str, dict[str, Any]]:
-    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+    with split_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
         return {name: learned(*VARIANTS[name], mesh, sequence=sequence) for name in names}
 
 
@@ -66,7 +66,7 @@ def test_the_first_parameter_with_another_gradient_is_named() -> None:
     found: list[str | None] = []
     for name, change in changes.items():
         sharded.get_parameter(name).grad.copy_(whole.get_parameter(name).grad + change)
-        found.append(_different_gradient(whole, sharded, ALONE))
+        found.append(_different_gradient(whole, sharded, SELF_GROUP))
 
     differ = [f"the gradient of {name} differs" for name in ("1.weight", "0.weight")]
     assert found == [None, None, *differ]
