@@ -14,7 +14,7 @@ from pipeline.config import TrainedModelConfig
 from pipeline.engine import engine
 from pipeline.engine.checkpoint import state
 from pipeline.engine.checkpoint.format import Fragment
-from pipeline.engine.checkpoint.history import newest_on_all
+from pipeline.engine.checkpoint.history import find_newest_valid
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.models.hf.export import export
 from pipeline.parallel import launched
@@ -115,7 +115,7 @@ class Engine(engine.Engine):
         Raises:
             CheckpointError: no checkpoint is complete, or it is from another model or optimizer.
         """
-        found = newest_on_all(Path(directory), self.group)
+        found = find_newest_valid(Path(directory), self.group)
         if found is None:
             return None
         state.load(self, "engine", found, found.state["engine"])

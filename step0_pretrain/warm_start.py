@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from pipeline.engine.checkpoint.history import newest_on_all
+from pipeline.engine.checkpoint.history import find_newest_valid
 from pipeline.engine.checkpoint.state import load
 from pipeline.engine.engine import Engine
 from pipeline.parallel.group import Group
@@ -25,7 +25,7 @@ def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     Raises:
         CheckpointError: there is no usable checkpoint, or it is from another model or optimizer.
     """
-    checkpoint = newest_on_all(directory / CHECKPOINTS, world)
+    checkpoint = find_newest_valid(directory / CHECKPOINTS, world)
     if checkpoint is None or MODEL not in checkpoint.state["engines"]:
         raise CheckpointError(
             f"warm_start {directory} has no checkpoint of a single model; use the directory of a"

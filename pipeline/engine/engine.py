@@ -14,10 +14,10 @@ from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.comm.collectives import BufferPool
 from pipeline.engine.comm.transports import make_collectives
 from pipeline.engine.optimizer.gradients import (
-    MOST_READ,
+    MAX_HOST_SUMS,
     LossScaler,
-    NormsOfParts,
-    squares_of_pieces,
+    NormReducer,
+    chunk_squares,
 )
 from pipeline.engine.optimizer.host_adamw import HostAdamW
 from pipeline.engine.optimizer.trained import TrainedParams
@@ -63,8 +63,8 @@ class RolloutOffload:
             if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in offloaded:
                 continue
             offloaded.add(storage.data_ptr())
-            new = pinned_empty if storage.device.type == "cuda" else torch.empty
-            copy = new(storage.nbytes(), dtype=torch.uint8)
+            allocate = pinned_empty if storage.device.type == "cuda" else torch.empty
+            copy = allocate(storage.nbytes(), dtype=torch.uint8)
             copy.untyped_storage().copy_(storage)
             self._offloaded.append((storage, copy.untyped_storage()))
         self.zero.is_offloaded = True
@@ -87,7 +87,7 @@ class RolloutOffload:
                 yield from (flat.full, flat.shard)
         for group in self.groups:
             if "masters" in kinds:
-                yield from group.masters.beside()
+                yield from group.masters.separate_tensors()
             if "moments" in kinds:
                 yield from group.named_moments().values()
             if "gradients" in kinds:
@@ -166,16 +166,16 @@ class Engine:
         units = build_units(model, config, self.comm, self.pool, placement, tensor)
         self.zero = ZeroModel(model, units, self.comm)
         return_freed_memory()  # of the weights as they were loaded; the units have copies
-        self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
+        self.groups: list[TrainedParams] = [params for unit in units for params in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trainable parameters; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.model_parallel, self.tensor, self.stages = model_parallel, tensor, stages
-        self._norms = NormsOfParts(model_parallel, [group.flat.unit for group in self.groups])
+        self._norm_reducer = NormReducer(model_parallel, [group.flat.unit for group in self.groups])
         self._kernels: Kernels = config.kernels
         self._launches = Launches()
         on_host = placement.optimizer_device != device
-        self._host = HostAdamW(device) if on_host else None
+        self._host_adamw = HostAdamW(device) if on_host else None
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Include frozen weights: gradients of fp32 adapters flow through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
@@ -197,15 +197,15 @@ class Engine:
         self.zero.backward([loss * self.scaler.scale if loss.requires_grad else loss])
 
     def backward_from(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, blocks_alone: bool = False
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, blocks_only: bool = False
     ) -> None:
         """Backpropagate from the model's outputs with given gradients of the loss.
 
-        The gradients are already multiplied by this engine's loss scale. With `blocks_alone` the
+        The gradients are already multiplied by this engine's loss scale. With `blocks_only` the
         graph has only the model's blocks.
         """
         fault_point("engine.backward")
-        self.zero.backward(outputs, gradients, reaches_root=not blocks_alone)
+        self.zero.backward(outputs, gradients, reaches_root=not blocks_only)
 
     def gathered(self) -> AbstractContextManager[None]:
         """Context in which every process has all weights, to read or to generate."""
@@ -222,7 +222,7 @@ class Engine:
         self.zero.check_ready()
         self.zero.flush()
         self.zero.reduce()
-        grad_norm, worst = self._grad_norm()
+        grad_norm, bad_unit = self._grad_norm()
         finite = grad_norm < float("inf")  # also False for NaN
         factor = self.optim.lr_share(self.steps, total_steps=self.total_steps) * self.lr_scale
         if finite:
@@ -234,7 +234,7 @@ class Engine:
             group.gradients.clear()
         self.pool.free_unused()
         self.comm.end_step()
-        self._stop_if_hopeless(finite=finite, worst=worst)
+        self._raise_if_diverged(finite=finite, unit=bad_unit)
         return StepResult(grad_norm=grad_norm, lr=self.rate * factor, skipped=not finite)
 
     def discard(self) -> None:
@@ -255,28 +255,28 @@ class Engine:
         self.rollout_offload.end()
 
     def masters(self) -> Iterator[Tensor]:
-        """This process's part of the fp32 weights, one vector for each group.
+        """This process's shard of the fp32 weights, one vector for each group.
 
         Read or copy each before requesting the next: its memory may be reused.
         """
         self.zero.check_ready()
-        return (group.masters.fp32() for group in self.visit())
+        return (group.masters.fp32() for group in self.iter_groups())
 
     @torch.no_grad()
     def load_masters(self, masters: Sequence[Tensor]) -> None:
         """Set the weights to copies of earlier `masters`, or of an average of them."""
         self.zero.check_ready()
         self.zero.updates += 1
-        for group, master in zip(self.visit(), masters, strict=True):
-            with group.changing() as own:
-                own.copy_(master)
+        for group, master in zip(self.iter_groups(), masters, strict=True):
+            with group.modify() as current:
+                current.copy_(master)
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each unit, gathered on all processes until the next is requested."""
-        for unit in self.zero.one_by_one():
+        for unit in self.zero.iter_gathered():
             yield [param for flat in unit.flats for param in flat.params.values()]
 
-    def visit(self) -> Iterator[TrainedParams]:
+    def iter_groups(self) -> Iterator[TrainedParams]:
         """Each group, with its masters and moments in memory while it is visited."""
         if self.disk is None:
             yield from self.groups
@@ -289,20 +289,17 @@ class Engine:
     def _grad_norm(self) -> tuple[float, str]:
         """Global norm of the gradient, and the first unit whose gradient is not finite."""
         device = local_device()
-        norms = [
-            squares_of_pieces(group.counted_gradient(), group.comm).to(device)
-            for group in self.groups
-        ]
-        packed = torch.cat(norms)
+        by_group = [chunk_squares(group.norm_gradient(), group.comm) for group in self.groups]
+        packed = torch.cat([squares.to(device) for squares in by_group])
         self.comm.all_reduce(packed)
-        stretches = packed.view(len(norms), -1)
-        few = packed if stretches.shape[1] <= MOST_READ else stretches.sum(1)
-        own = few.tolist()  # the only device-to-host copy between forward pass and update
-        squares = self._norms.gathered(own)
-        bad = next((at for at, each in enumerate(squares) if not math.isfinite(each)), None)
+        chunks = packed.view(len(by_group), -1)
+        sums = packed if chunks.shape[1] <= MAX_HOST_SUMS else chunks.sum(1)
+        local = sums.tolist()  # the only device-to-host copy between forward pass and update
+        squares = self._norm_reducer.reduce(local)
+        bad = next((i for i, value in enumerate(squares) if not math.isfinite(value)), None)
         if bad is not None:
-            rows = len(squares) // len(self._norms.units)
-            return math.nan, self._norms.units[bad // rows]
+            chunks_per_vector = len(squares) // len(self._norm_reducer.units)
+            return math.nan, self._norm_reducer.units[bad // chunks_per_vector]
         # fsum rounds once, so the result doesn't depend on the order of units.
         return math.sqrt(math.fsum(squares)) / self.scaler.scale, ""
 
@@ -311,21 +308,21 @@ class Engine:
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
         self.comm.synchronize()  # finish pending copies to the GPU before weights change
-        begun: dict[TrainedParams, list[Shard]] = {}
-        for group in self.visit():
-            begun[group] = group.begin_step()
+        prepared: dict[TrainedParams, list[Shard]] = {}
+        for group in self.iter_groups():
+            prepared[group] = group.prepare_step()
             if not group.steps_in_place:
-                self._finish_update(begun, multiplier, lr_share)
-                begun.clear()
-        self._finish_update(begun, multiplier, lr_share)
+                self._finish_update(prepared, multiplier, lr_share)
+                prepared.clear()
+        self._finish_update(prepared, multiplier, lr_share)
 
     def _finish_update(
-        self, begun: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_share: float
+        self, prepared: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_share: float
     ) -> None:
         """Run the AdamW kernel on vectors, on a GPU in one launch, and publish the new weights."""
-        shards = [shard for own in begun.values() for shard in own]
+        shards = [shard for group_shards in prepared.values() for shard in group_shards]
         if shards:
-            group = next(iter(begun))
+            group = next(iter(prepared))
             step = AdamW(
                 lr=lr_share,
                 betas=self.optim.betas,
@@ -334,25 +331,25 @@ class Engine:
                 step=int(group.state["step"].item()),
                 multiplier=multiplier,
             )
-            launches = self._launches if group.steps_in_place else self._host or Launches()
+            launches = self._launches if group.steps_in_place else self._host_adamw or Launches()
             launches.step(shards, step, kernels=self._kernels)
-        for work in [group.end_step() for group in begun]:
+        for work in [group.finish_step() for group in prepared]:
             work.wait()
 
-    def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:
-        if finite or self.scaler.searching:
+    def _raise_if_diverged(self, *, finite: bool, unit: str) -> None:
+        if finite or self.scaler.is_searching:
             self.skipped_in_a_row = 0  # overflows are expected during the search for a scale
         else:
             self.skipped_in_a_row += 1
-        if self.scaler.exhausted:
+        if self.scaler.is_exhausted:
             raise NonFiniteGradientError(
-                f"the gradient of {worst} overflows fp16 even at the smallest loss scale,"
+                f"the gradient of {unit} overflows fp16 even at the smallest loss scale,"
                 f" {self.scaler.scale:g}; train with precision bf16 or fp32"
             )
         if self.skipped_in_a_row >= self.max_skipped:
             raise NonFiniteGradientError(
                 f"the gradient was infinite or NaN for {self.max_skipped} steps in a row, first in"
-                f" {worst}; lower the learning rate, or train with precision bf16 or fp32"
+                f" {unit}; lower the learning rate, or train with precision bf16 or fp32"
             )
 
 

@@ -22,7 +22,7 @@ from pipeline.engine.sharding.flat import FlatParams
 from pipeline.engine.sharding.units import Kind, UsesHead
 from pipeline.system.errors import ConfigError
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 
 def tensors_in(output: object) -> list[Tensor]:
@@ -30,17 +30,17 @@ def tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def without_views(output: object) -> object:
+def clone_views(output: object) -> object:
     """The output, with views that autograd backpropagates through replaced by copies.
 
     A hook on a view is lost when the view is changed in place.
     """
 
-    def replaced(leaf: object) -> object:
+    def clone_view(leaf: object) -> object:
         is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view()  # noqa: SLF001
         return leaf.clone() if is_view and isinstance(leaf, Tensor) else leaf
 
-    return tree_map(replaced, output)
+    return tree_map(clone_view, output)
 
 
 def check_output(block: str, output: object) -> None:
@@ -50,7 +50,7 @@ def check_output(block: str, output: object) -> None:
         ConfigError: the block's weights would be freed before its backward pass.
     """
     for leaf in tree_leaves(output):
-        if not isinstance(leaf, (*PLAIN, Tensor)):
+        if not isinstance(leaf, (*PLAIN_TYPES, Tensor)):
             raise ConfigError(
                 f"{block} returns a {type(leaf).__qualname__}, in which the engine finds no"
                 " tensors: return tensors, or tuples or dictionaries of them"
@@ -102,7 +102,7 @@ class ZeroModel:
 
     def __init__(self, model: nn.Module, units: list[Unit], comm: Collectives) -> None:
         self.model, self.units, self.comm = model, units, comm
-        *self.others, self.root = units
+        *self.inner_units, self.root = units
         self.flats = [flat for unit in units for flat in unit.flats]
         self.head = next((unit for unit in units if unit.kind == "head"), None)
         self.is_offloaded = False
@@ -111,7 +111,7 @@ class ZeroModel:
         self.updates = 0
         """Number of times the weights were changed; graphs of older weights are invalid."""
         self._pinned = 0
-        self._settling: Unit | None = None
+        self._reducing: Unit | None = None
         self._visited: list[Unit] = []
         self._next: dict[Unit, Unit] = {}
         self._previous: dict[Unit, Unit] = {}
@@ -125,8 +125,8 @@ class ZeroModel:
         """True if the current backward pass reaches parameters outside the blocks."""
         model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
-        for unit in self.others:
-            users = [each for each in model.modules() if isinstance(each, UsesHead)]
+        for unit in self.inner_units:
+            users = [module for module in model.modules() if isinstance(module, UsesHead)]
             for module in (unit.module, *users) if unit is self.head else (unit.module,):
                 module.register_forward_pre_hook(partial(self._before_unit, unit), prepend=True)
                 module.register_forward_hook(partial(self._after_unit, unit))
@@ -149,15 +149,15 @@ class ZeroModel:
             pairs = [pair for pair in pairwise(self._visited) if pair[1].kind != "embedding"]
             self._next = dict(pairs)
             self._previous = {second: first for first, second in pairs if first.kind != "embedding"}
-        goes_on = torch.is_grad_enabled() and output is not None
-        for unit in self.others:  # left over from a failed pass or an unused prefetch
-            if unit is not self.head or not goes_on:
+        needs_backward = torch.is_grad_enabled() and output is not None
+        for unit in self.inner_units:  # left over from a failed pass or an unused prefetch
+            if unit is not self.head or not needs_backward:
                 self._free(unit)
-        if not goes_on:
+        if not needs_backward:
             if not self._root_was_gathered:
                 self._free(self.root)
             return output
-        output, updates = without_views(output), self.updates
+        output, updates = clone_views(output), self.updates
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 self.root.expects_backward = True
@@ -166,7 +166,7 @@ class ZeroModel:
 
     def _before_unit(self, unit: Unit, *_: object) -> None:
         if in_backward():  # recomputation within the unit's own backward pass
-            self._before_backward(unit, runs_again=True)
+            self._before_backward(unit, is_recompute=True)
             return
         if self._visited and self._visited[-1] is unit is self.head and unit.gathered:
             return
@@ -184,7 +184,7 @@ class ZeroModel:
         if in_backward():
             return output
         if torch.is_grad_enabled():
-            output, updates = without_views(output), self.updates
+            output, updates = clone_views(output), self.updates
             tensors = tensors_in(output)
             if not tensors:
                 check_output(unit.name, output)
@@ -217,7 +217,7 @@ class ZeroModel:
             if any(root.requires_grad for root in roots):
                 torch.autograd.backward(roots, gradients)
             else:
-                for unit in reversed(self.others):
+                for unit in reversed(self.inner_units):
                     if unit.expects_backward:
                         self._before_backward(unit)
         except BaseException:
@@ -233,7 +233,7 @@ class ZeroModel:
             return
         for unit in self.units:
             if unit.in_backward:
-                self._finish(unit)
+                self._finish_unit(unit)
         self.reduce()
         for unit in self.units:
             unit.expects_backward = False
@@ -242,22 +242,22 @@ class ZeroModel:
     def reduce(self) -> None:
         """Add all pending gradients to the sums."""
         for unit in self.units:
-            for each in unit.trained:
-                each.gradients.start_reduction()
+            for params in unit.trained:
+                params.gradients.start_reduction()
         for unit in self.units:
-            for each in unit.trained:
-                each.gradients.settle()
-                each.gradients.sum.end_micro_batch()
-        self._settling = None
+            for params in unit.trained:
+                params.gradients.finish_reduction()
+                params.gradients.sum.end_micro_batch()
+        self._reducing = None
 
     def discard(self) -> None:
         """Discard all gradients, and the state of a pass that failed."""
-        self._settling = None
+        self._reducing = None
         self.broken = False
         for unit in self.units:
             unit.in_backward = unit.expects_backward = False
-            for each in unit.trained:
-                each.gradients.clear()
+            for params in unit.trained:
+                params.gradients.clear()
             self._free(unit)
 
     def _begin_root(self, updates: int | None = None) -> None:
@@ -265,47 +265,47 @@ class ZeroModel:
         if not self._reaches_root:
             return
         self.root.gather()
-        begun, self.root.in_backward = self.root.in_backward, True
-        for each in self.root.trained:
-            each.gradients.begin()
-        if self.head is not None and not begun:
+        already_begun, self.root.in_backward = self.root.in_backward, True
+        for params in self.root.trained:
+            params.gradients.begin()
+        if self.head is not None and not already_begun:
             self._before_backward(self.head)
 
     def _before_backward(
-        self, unit: Unit, updates: int | None = None, *, runs_again: bool = False
+        self, unit: Unit, updates: int | None = None, *, is_recompute: bool = False
     ) -> None:
         self._check_current(updates)
         if not self.root.in_backward:
             self._begin_root()
-        for other in self.others:  # finished: autograd runs in reverse order of creation
+        for other in self.inner_units:  # finished: autograd runs in reverse order of creation
             if other.in_backward and other is not unit:
-                self._finish(other)
-        if unit.kind != "embedding" or runs_again:
+                self._finish_unit(other)
+        if unit.kind != "embedding" or is_recompute:
             self._gather(unit, self._previous)
         unit.in_backward = True
-        for each in unit.trained:
-            each.gradients.begin()
+        for params in unit.trained:
+            params.gradients.begin()
 
-    def _finish(self, unit: Unit) -> None:
+    def _finish_unit(self, unit: Unit) -> None:
         unit.in_backward = False
         self._free(unit)
         # Overlap at most one reduction with the next unit's computation: each holds a buffer.
-        if self._settling is not None:
-            for each in self._settling.trained:
-                each.gradients.settle()
-        for each in unit.trained:
-            each.gradients.start_reduction()
-        self._settling = unit
+        if self._reducing is not None:
+            for params in self._reducing.trained:
+                params.gradients.finish_reduction()
+        for params in unit.trained:
+            params.gradients.start_reduction()
+        self._reducing = unit
 
     # Memory
 
-    def _gather(self, unit: Unit, following: dict[Unit, Unit]) -> None:
+    def _gather(self, unit: Unit, next_units: dict[Unit, Unit]) -> None:
         unit.start_gather()
-        if unit in following:
-            for flat in following[unit].flats:
+        if unit in next_units:
+            for flat in next_units[unit].flats:
                 flat.start_read()
             if self.comm.asynchronous:
-                following[unit].start_gather()
+                next_units[unit].start_gather()
         unit.gather()
 
     def _free(self, unit: Unit) -> None:
@@ -327,7 +327,7 @@ class ZeroModel:
                 if not (unit in (self.root, self.head) and unit.expects_backward):
                     self._free(unit)
 
-    def one_by_one(self) -> Iterator[Unit]:
+    def iter_gathered(self) -> Iterator[Unit]:
         """Every unit, with its weights gathered until the next one is requested.
 
         If collectives are asynchronous, the next unit is gathered meanwhile. All processes must
@@ -335,20 +335,20 @@ class ZeroModel:
         """
         self.check_ready()
         self.flush()
-        stay = {unit for unit in self.units if unit.gathered}
-        ahead = dict(pairwise(self.units)) if self.comm.asynchronous else {}
+        already_gathered = {unit for unit in self.units if unit.gathered}
+        next_units = dict(pairwise(self.units)) if self.comm.asynchronous else {}
         try:
             for unit in self.units:
                 unit.start_gather()
-                if unit in ahead:
-                    ahead[unit].start_gather()
+                if unit in next_units:
+                    next_units[unit].start_gather()
                 unit.gather()
                 yield unit
-                if unit not in stay:
+                if unit not in already_gathered:
                     self._free(unit)
         finally:  # even if the caller stops early
             for unit in self.units:
-                if unit not in stay:
+                if unit not in already_gathered:
                     self._free(unit)
 
     def detach_params(self) -> None:
@@ -400,12 +400,12 @@ class ZeroModel:
                 # Ignored under no_grad: peft freezes the adapters it disables.
                 changed = param.requires_grad != flat.settings.trained
                 if changed and torch.is_grad_enabled():
-                    what = "frozen" if flat.settings.trained else "unfrozen"
+                    verb = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {what} after the engine was created; do so before creating it"
+                        f"{name} was {verb} after the engine was created; do so before creating it"
                     )
-                shown = flat.views[name] if flat.gathered else flat.placeholders[name]
-                if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
+                expected = flat.views[name] if flat.gathered else flat.placeholders[name]
+                if param.dtype != expected.dtype or param.data_ptr() != expected.data_ptr():
                     raise ConfigError(
                         f"{name} was converted or moved after the engine was created (as .half()"
                         " and .to() do); do so before creating it"

@@ -276,7 +276,7 @@ class StagedPasses(StagedForwardPasses, Passes):
                 gradients.append(torch.empty_like(waiting.tied))
                 self._transfers.receive(gradients[1], stage.count - 1, "tied gradients", number)
             if any(root.requires_grad for root in roots):
-                self.engine.backward_from(roots, gradients, blocks_alone=not stage.is_first)
+                self.engine.backward_from(roots, gradients, blocks_only=not stage.is_first)
         if waiting.received is not None:
             gradient = waiting.received.grad
             gradient = torch.zeros_like(waiting.received) if gradient is None else gradient

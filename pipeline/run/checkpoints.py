@@ -18,10 +18,10 @@ from pipeline.engine.checkpoint.format import MANIFEST, Fragment
 from pipeline.engine.checkpoint.history import (
     ROLLBACK,
     RollbackRecord,
-    healthy_up_to,
-    newest_on_all,
+    find_newest_valid,
+    list_healthy,
 )
-from pipeline.engine.checkpoint.parts import KeepsWeights, KnowsHealth, Stateful
+from pipeline.engine.checkpoint.parts import HasWeights, HealthMonitor, Stateful
 from pipeline.engine.checkpoint.state import (
     describe,
     frozen_fragments,
@@ -65,10 +65,10 @@ class Checkpoints:
         run: Run,
         *,
         engines: Mapping[str, Engine],
-        parts: Mapping[str, Stateful | KeepsWeights | None],
+        parts: Mapping[str, Stateful | HasWeights | None],
         tokenizer: PreTrainedTokenizerBase,
         data: str,
-        guards: KnowsHealth | None = None,
+        guards: HealthMonitor | None = None,
     ) -> None:
         config = self.config = run.config
         self.run, self.data = run, data
@@ -179,7 +179,9 @@ class Checkpoints:
             CheckpointError: there is no such checkpoint.
         """
         self._writer.wait()
-        found = newest_on_all(self.root, self._world, among=lambda root: healthy_up_to(root, up_to))
+        found = find_newest_valid(
+            self.root, self._world, list_paths=lambda root: list_healthy(root, up_to)
+        )
         if found is None:
             raise CheckpointError(f"{self.root} has no healthy checkpoint up to step {up_to}")
         return found
@@ -296,18 +298,18 @@ class Checkpoints:
             None if own is None else merge_descriptions(engine.model_parallel.gather_objects(own))
         )
 
-    def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
+    def _keeping_weights(self) -> Iterator[tuple[str, HasWeights]]:
         for name, part in self.parts.items():
-            if isinstance(part, KeepsWeights) and part.weights:
+            if isinstance(part, HasWeights) and part.weights:
                 yield name, part
 
     def _resume(self) -> None:
         """Load the newest valid checkpoint, or start from scratch."""
         record = self._world.gather_objects(RollbackRecord.read(self.root))[0]
-        checkpoint = newest_on_all(self.root, self._world)
+        checkpoint = find_newest_valid(self.root, self._world)
         if checkpoint is not None and record is not None and record.invalidates(checkpoint.state):
-            checkpoint = newest_on_all(
-                self.root, self._world, among=lambda root: healthy_up_to(root, record.step)
+            checkpoint = find_newest_valid(
+                self.root, self._world, list_paths=lambda root: list_healthy(root, record.step)
             )
         if checkpoint is not None:
             check_same_run(checkpoint, self.config, self.data)
@@ -328,12 +330,12 @@ class Checkpoints:
         for name, part in self.parts.items():
             if isinstance(part, Stateful):
                 part.load_state_dict(parts[name])
-            if isinstance(part, KeepsWeights) and name in state["weights"]:
+            if isinstance(part, HasWeights) and name in state["weights"]:
                 if not part.weights:
                     groups = part.engine.groups
                     part.weights = [torch.zeros(group.masters.numel) for group in groups]
                 read_weights(part.engine, name, checkpoint, part.weights)
-            elif isinstance(part, KeepsWeights):
+            elif isinstance(part, HasWeights):
                 part.weights = []
         self._once = dict(state["once"])
         self._base = checkpoint.manifest.base
@@ -343,7 +345,7 @@ class Checkpoints:
             set_random_state(random)
         self._rollbacks = state.get("rollbacks", 0) if record is None else record.count
         if record is not None and self.run.is_main:
-            record.remove_later(self.root)
+            record.remove_later_steps(self.root)
         self.is_new = False
         self.done = self._kept = checkpoint.step
         logger.info("resuming %s after step %d", self.run.name, self.done)

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from pipeline.cli.options import write_config
 from pipeline.config import StepConfig
-from pipeline.engine.checkpoint.format import step_of, steps_in
-from pipeline.engine.checkpoint.history import candidates
+from pipeline.engine.checkpoint.format import list_steps, parse_step
+from pipeline.engine.checkpoint.history import list_candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
@@ -106,8 +106,8 @@ class Run:
 
     def going_on(self) -> str:
         """The effect of `--resume`, as the end of a sentence."""
-        newest = next(iter(candidates(self.path(CHECKPOINTS))), None)
-        step = None if newest is None else step_of(newest)
+        newest = next(iter(list_candidates(self.path(CHECKPOINTS))), None)
+        step = None if newest is None else parse_step(newest)
         return "starts from step 1" if step is None else f"continues after step {step}"
 
     def _refuse_unfinished_run(self) -> None:
@@ -117,7 +117,7 @@ class Run:
             ConfigError: there are such checkpoints, and `resume` is off.
         """
         unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
-        if not self.config.resume and unfinished and steps_in(self.path(CHECKPOINTS)):
+        if not self.config.resume and unfinished and list_steps(self.path(CHECKPOINTS)):
             self._held.close()
             raise ConfigError(
                 f"{self.config.output_dir} contains checkpoints of an unfinished run; pass --resume"

@@ -19,7 +19,7 @@ from pipeline.data.examples import Example
 from pipeline.data.lengths import RowsFit, report_lengths, require_learnable
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
-from pipeline.engine.checkpoint.parts import BestWeights, KnowsHealth, Stateful
+from pipeline.engine.checkpoint.parts import BestWeights, HealthMonitor, Stateful
 from pipeline.engine.engine import Engine
 from pipeline.models.hf.chat import load_chat
 from pipeline.models.passes import Passes
@@ -218,7 +218,7 @@ def set_up(
     rows: S,
     held_out: Sequence[R],
     run: Run,
-    guards: KnowsHealth | None = None,
+    guards: HealthMonitor | None = None,
     passes: Passes | None = None,
 ) -> Training[C, R, S]:
     """Record the step's prompts, set the evaluation interval, and with `resume` load the state.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline.cli.options import CommandParser, run_main, say
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, step_of
-from pipeline.engine.checkpoint.history import candidates
+from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, parse_step
+from pipeline.engine.checkpoint.history import list_candidates
 from pipeline.system.errors import CheckpointError, ConfigError
 from pipeline.system.installation import MODULE
 
@@ -37,7 +37,7 @@ def verify(options: argparse.Namespace) -> None:
     """Compare every file with its checksum; exit code 1 if one is damaged."""
     damaged = False
     for path in _checkpoints(options.dir):
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             checkpoint = Checkpoint.open(path)
             checkpoint.verify()
@@ -47,7 +47,7 @@ def verify(options: argparse.Namespace) -> None:
         else:
             say(
                 f"{path.name} is intact: {len(checkpoint.keys()):,} tensors, {checkpoint.nbytes:,}"
-                f" bytes in {time.perf_counter() - began:.1f} s"
+                f" bytes in {time.perf_counter() - start:.1f} s"
             )
     if damaged:
         raise SystemExit(EXIT_DAMAGED)
@@ -71,11 +71,10 @@ def consolidate(options: argparse.Namespace) -> None:
 def _checkpoints(path: Path) -> list[Path]:
     """The named checkpoint, or all those in the named directory."""
     name = path.resolve().name
-    if (path / MANIFEST).exists() or step_of(Path(name)) is not None or is_base_name(name):
+    if (path / MANIFEST).exists() or parse_step(Path(name)) is not None or is_base_name(name):
         return [path]
-    found = candidates(path)
-    if found:
-        return found
+    if checkpoints := list_candidates(path):
+        return checkpoints
     if not path.is_dir():
         raise ConfigError(f"no such directory: {path}")
     raise ConfigError(f"{path} is not a checkpoint and contains none")

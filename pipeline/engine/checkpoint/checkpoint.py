@@ -23,7 +23,7 @@ VERIFY_THREADS = 4
 
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredFragment:
     """One fragment in a file."""
 
     file: Path
@@ -44,12 +44,12 @@ class _Stored:
             return self.stop
         return -(-self.stop // self.columns.run) * self.columns.stride
 
-    def shared(self, start: int, stop: int) -> int:
+    def overlap(self, start: int, stop: int) -> int:
         """Number of its elements from `start` to `stop` of the full tensor; 0 for columns."""
         return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
 
 
-_Index = dict[str, list[_Stored]]
+_Index = dict[str, list[StoredFragment]]
 
 
 class Checkpoint:
@@ -64,7 +64,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self.base = base
-        self._own_file = file_name(rank, len(manifest.files))
+        self._rank_file = file_name(rank, len(manifest.files))
         self._file_indices: dict[str, _Index] = {}
         self._full_index: _Index | None = None
 
@@ -100,8 +100,8 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Size of all files in bytes, including the base."""
-        own = sum(file.nbytes for file in self.manifest.files.values())
-        return own + (self.base.nbytes if self.base else 0)
+        size = sum(file.nbytes for file in self.manifest.files.values())
+        return size + (self.base.nbytes if self.base else 0)
 
     def keys(self) -> list[str]:
         """The tensors' names, including the base's."""
@@ -109,11 +109,11 @@ class Checkpoint:
 
     def numel(self, key: str) -> int:
         """Number of elements of one tensor."""
-        return max(piece.end for piece in self._pieces(key))
+        return max(fragment.end for fragment in self._find_fragments(key))
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype in which one tensor is stored."""
-        return self._pieces(key)[0].dtype
+        return self._find_fragments(key)[0].dtype
 
     def read(self, key: str, start: int, out: Tensor) -> None:
         """Fill the flat `out` with the elements from `start` on, converted to its dtype.
@@ -123,10 +123,10 @@ class Checkpoint:
         """
         out = out.detach()
         stop = start + out.numel()
-        pieces = self._own_index().get(key, [])
-        if sum(piece.shared(start, stop) for piece in pieces) < out.numel():
-            pieces = self._pieces(key)
-        filled = sum(_fill(piece, start, out) for piece in pieces)
+        fragments = self._rank_index().get(key, [])
+        if sum(fragment.overlap(start, stop) for fragment in fragments) < out.numel():
+            fragments = self._find_fragments(key)
+        filled = sum(_fill(fragment, start, out) for fragment in fragments)
         if filled != out.numel():
             raise CheckpointError(
                 f"{self.path} has only {filled} of {out.numel()} elements of {key} starting at"
@@ -135,52 +135,53 @@ class Checkpoint:
 
     def read_prefix(self, prefix: str) -> dict[str, Tensor]:
         """Full tensors whose names start with `prefix`, by the rest of the name; may be empty."""
-        names = [name for name in self._own_index() if name.startswith(prefix)]
+        names = [name for name in self._rank_index() if name.startswith(prefix)]
         names = names or [name for name in self._index() if name.startswith(prefix)]
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
-            pieces = self._own_index().get(name) or self._pieces(name)
-            tensor = torch.empty(max(piece.end for piece in pieces), dtype=pieces[0].dtype)
+            fragments = self._rank_index().get(name) or self._find_fragments(name)
+            numel = max(fragment.end for fragment in fragments)
+            tensor = torch.empty(numel, dtype=fragments[0].dtype)
             self.read(name, 0, tensor)
-            found[name.removeprefix(prefix)] = tensor
-        return found
+            tensors[name.removeprefix(prefix)] = tensor
+        return tensors
 
-    def verify(self, *, share: int = 0, shares: int = 1) -> None:
-        """Verify the CRC-32 of every file, or of one of `shares` shares of the files.
+    def verify(self, *, shard: int = 0, num_shards: int = 1) -> None:
+        """Verify the CRC-32 of every file, or of every `num_shards`-th file, starting at `shard`.
 
         Raises:
             CheckpointError: a file is missing, can't be read or is damaged.
         """
         checkpoints = [self, *([self.base] if self.base else [])]
         files = [
-            (each.path / name, stored)
-            for each in checkpoints
-            for name, stored in each.manifest.files.items()
+            (checkpoint.path / name, stored)
+            for checkpoint in checkpoints
+            for name, stored in checkpoint.manifest.files.items()
         ]
         with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify") as threads:
-            for _ in threads.map(_verify, files[share::shares]):
+            for _ in threads.map(_verify, files[shard::num_shards]):
                 pass
 
-    def _pieces(self, key: str) -> list[_Stored]:
-        pieces = self._index().get(key)
-        if pieces is not None:
-            return pieces
+    def _find_fragments(self, key: str) -> list[StoredFragment]:
+        fragments = self._index().get(key)
+        if fragments is not None:
+            return fragments
         if self.base is not None:
-            return self.base._pieces(key)  # noqa: SLF001  # an instance of this class
+            return self.base._find_fragments(key)  # noqa: SLF001  # an instance of this class
         raise CheckpointError(f"{self.path} has no {key}")
 
-    def _own_index(self) -> _Index:
+    def _rank_index(self) -> _Index:
         """Fragments in the file that this rank wrote, by tensor name."""
-        known = self._own_file in self.manifest.files
-        return self._file_index(self._own_file) if known else {}
+        name = self._rank_file
+        return self._file_index(name) if name in self.manifest.files else {}
 
     def _index(self) -> _Index:
         """Fragments in all files, by tensor name."""
         if self._full_index is None:
             index: _Index = {}
             for name in self.manifest.files:
-                for key, pieces in self._file_index(name).items():
-                    index.setdefault(key, []).extend(pieces)
+                for key, fragments in self._file_index(name).items():
+                    index.setdefault(key, []).extend(fragments)
             self._full_index = index
         return self._full_index
 
@@ -203,8 +204,9 @@ def _read_index(file: Path, stored: StoredFile) -> _Index:
         if label is None or tensor.dtype not in DTYPES:
             raise CheckpointError(f"{file} has {name!r}, which is not a fragment")
         key, start, stop, columns = label
-        piece = _Stored(file, tensor.position, DTYPES[tensor.dtype], start, stop, columns)
-        index.setdefault(key, []).append(piece)
+        dtype = DTYPES[tensor.dtype]
+        fragment = StoredFragment(file, tensor.position, dtype, start, stop, columns)
+        index.setdefault(key, []).append(fragment)
     return index
 
 
@@ -231,38 +233,38 @@ def _verify(named: tuple[Path, StoredFile]) -> None:
         raise CheckpointError(f"{path} is damaged: CRC-32 mismatch")
 
 
-def _fill(piece: _Stored, start: int, out: Tensor) -> int:
+def _fill(fragment: StoredFragment, start: int, out: Tensor) -> int:
     """Fill `out`, which begins at `start`, with the fragment's elements; return their number."""
-    if piece.columns is not None:
-        return _fill_columns(piece, piece.columns, start, out)
-    begin, end = max(start, piece.start), min(start + out.numel(), piece.stop)
+    if fragment.columns is not None:
+        return _fill_columns(fragment, fragment.columns, start, out)
+    begin, end = max(start, fragment.start), min(start + out.numel(), fragment.stop)
     if begin >= end:
         return 0
-    _read(piece, begin - piece.start, out[begin - start : end - start])
+    _read(fragment, begin - fragment.start, out[begin - start : end - start])
     return end - begin
 
 
-def _fill_columns(piece: _Stored, columns: Columns, start: int, out: Tensor) -> int:
-    first = max(piece.start, columns.before(start))
-    last = min(piece.stop, columns.before(start + out.numel()))
+def _fill_columns(fragment: StoredFragment, columns: Columns, start: int, out: Tensor) -> int:
+    first = max(fragment.start, columns.count_before(start))
+    last = min(fragment.stop, columns.count_before(start + out.numel()))
     step = CHUNK_BYTES // out.element_size()
     for low in range(first, last, step):
         high = min(low + step, last)
         values = torch.empty(high - low, dtype=out.dtype)
-        _read(piece, low - piece.start, values)
-        places = columns.places(low, high) - start
-        out[places.to(out.device)] = values.to(out.device)
+        _read(fragment, low - fragment.start, values)
+        positions = columns.positions(low, high) - start
+        out[positions.to(out.device)] = values.to(out.device)
     return max(0, last - first)
 
 
-def _read(piece: _Stored, offset: int, out: Tensor) -> None:
+def _read(fragment: StoredFragment, offset: int, out: Tensor) -> None:
     """Read elements of one fragment from `offset` on."""
-    dtype = piece.dtype
-    position = piece.position + offset * dtype.itemsize
+    dtype = fragment.dtype
+    position = fragment.position + offset * dtype.itemsize
     direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
     step = out.numel() if direct else CHUNK_BYTES // dtype.itemsize
     try:
-        with piece.file.open("rb", buffering=0) as file:
+        with fragment.file.open("rb", buffering=0) as file:
             for target in out.split(step):
                 chunk = target if direct else torch.empty(target.numel(), dtype=dtype)
                 read_at(file.fileno(), view_bytes(chunk), position)
@@ -271,4 +273,4 @@ def _read(piece: _Stored, offset: int, out: Tensor) -> None:
                     target.copy_(chunk)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{piece.file} can't be read: {reason}") from error
+        raise CheckpointError(f"{fragment.file} can't be read: {reason}") from error

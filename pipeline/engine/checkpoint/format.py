@@ -44,12 +44,12 @@ class Columns(NamedTuple):
     stride: int
     """Elements per row."""
 
-    def before(self, element: int) -> int:
+    def count_before(self, element: int) -> int:
         """Number of elements in the columns that precede an element of the tensor."""
         row, column = divmod(element, self.stride)
         return row * self.run + min(max(column - self.offset, 0), self.run)
 
-    def places(self, first: int, last: int) -> Int[Tensor, " n"]:
+    def positions(self, first: int, last: int) -> Int[Tensor, " n"]:
         """Positions in the flattened tensor of elements `first` to `last` of the columns."""
         number = torch.arange(first, last)
         return number // self.run * self.stride + self.offset + number % self.run
@@ -79,8 +79,8 @@ class Fragment:
     @property
     def label(self) -> str:
         """`key|start:stop`, and for columns `key|start:stop@offset/run/stride`."""
-        place = "" if self.columns is None else "@" + "/".join(map(str, self.columns))
-        return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}{place}"
+        suffix = "" if self.columns is None else "@" + "/".join(map(str, self.columns))
+        return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}{suffix}"
 
 
 def parse_label(label: str) -> tuple[str, int, int, Columns | None] | None:
@@ -88,8 +88,8 @@ def parse_label(label: str) -> tuple[str, int, int, Columns | None] | None:
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
-    key, start, stop, *place = match.groups()
-    columns = None if place[0] is None else Columns(*map(int, place))
+    key, start, stop, *suffix = match.groups()
+    columns = None if suffix[0] is None else Columns(*map(int, suffix))
     return key, int(start), int(stop), columns
 
 
@@ -98,7 +98,7 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def step_of(path: Path) -> int | None:
+def parse_step(path: Path) -> int | None:
     """The step in a directory's name; None for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
@@ -114,23 +114,23 @@ def file_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def steps_in(root: Path) -> list[Path]:
+def list_steps(root: Path) -> list[Path]:
     """The step directories in `root`, newest first; empty if `root` does not exist.
 
     Raises:
         CheckpointError: `root` can't be read.
     """
     try:
-        found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir()]
+        paths = [path for path in root.iterdir() if parse_step(path) is not None and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{root} can't be read: {error.strerror}") from error
-    return sorted(found, reverse=True)
+    return sorted(paths, reverse=True)
 
 
 def remove(path: Path) -> None:
-    """Hide a directory by one rename, then delete it; a failure leaves it in place."""
+    """Rename a directory to a hidden one, then delete it; a failure leaves it in place."""
     hidden = path.with_name(f"{REMOVING}{path.name}")
     discard(hidden)
     try:

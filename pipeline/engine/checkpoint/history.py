@@ -12,9 +12,9 @@ from pipeline.engine.checkpoint.format import (
     LATEST,
     WRITING,
     Manifest,
+    list_steps,
     remove,
     step_name,
-    steps_in,
 )
 from pipeline.files.durable import replace_durably
 from pipeline.parallel.group import Group
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 ROLLBACK = "rollback.json"
 
 
-def candidates(root: Path) -> list[Path]:
+def list_candidates(root: Path) -> list[Path]:
     """The step directories in the order in which to try them.
 
     The target of `latest` comes first, then earlier steps, newest first, and last the later steps,
     which a run that resumed from an earlier step left behind. Without `latest`: newest first.
     """
-    steps = steps_in(root)
+    steps = list_steps(root)
     try:
         latest = root / (root / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -41,28 +41,28 @@ def candidates(root: Path) -> list[Path]:
     return steps[position:] + steps[:position]
 
 
-def newest_on_all(
-    root: Path, world: Group, *, among: Callable[[Path], Sequence[Path]] = candidates
+def find_newest_valid(
+    root: Path, world: Group, *, list_paths: Callable[[Path], Sequence[Path]] = list_candidates
 ) -> Checkpoint | None:
-    """The first checkpoint that verifies on all processes; each verifies a share.
+    """The first checkpoint that is valid on all processes; each verifies some of the files.
 
     Args:
         root: directory of the checkpoints.
         world: the processes, all of which must call this.
-        among: lists the directories to try; the first process's list is used.
+        list_paths: lists the directories to try; the first process's list is used.
 
     Raises:
-        CheckpointError: there are checkpoints, but none verifies.
+        CheckpointError: there are checkpoints, but none is valid.
     """
     skipped: list[str] = []
-    for path in world.gather_objects(among(root) if world.rank == 0 else [])[0]:
+    for path in world.gather_objects(list_paths(root) if world.rank == 0 else [])[0]:
         checkpoint, problem = None, ""
         try:
             checkpoint = Checkpoint.open(path, rank=world.rank)
-            checkpoint.verify(share=world.rank, shares=world.size)
+            checkpoint.verify(shard=world.rank, num_shards=world.size)
         except CheckpointError as error:
             problem = str(error)
-        problems = [each for each in world.gather_objects(problem) if each]
+        problems = [reason for reason in world.gather_objects(problem) if reason]
         if checkpoint is not None and not problems:
             return checkpoint
         skipped.append(problems[0])
@@ -75,7 +75,7 @@ def newest_on_all(
     return None
 
 
-def point_latest(root: Path, step: int) -> None:
+def update_latest(root: Path, step: int) -> None:
     """Point `latest` to the directory of `step`.
 
     Raises:
@@ -86,13 +86,13 @@ def point_latest(root: Path, step: int) -> None:
     replace_durably(root / LATEST, content, temporary=root / f"{WRITING}{LATEST}")
 
 
-def healthy_up_to(root: Path, step: int) -> list[Path]:
+def list_healthy(root: Path, step: int) -> list[Path]:
     """The checkpoints up to `step` that were saved while the run was healthy, newest first."""
     newest = step_name(step)
-    return [path for path in steps_in(root) if path.name <= newest and _is_healthy(path)]
+    return [path for path in list_steps(root) if path.name <= newest and _is_healthy(path)]
 
 
-def needed_for_rollback(root: Path, step: int, *, margin: int | None) -> list[Path]:
+def list_rollback_targets(root: Path, step: int, *, margin: int | None) -> list[Path]:
     """The healthy checkpoints that a rollback after `step` may need.
 
     A rollback goes back at least `margin` steps from the step at that time: to the newest healthy
@@ -100,9 +100,9 @@ def needed_for_rollback(root: Path, step: int, *, margin: int | None) -> list[Pa
     """
     if margin is None:
         return []
-    healthy = healthy_up_to(root, step)
-    behind = [path for path in healthy if path.name <= step_name(step - margin)]
-    return [path for path in healthy if path not in behind[1:]]
+    healthy = list_healthy(root, step)
+    old_enough = [path for path in healthy if path.name <= step_name(step - margin)]
+    return [path for path in healthy if path not in old_enough[1:]]
 
 
 def _is_healthy(path: Path) -> bool:
@@ -157,11 +157,11 @@ class RollbackRecord:
         """True if the run was rolled back after that state was saved."""
         return state.get("rollbacks", 0) < self.count
 
-    def remove_later(self, root: Path) -> None:
+    def remove_later_steps(self, root: Path) -> None:
         """Make the record's checkpoint the newest: point `latest` to it, and remove later ones."""
         if (root / LATEST).exists():
-            point_latest(root, self.step)
+            update_latest(root, self.step)
         fault_point("rollback.before_removal")
-        for path in steps_in(root):
+        for path in list_steps(root):
             if path.name > step_name(self.step):
                 remove(path)

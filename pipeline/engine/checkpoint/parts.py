@@ -23,7 +23,7 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class KeepsWeights(Protocol):
+class HasWeights(Protocol):
     """An object whose `weights`, which may be empty, are laid out like its engine's masters."""
 
     engine: Engine
@@ -31,7 +31,7 @@ class KeepsWeights(Protocol):
 
 
 @runtime_checkable
-class KnowsHealth(Stateful, Protocol):
+class HealthMonitor(Stateful, Protocol):
     """Reports the health of a run, for rollbacks."""
 
     @property

@@ -50,7 +50,7 @@ def list_fragments(
         yield Fragment(key, start, values)
         return
     for local, full, is_saved in shard_columns(shard):
-        first, last = local.before(start), local.before(start + len(values))
+        first, last = local.count_before(start), local.count_before(start + len(values))
         if first == last or not is_saved:
             continue
         if last <= full.run:  # contiguous in both the shard and the full parameter
@@ -59,7 +59,7 @@ def list_fragments(
         elif local.run == local.stride:
             yield Fragment(key, first, values, full)
         else:
-            positions = local.places(first, last).to(values.device) - start
+            positions = local.positions(first, last).to(values.device) - start
             yield Fragment(key, first, values[positions], full)
 
 
@@ -75,7 +75,7 @@ def read_shard(
         read(start, out)
         return
     for local, full, _ in shard_columns(shard):
-        first, last = local.before(start), local.before(start + len(out))
+        first, last = local.count_before(start), local.count_before(start + len(out))
         if first == last:
             continue
         if last <= full.run:
@@ -89,7 +89,7 @@ def read_shard(
             read(low // full.run * full.stride, rows)
             values = rows.view(-1, full.stride)[:, full.offset : full.offset + full.run].flatten()
             begin, end = max(first, low), min(last, high)
-            positions = local.places(begin, end).to(out.device) - start
+            positions = local.positions(begin, end).to(out.device) - start
             out[positions] = values[begin - low : end - low].to(out.device)
 
 
@@ -99,7 +99,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     Copy each before requesting the next: tensors from disk, and joined masters, are temporary.
     """
     engine.zero.check_ready()
-    for group in engine.visit():
+    for group in engine.iter_groups():
         vectors = {"weights": group.masters.fp32(), **group.named_moments()}
         for kind, vector in vectors.items():
             yield from _list_group_fragments(group, vector, f"{prefix}/{kind}")
@@ -172,8 +172,8 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
         if not flat.settings.trained:
             flat.fill(_make_reader(flat, f"{prefix}/frozen", checkpoint))
             flat.publish()
-    for group in engine.visit():
-        with group.changing() as masters:
+    for group in engine.iter_groups():
+        with group.modify() as masters:
             _load_group(group, masters, prefix, checkpoint, described)
     for name, buffer in _buffers(engine).items():
         flat = torch.empty_like(buffer).reshape(-1)

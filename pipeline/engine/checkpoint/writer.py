@@ -31,12 +31,12 @@ from pipeline.engine.checkpoint.format import (
     Manifest,
     StoredFile,
     file_name,
+    list_steps,
+    parse_step,
     remove,
     step_name,
-    step_of,
-    steps_in,
 )
-from pipeline.engine.checkpoint.history import needed_for_rollback, point_latest
+from pipeline.engine.checkpoint.history import list_rollback_targets, update_latest
 from pipeline.files.durable import discard, publish, rename_durably, sync, write_durably
 from pipeline.files.tensor_io import DTYPES, view_bytes
 from pipeline.system.errors import CheckpointError, ConfigError, require
@@ -133,7 +133,7 @@ class CheckpointWriter:
         """
         self.wait()
         began = time.perf_counter()
-        copies = [replace(each, tensor=_copy(each.tensor)) for each in fragments]
+        copies = [replace(fragment, tensor=_copy(fragment.tensor)) for fragment in fragments]
         seconds = time.perf_counter() - began
         state = json.loads(json.dumps(document))
         directory = self._new_directory(step_name(step))
@@ -144,13 +144,13 @@ class CheckpointWriter:
             if self._rank == 0:
                 self._commit(directory, step_name(step), step=step, base=base, state=state)
                 self._committed.append(step)
-                point_latest(self.root, step)
+                update_latest(self.root, step)
                 self._prune(step)
                 message = "saved the state after step %d in %s; training was blocked for %.2f s"
                 logger.info(message, step, self.root / step_name(step), seconds)
 
         self._thread = threading.Thread(
-            target=self._try,
+            target=self._run_save,
             args=(work, directory, f"step {step}"),
             name="checkpoint",
             daemon=True,  # don't block exit on a peer that has died
@@ -166,22 +166,22 @@ class CheckpointWriter:
         directory = self._new_directory(name)
 
         def work() -> None:
-            tensors = (replace(each, tensor=each.tensor.detach().cpu()) for each in fragments)
-            self._write(directory, list(tensors))
+            on_host = [replace(part, tensor=part.tensor.detach().cpu()) for part in fragments]
+            self._write(directory, on_host)
             if self._rank == 0:
                 self._commit(directory, name, step=0, base=None, state={})
 
-        self._try(work, directory, f"the frozen weights {name}")
+        self._run_save(work, directory, f"the frozen weights {name}")
 
     def roll_back(self, step: int) -> None:
         """Forget the saves after `step`, which will be repeated."""
         self.wait()
         self._committed = [saved for saved in self._committed if saved <= step]
 
-    def wait(self, patience_seconds: int | float | None = None) -> None:
-        """Wait for a pending save, for at most `patience_seconds`."""
+    def wait(self, timeout_seconds: int | float | None = None) -> None:
+        """Wait for a pending save, for at most `timeout_seconds`."""
         if self._thread is not None:
-            self._thread.join(patience_seconds)
+            self._thread.join(timeout_seconds)
             self._thread = None
 
     def _new_directory(self, target: str) -> Path:
@@ -196,7 +196,7 @@ class CheckpointWriter:
         """Write this process's file and report it."""
         directory.mkdir(exist_ok=True)
         stored = write_file(directory / file_name(self._rank, self._world_size), fragments)
-        publish(_report(directory, self._rank), json.dumps(vars(stored)).encode())
+        publish(_report_path(directory, self._rank), json.dumps(vars(stored)).encode())
 
     def _collect(self, directory: Path) -> dict[str, StoredFile]:
         """All processes' files by name.
@@ -207,16 +207,16 @@ class CheckpointWriter:
         files: dict[str, StoredFile] = {}
         end = time.monotonic() + self._timeout_seconds
         pause, longest = POLL_SECONDS
-        listed = _listed(directory)  # stat() may return a stale negative entry of the NFS cache
+        existing = _list_files(directory)  # stat() may return a stale negative entry of NFS
         for rank in range(self._world_size):
-            report = _report(directory, rank)
-            while report not in listed:
+            report = _report_path(directory, rank)
+            while report not in existing:
                 if time.monotonic() > end:
                     seconds = self._timeout_seconds
                     raise SaveError(f"rank {rank} did not report within {seconds:g} seconds")
                 time.sleep(pause)
                 pause = min(1.5 * pause, longest)
-                listed = _listed(directory)
+                existing = _list_files(directory)
             content = json.loads(report.read_bytes())
             if "failed" in content:
                 raise SaveError(content["failed"])
@@ -234,7 +234,7 @@ class CheckpointWriter:
         manifest = Manifest(step=step, base=base, files=files, state=state)
         write_durably(directory / MANIFEST, manifest.to_bytes())
         for rank in range(self._world_size):
-            _report(directory, rank).unlink()
+            _report_path(directory, rank).unlink()
         sync(directory)
         fault_point("checkpoint.before_rename")
         if (self.root / target).exists():
@@ -245,33 +245,33 @@ class CheckpointWriter:
     def _prune(self, step: int) -> None:
         """Delete all but the newest `keep_last` checkpoints up to `step`, and unused bases.
 
-        Checkpoints of earlier jobs count only if they verify. Checkpoints of later steps, which
+        Checkpoints of earlier jobs count only if they are valid. Checkpoints of later steps, which
         remain if a run is resumed from an earlier one, are kept: they will be replaced.
         """
-        spared = needed_for_rollback(self.root, step, margin=self._margin)
-        good = 0
-        for path in steps_in(self.root):
+        rollback_targets = list_rollback_targets(self.root, step, margin=self._margin)
+        num_valid = 0
+        for path in list_steps(self.root):
             if path.name > step_name(step):
                 continue
-            if good < self._keep_last:
-                good += step_of(path) in self._committed or _verifies(path)
-            elif path not in spared:
+            if num_valid < self._keep_last:
+                num_valid += parse_step(path) in self._committed or _is_valid(path)
+            elif path not in rollback_targets:
                 remove(path)
         try:
-            used = {Manifest.read(path).base for path in steps_in(self.root)}
+            used = {Manifest.read(path).base for path in list_steps(self.root)}
         except CheckpointError:
             return  # a damaged manifest could refer to any base
         for path in self.root.glob("base-*"):
             if path.name not in used:
                 remove(path)
 
-    def _try(self, work: Callable[[], None], directory: Path, what: str) -> None:
+    def _run_save(self, work: Callable[[], None], directory: Path, saved: str) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001  # a failed save must not stop training
-            reason = _reason(error, self._rank)
+            reason = _describe_error(error, self._rank)
             self.failure = (
-                f"saving {what} to {self.root} failed: {reason}; training continues, and the next"
+                f"saving {saved} to {self.root} failed: {reason}; training continues, and the next"
                 " save will retry"
             )
             if self._rank == 0:
@@ -281,7 +281,8 @@ class CheckpointWriter:
                 return
             discard(directory / file_name(self._rank, self._world_size))
             try:
-                publish(_report(directory, self._rank), json.dumps({"failed": reason}).encode())
+                content = json.dumps({"failed": reason}).encode()
+                publish(_report_path(directory, self._rank), content)
             except OSError:
                 discard(directory)  # rank 0 notices the missing directory
 
@@ -331,27 +332,27 @@ def _copy(tensor: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def _report(directory: Path, rank: int) -> Path:
+def _report_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.json"
 
 
-def _listed(directory: Path) -> set[Path]:
+def _list_files(directory: Path) -> set[Path]:
     try:
         return set(directory.iterdir())
     except FileNotFoundError:
         raise SaveError("abandoned by another rank") from None
 
 
-def _verifies(path: Path) -> bool:
+def _is_valid(path: Path) -> bool:
     with suppress(CheckpointError):
         Checkpoint.open(path).verify()
         return True
     return False
 
 
-def _reason(error: Exception, rank: int) -> str:
+def _describe_error(error: Exception, rank: int) -> str:
     """The reason why a save failed, to end a sentence."""
     if isinstance(error, SaveError | CheckpointError):
         return str(error)
-    place = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
-    return f"rank {rank}: {getattr(error, 'strerror', None) or repr(error)}{place}"
+    location = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return f"rank {rank}: {getattr(error, 'strerror', None) or repr(error)}{location}"

@@ -21,16 +21,16 @@ from pipeline.engine.sharding.flat import FlatParams, num_chunks
 from pipeline.engine.sharding.units import ROOT
 from pipeline.parallel.group import Group
 
-PIECE = 1 << 24
+TRANSFER_ELEMENTS = 1 << 24
 """Elements of a sum in host memory that are processed on the GPU at once: 64 MiB in fp32."""
 
 BLOCK = 262144
 """Elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
-MOST_READ = 256
+MAX_HOST_SUMS = 256
 """Maximum number of chunks per vector for which their sums are added, exactly, on the host."""
 
-RUN = 4096
+ROW_ELEMENTS = 4096
 """Elements summed at once: PyTorch distributes rows over threads but never splits such a short row,
 so the order of addition is the same for any number of threads."""
 
@@ -40,7 +40,7 @@ class RunningSum:
 
     Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
     the sum is in host memory and the gradients are on a GPU, which adds on a side stream without
-    blocking host or GPU: the sum is copied to the GPU and back, one piece at a time.
+    blocking host or GPU: the sum is copied to the GPU and back, one chunk at a time.
     """
 
     def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
@@ -69,9 +69,10 @@ class RunningSum:
             if is_first:
                 total.copy_(gradient, non_blocking=True)
                 return
-            for own, found in zip(total.split(PIECE), gradient.split(PIECE), strict=True):
-                added = own.to(found.device, non_blocking=True, copy=True).add_(found)
-                own.copy_(added, non_blocking=True)
+            size = TRANSFER_ELEMENTS
+            for chunk, addend in zip(total.split(size), gradient.split(size), strict=True):
+                added = chunk.to(addend.device, non_blocking=True, copy=True).add_(addend)
+                chunk.copy_(added, non_blocking=True)
 
         self.read = self._copies.start(gradient, copy)
 
@@ -167,14 +168,14 @@ class FlatGradients:
         self._in_place = self.comm.size == self.comm.num_copies == 1 and self._on_device
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
-        self._missing: set[str] = set()
-        """Parameters whose part of the buffer is undefined."""
+        self._undefined: set[str] = set()
+        """Parameters whose range of the buffer is undefined."""
         self._reduction: tuple[Work, Tensor, Tensor | None] | None = None
-        take = partial(FlatGradients._take, weakref.proxy(self))  # hooks must not keep `self` alive
+        hook = partial(FlatGradients._accumulate, weakref.proxy(self))  # doesn't keep `self` alive
         for name, param in flat.params.items():
             if flat.unit == ROOT:  # autograd sums the gradients of tied weights before the hook
                 param.grad_dtype = torch.float32
-            param.register_post_accumulate_grad_hook(partial(take, name))
+            param.register_post_accumulate_grad_hook(partial(hook, name))
 
     def _empty(self) -> Tensor:
         device = self.flat.placement.gradient_device
@@ -184,18 +185,18 @@ class FlatGradients:
         """Provide a vector for the gradients of a backward pass, unless there already is one."""
         if self._buffer is not None:
             return
-        self.settle()
+        self.finish_reduction()
         if self._in_place:
             self._buffer = self._running.total
         else:
             self._buffer = self.pool.acquire(self.flat.numel, torch.float32)
         self._views = self.flat.unflatten(self._buffer)
         if not self._in_place or self._running.empty:
-            self._missing = set(self._views)
+            self._undefined = set(self._views)
             for gap in self.flat.gaps:
                 self._buffer[gap].zero_()
 
-    def _take(self, name: str, param: Tensor) -> None:
+    def _accumulate(self, name: str, param: Tensor) -> None:
         """Add a gradient that autograd has completed.
 
         Raises:
@@ -208,17 +209,17 @@ class FlatGradients:
                 " place a view that a module returns"
             )
         view = self._views[name]
-        (view.copy_ if name in self._missing else view.add_)(gradient.detach())
-        self._missing.discard(name)
+        (view.copy_ if name in self._undefined else view.add_)(gradient.detach())
+        self._undefined.discard(name)
 
     def start_reduction(self) -> None:
         """Start summing the buffer over processes."""
         if self._buffer is None:
             return
-        self.settle()
-        for name in self._missing:
+        self.finish_reduction()
+        for name in self._undefined:
             self._views[name].zero_()
-        self._missing.clear()
+        self._undefined.clear()
         buffer, self._buffer = self._buffer, None
         if self._in_place:
             self._running.empty = False
@@ -228,7 +229,7 @@ class FlatGradients:
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, None if is_sum else out)
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the pending reduction and add its result to the sum."""
         if self._reduction is None:
             return
@@ -242,7 +243,7 @@ class FlatGradients:
 
     def clear(self) -> None:
         """Discard the accumulated gradients."""
-        self.settle()
+        self.finish_reduction()
         if self._buffer is not None and not self._in_place:
             self.pool.release(self._buffer)
         self._buffer = None
@@ -251,50 +252,50 @@ class FlatGradients:
 
 def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:
     """Sum of squares of each of the `rows` equal chunks of `shard`, in float64."""
-    stretches = shard.view(rows, -1)
+    chunks = shard.view(rows, -1)
     if shard.device.type != "cpu":
         # Accumulates in fp64 without vector_norm's fp64 copy of the input.
         norm = torch.ops.aten._foreach_norm  # noqa: SLF001
-        return torch.stack(norm(stretches.unbind(), 2, dtype=torch.float64)).square()
+        return torch.stack(norm(chunks.unbind(), 2, dtype=torch.float64)).square()
     # On a CPU, a reduction that casts is 20 times slower than a cast followed by a sum.
     block = torch.empty(BLOCK, dtype=torch.float64)
-    return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
+    return torch.tensor([_sum_of_squares(row, block) for row in chunks], dtype=torch.float64)
 
 
-def squares_of_pieces(piece: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
+def chunk_squares(shard: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
     """Sums of squares of a reduced gradient by chunk; each process computes some of the chunks.
 
     A float64 vector of `num_chunks` values; the values of all other chunks are zero.
     """
     rows = num_chunks(comm.size)
-    values = torch.zeros(rows, dtype=torch.float64, device=piece.device)
+    values = torch.zeros(rows, dtype=torch.float64, device=shard.device)
     if comm.copy_index == 0:  # all copies have the same sum: count it once
-        comm.local_shard(values).copy_(squared_norms(piece, rows // comm.size))
+        comm.local_shard(values).copy_(squared_norms(shard, rows // comm.size))
     return values
 
 
-class NormsOfParts:
-    """Sums of squares over all parts of a model; all processes with a part construct it."""
+class NormReducer:
+    """Sums of squares of a model whose vectors are on all processes of a group. A collective."""
 
-    def __init__(self, parts: Group, units: Sequence[str]) -> None:
-        self._parts = parts
-        of_parts = parts.gather_objects(list(units))
-        self.units = [unit for own in of_parts for unit in own]
-        """The unit of each vector, the first part's first."""
-        self._before = sum(len(own) for own in of_parts[: parts.rank])
-        self._own = len(units)
+    def __init__(self, group: Group, units: Sequence[str]) -> None:
+        self._group = group
+        units_by_rank = group.gather_objects(list(units))
+        self.units = [unit for names in units_by_rank for unit in names]
+        """The unit of each vector, in rank order."""
+        self._offset = sum(len(names) for names in units_by_rank[: group.rank])
+        self._num_local = len(units)
 
-    def gathered(self, own: Sequence[float]) -> Sequence[float]:
-        """Sums of squares of the vectors of all parts, with the same number of values per vector.
+    def reduce(self, squares: Sequence[float]) -> Sequence[float]:
+        """Sums of squares of the vectors of all processes, as many values per vector as given.
 
-        Each is nonzero on one part only, so that their sums are exact.
+        Each is nonzero on one process only, so that their sums are exact.
         """
-        if self._parts.size == 1:
-            return own
-        rows = len(own) // self._own
-        after = len(self.units) - self._before - self._own
-        values = [*[0.0] * (self._before * rows), *own, *[0.0] * (after * rows)]
-        return self._parts.sums(values)
+        if self._group.size == 1:
+            return squares
+        rows = len(squares) // self._num_local
+        after = len(self.units) - self._offset - self._num_local
+        values = [*[0.0] * (self._offset * rows), *squares, *[0.0] * (after * rows)]
+        return self._group.sums(values)
 
 
 def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:
@@ -302,9 +303,9 @@ def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> 
     for part in values.split(len(block)):
         squares = block[: len(part)].copy_(part)
         squares.mul_(squares)
-        whole = len(part) // RUN * RUN
-        sums += squares[:whole].view(-1, RUN).sum(dim=1).tolist()
-        sums.append(squares[whole:].sum().item())
+        full_rows = len(part) // ROW_ELEMENTS * ROW_ELEMENTS
+        sums += squares[:full_rows].view(-1, ROW_ELEMENTS).sum(dim=1).tolist()
+        sums.append(squares[full_rows:].sum().item())
     return math.fsum(sums)
 
 
@@ -328,7 +329,7 @@ class LossScaler:
     tokens: int = field(init=False)
     """Overflows until the scale is halved; at 1 the next one halves it."""
 
-    exhausted: bool = field(init=False, default=False)
+    is_exhausted: bool = field(init=False, default=False)
     """True if the last step overflowed at the lowest scale."""
 
     def __post_init__(self) -> None:
@@ -336,15 +337,15 @@ class LossScaler:
         self.tokens = self.config.hysteresis
 
     @property
-    def searching(self) -> bool:
+    def is_searching(self) -> bool:
         """True if an overflow reduces the scale."""
-        return self.enabled and not self.config.loss_scale and not self.exhausted
+        return self.enabled and not self.config.loss_scale and not self.is_exhausted
 
     def update(self, *, finite: bool) -> None:
         """Record whether the step's gradients were finite."""
         if not self.enabled or self.config.loss_scale:
             return
-        self.exhausted = False
+        self.is_exhausted = False
         if finite:
             window = self.config.loss_scale_window
             window_done = self.good_steps > 0 and self.good_steps % window == 0
@@ -359,7 +360,7 @@ class LossScaler:
             self.tokens -= 1
             return
         lowest = float(self.config.min_loss_scale)
-        self.exhausted = self.scale <= lowest
+        self.is_exhausted = self.scale <= lowest
         self.scale = max(self.scale / 2, lowest)
 
     def state_dict(self) -> dict[str, float | int | bool]:
@@ -374,7 +375,7 @@ class LossScaler:
         """
         if not self.enabled or self.config.loss_scale:
             return
-        self.exhausted = False
+        self.is_exhausted = False
         if state["enabled"]:
             self.scale = float(state["scale"])
             self.good_steps = int(state["good_steps"])

@@ -29,26 +29,26 @@ from pipeline.parallel.group import SELF_GROUP, Group
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of AdamW's moments, by the setting `optim.moments`."""
 
-MasterKind = Literal["weights", "split", "whole"]
+MasterKind = Literal["weights", "split", "separate"]
 
 PIECE = 2**20
 """Elements that PyTorch rounds at once, which bounds temporary memory."""
 
 
-def kind_of_masters(dtype: torch.dtype, placement: Placement) -> MasterKind:
+def choose_master_kind(dtype: torch.dtype, placement: Placement) -> MasterKind:
     """The kind of masters for weights in `dtype`.
 
     Returns:
         weights: the masters are the weights, in fp32 on the optimizer's device; split: a master is
-        the bf16 weight and 16 more bits; whole: a separate fp32 vector.
+        the bf16 weight and 16 more bits; separate: a separate fp32 vector.
     """
-    where = placement.param_device if placement.shard_params else placement.device
+    device = placement.param_device if placement.shard_params else placement.device
     on_disk = placement.params_on_disk or placement.optimizer_on_disk
-    if on_disk or where != placement.optimizer_device:
-        return "whole"
+    if on_disk or device != placement.optimizer_device:
+        return "separate"
     if dtype == torch.float32:
         return "weights"
-    return "split" if dtype == torch.bfloat16 else "whole"
+    return "split" if dtype == torch.bfloat16 else "separate"
 
 
 class Masters:
@@ -86,7 +86,7 @@ class Masters:
         return self.vector
 
     @contextmanager
-    def changing(self) -> Iterator[Float[Tensor, " n"]]:
+    def modify(self) -> Iterator[Float[Tensor, " n"]]:
         """The masters as one vector to modify in place; separate weights do not change."""
         masters = self.fp32()
         yield masters
@@ -95,30 +95,30 @@ class Masters:
             self.weights.copy_(weights)
             self.low_bits.copy_(low_bits)
 
-    def beside(self) -> Iterator[Tensor]:
+    def separate_tensors(self) -> Iterator[Tensor]:
         """Tensors of the masters that are stored separately from the weights."""
         if self.low_bits is not None:
             yield self.low_bits
-        elif self.kind == "whole":
+        elif self.kind == "separate":
             yield self.vector
 
     def from_weights(self) -> Float[Tensor, " n"]:
         """The weights in fp32 on the optimizer's device, read from disk if they are there."""
         disk, placement = self.flat.disk, self.flat.placement
-        own = self.weights if disk is None else disk.read()
-        copy = self.flat.comm.empty(own.numel(), torch.float32, placement.optimizer_device)
-        copy.copy_(own)
+        weights = self.weights if disk is None else disk.read()
+        copy = self.flat.comm.empty(weights.numel(), torch.float32, placement.optimizer_device)
+        copy.copy_(weights)
         if disk is not None:
             disk.release()
         return copy
 
-    def room_for_weights(self) -> Tensor | None:
+    def allocate_rounded(self) -> Tensor | None:
         """Destination for rounded weights: the weights, or a buffer if those are elsewhere.
 
         None if there is nothing to round.
         """
         flat = self.flat
-        if self.kind != "whole" or flat.settings.dtype not in COPIES:
+        if self.kind != "separate" or flat.settings.dtype not in COPIES:
             return None
         device = flat.placement.optimizer_device
         if flat.disk is None and (self.weights.device == device or device.type == "cpu"):
@@ -126,18 +126,18 @@ class Masters:
         return flat.comm.empty(self.numel, flat.settings.dtype, device)
 
     def write_weights(self, rounded: Tensor | None = None) -> None:
-        """Update the weights; `rounded` is the filled result of `room_for_weights`."""
-        flat, own = self.flat, self.weights
-        if self.kind != "whole" or rounded is own:
+        """Update the weights; `rounded` is the filled result of `allocate_rounded`."""
+        flat, target = self.flat, self.weights
+        if self.kind != "separate" or rounded is target:
             return
         if flat.disk is not None:
             dtype = flat.settings.dtype
             flat.disk.write(round_weights(self.fp32(), dtype) if rounded is None else rounded)
         elif rounded is not None:
-            own.copy_(rounded)
+            target.copy_(rounded)
         else:
-            for weights, masters in zip(own.split(PIECE), self.fp32().split(PIECE), strict=True):
-                weights.copy_(round_weights(masters, own.dtype))
+            for weights, masters in zip(target.split(PIECE), self.fp32().split(PIECE), strict=True):
+                weights.copy_(round_weights(masters, target.dtype))
 
 
 class TrainedParams:
@@ -157,8 +157,8 @@ class TrainedParams:
         """The tensor-parallel group of the vector's layers."""
         self.moment_dtype = MOMENTS[optim.moments]
         device, dtype = flat.placement.optimizer_device, flat.settings.dtype
-        kind = kind_of_masters(dtype, flat.placement)
-        copy = dtype if kind == "whole" and dtype in COPIES else None
+        kind = choose_master_kind(dtype, flat.placement)
+        copy = dtype if kind == "separate" and dtype in COPIES else None
         formats = Kind(self.moment_dtype, copy, kind == "split")
         find(device, formats, kernels)  # compile before the first step
         self.masters = Masters(flat, kind)
@@ -177,10 +177,10 @@ class TrainedParams:
         return {name: value.item() for name, value in self.state.items() if value.ndim == 0}
 
     @contextmanager
-    def changing(self) -> Iterator[Float[Tensor, " n"]]:
+    def modify(self) -> Iterator[Float[Tensor, " n"]]:
         """The fp32 masters, to modify in place; at exit all processes get the new weights."""
         self.comm.synchronize()  # finish pending copies to the GPU before weights change
-        with self.masters.changing() as masters:
+        with self.masters.modify() as masters:
             yield masters
         self.masters.write_weights()
         self.flat.publish()
@@ -202,23 +202,23 @@ class TrainedParams:
 
         With `saved_only`, only the elements that this process writes to a checkpoint.
         """
-        flat, first = self.flat, self._first
+        flat, first = self.flat, self._offset
         low, high = flat.checkpoint_range if saved_only else (first, first + self.masters.numel)
         for name, start, stop in flat.param_ranges(low, high):
             offset = flat.offsets[name]
             yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
 
-    def _gathered(self, gradient: Tensor) -> Tensor:
+    def _all_gather(self, gradient: Tensor) -> Tensor:
         """All-gather the shards of a gradient into a buffer of the pool."""
         full = self.gradients.pool.acquire(self.flat.numel, torch.float32)
-        piece = self.comm.local_shard(full)
-        piece.copy_(gradient)
-        self.comm.all_gather(full, piece, self.flat.unit).wait()
+        shard = self.comm.local_shard(full)
+        shard.copy_(gradient)
+        self.comm.all_gather(full, shard, self.flat.unit).wait()
         return full
 
     def _gradient(self) -> Float[Tensor, " n"]:
         """This process's shard of the sum over all micro-batches and processes."""
-        self.gradients.settle()
+        self.gradients.finish_reduction()
         gradient = self.gradients.sum.finish()
         return reduce_gradient(gradient, self.flat.settings.role, self.tensor, self._param_ranges())
 
@@ -230,7 +230,7 @@ class TrainedParams:
             for name, start, stop in flat.param_ranges(first, first + flat.shard_numel)
         ]
 
-    def counted_gradient(self) -> Float[Tensor, " n"]:
+    def norm_gradient(self) -> Float[Tensor, " n"]:
         """The gradient's shard, with zeros for elements that another process adds to the norm."""
         role, ranges = self.flat.settings.role, self._param_ranges()
         return mask_duplicates(self._gradient(), role, self.tensor, ranges)
@@ -246,11 +246,11 @@ class TrainedParams:
             and not (placement.shard_params and placement.param_device != placement.device)
         )
 
-    def begin_step(self) -> list[Shard]:
-        """Prepare one step; the caller runs AdamW on the result before `end_step`."""
+    def prepare_step(self) -> list[Shard]:
+        """Prepare one step; the caller runs AdamW on the result before `finish_step`."""
         gradient = self._gradient()
         if not self.flat.placement.shard_optimizer and self.comm.size > 1:
-            gradient = self._gathered_gradient = self._gathered(gradient)
+            gradient = self._gathered_gradient = self._all_gather(gradient)
         device = self.flat.placement.optimizer_device
         if device.type != "cpu":  # otherwise HostAdamW copies it in chunks
             gradient = gradient.to(device)
@@ -260,19 +260,17 @@ class TrainedParams:
             state["step"] = torch.zeros(())
             state |= new_moments(stepped, self.moment_dtype)
         state["step"] = state["step"].cpu() + 1  # PyTorch's fused AdamW loads it to the GPU
-        self._rounded = copy = masters.room_for_weights()
+        self._rounded = copy = masters.allocate_rounded()
         vectors = Weights(stepped, **self.named_moments(), copy=copy, low_bits=masters.low_bits)
-        lr, first = self.flat.settings.lr, self._first
-        places = [
-            (slice(start - first, stop - first), rate)
-            for start, stop, rate in self.flat.decay_ranges(first, first + self.masters.numel)
-        ]
-        return [
-            Shard(weights=vectors.part(place), gradient=gradient[place], lr=lr, weight_decay=rate)
-            for place, rate in places
-        ]
+        lr, first = self.flat.settings.lr, self._offset
+        shards: list[Shard] = []
+        for start, stop, rate in self.flat.decay_ranges(first, first + self.masters.numel):
+            span = slice(start - first, stop - first)
+            weights = vectors.part(span)
+            shards.append(Shard(weights=weights, gradient=gradient[span], lr=lr, weight_decay=rate))
+        return shards
 
-    def end_step(self) -> Work:
+    def finish_step(self) -> Work:
         """Drop the gradient and start publishing the changed weights."""
         if self._gathered_gradient is not None:
             self.gradients.pool.release(self._gathered_gradient)
@@ -283,7 +281,7 @@ class TrainedParams:
         return self.flat.start_publishing()
 
     @property
-    def _first(self) -> int:
+    def _offset(self) -> int:
         """Offset of these masters in the full vector."""
         flat = self.flat
         return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0

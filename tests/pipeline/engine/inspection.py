@@ -12,7 +12,7 @@ def get_gradients(engine: Engine) -> dict[str, Tensor]:
     engine.zero.reduce()
     gradients: dict[str, Tensor] = {}
     for group in engine.groups:
-        full = group._gathered(group._gradient())
+        full = group._all_gather(group._gradient())
         gradients |= {name: view.clone() for name, view in group.flat.unflatten(full).items()}
         group.gradients.pool.release(full)
     return gradients

@@ -36,7 +36,7 @@ def train(
         engine.step()
     state = [
         tensor.clone()
-        for group in engine.visit()
+        for group in engine.iter_groups()
         for tensor in (*group.named_moments().values(), group.masters.fp32())
     ]
     with engine.gathered():

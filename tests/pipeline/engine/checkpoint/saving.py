@@ -140,6 +140,6 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
 
     history.logger.addFilter(collect)
     try:
-        return history.newest_on_all(root, SELF_GROUP), skipped
+        return history.find_newest_valid(root, SELF_GROUP), skipped
     finally:
         history.logger.removeFilter(collect)

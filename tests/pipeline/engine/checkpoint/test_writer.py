@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.format import step_of, steps_in
-from pipeline.engine.checkpoint.history import RollbackRecord, candidates
+from pipeline.engine.checkpoint.format import list_steps, parse_step
+from pipeline.engine.checkpoint.history import RollbackRecord, list_candidates
 from pipeline.system import faults
 from pipeline.system.errors import CheckpointError, ConfigError
 from tests.pipeline.engine.checkpoint.saving import (
@@ -130,9 +130,9 @@ def test_valid_checkpoints_of_an_earlier_job_are_kept(tmp_path: Path) -> None:
     writer.wait()
 
     assert list_names(tmp_path) == ["latest", "step_00000001", STEP_2, "step_00000003"]
-    assert [step_of(path) for path in candidates(tmp_path)] == [3, 2, 1]
+    assert [parse_step(path) for path in list_candidates(tmp_path)] == [3, 2, 1]
     (tmp_path / "latest").write_text("step_00000002\n")
-    assert [step_of(path) for path in candidates(tmp_path)] == [2, 1, 3]
+    assert [parse_step(path) for path in list_candidates(tmp_path)] == [2, 1, 3]
 
 
 def test_impossible_saves_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +203,8 @@ def test_damaged_file_is_skipped_with_a_warning(
 HEALTHY = {"healthy": True}
 
 
-def list_steps(root: Path) -> list[int]:
-    return [step_of(path) or 0 for path in reversed(steps_in(root))]
+def saved_steps(root: Path) -> list[int]:
+    return [parse_step(path) or 0 for path in reversed(list_steps(root))]
 
 
 def save_health(root: Path, healthy: dict[int, bool], *, margin: int | None) -> None:
@@ -231,7 +231,7 @@ def test_checkpoints_needed_for_a_rollback_are_kept(
 ) -> None:
     save_health(tmp_path, dict(enumerate(healthy)), margin=margin)
 
-    assert list_steps(tmp_path) == expected
+    assert saved_steps(tmp_path) == expected
 
 
 def test_rollback_removes_later_checkpoints_and_allows_saving_again(tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def test_rollback_removes_later_checkpoints_and_allows_saving_again(tmp_path: Pa
     writer.roll_back(record.step)
     record.write(tmp_path)
 
-    record.remove_later(tmp_path)
+    record.remove_later_steps(tmp_path)
 
-    assert list_steps(tmp_path) == [0, 1]
+    assert saved_steps(tmp_path) == [0, 1]
     assert RollbackRecord.read(tmp_path) == record
     assert record.invalidates(HEALTHY)
     assert not record.invalidates({"rollbacks": 1})

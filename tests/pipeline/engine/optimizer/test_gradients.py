@@ -76,7 +76,7 @@ def test_overflow_at_the_minimum_loss_scale_exhausts_it() -> None:
     )
 
     assert run_steps(scaler, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
-    assert scaler.exhausted
+    assert scaler.is_exhausted
 
 
 def test_state_restores_a_dynamic_but_not_a_static_loss_scale() -> None:

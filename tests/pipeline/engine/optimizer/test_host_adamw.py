@@ -35,7 +35,7 @@ def get_tensors(shards: list[Shard]) -> list[Tensor]:
 @pytest.mark.parametrize("copy", [torch.bfloat16, torch.float16, None])
 def test_step_in_pieces_matches_a_full_step(copy: torch.dtype | None, kernels: Kernels) -> None:
     expected, actual = make_shards(copy), make_shards(copy)
-    in_pieces = HostAdamW(torch.device("cpu"), piece=64)
+    in_pieces = HostAdamW(torch.device("cpu"), chunk=64)
 
     for step in STEPS:
         Launches().step(expected, step, kernels=kernels)
@@ -46,7 +46,7 @@ def test_step_in_pieces_matches_a_full_step(copy: torch.dtype | None, kernels: K
 
 def test_only_the_first_step_allocates() -> None:
     vectors = make_shards(torch.bfloat16)
-    in_pieces = HostAdamW(torch.device("cpu"), piece=64)
+    in_pieces = HostAdamW(torch.device("cpu"), chunk=64)
     in_pieces.step(vectors, STEPS[0], kernels="required")
 
     with Operators(numel=1) as operators:
@@ -57,7 +57,7 @@ def test_only_the_first_step_allocates() -> None:
 
 def test_host_tensors_are_updated_in_place() -> None:
     vectors = make_shards(torch.bfloat16)
-    in_pieces = HostAdamW(torch.device("meta"), piece=64)
+    in_pieces = HostAdamW(torch.device("meta"), chunk=64)
 
     with Operators(numel=1) as operators:
         in_pieces.step(vectors, STEPS[0], kernels="required")

@@ -28,7 +28,7 @@ def test_split_masters_store_16_more_bits_at_every_stage(stage: int) -> None:
 
     assert get_kinds(engine) == {"split"}
     for group in engine.groups:
-        (low_bits,) = group.masters.beside()
+        (low_bits,) = group.masters.separate_tensors()
         assert low_bits.dtype == torch.int16
         assert low_bits.nbytes == 2 * group.masters.numel
         assert group.masters.vector.numel() == 0
@@ -40,7 +40,7 @@ def test_offload_to_disk_uses_fp32_masters_with_the_same_bits(
 ) -> None:
     offload_config = OffloadConfig(**offload, nvme_path=tmp_path)
 
-    assert get_kinds(make_engine(3, offload=offload_config)) == {"whole"}
+    assert get_kinds(make_engine(3, offload=offload_config)) == {"separate"}
     in_memory, on_disk = train(3, "auto", "bf16"), train(3, "auto", "bf16", offload=offload_config)
     assert all(map(torch.equal, in_memory, on_disk))
 
