@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
+from tests.shapes import check_shapes
 from tests.sources import PACKAGES, ROOT
 
 # The models of the tests are so small that threads would only wait for one another.
@@ -30,8 +32,7 @@ def annotated_modules() -> list[str]:
     ]
 
 
-# Every call is held to the shapes and dtypes that its annotations say. Other modules have nothing
-# but types that pyrefly checks, and the checks would make loops over rows ten times slower.
+jaxtyping.jaxtyped = check_shapes  # the import hook decorates functions with it
 install_import_hook(annotated_modules(), "beartype.beartype")
 
 

@@ -1,0 +1,42 @@
+"""Checks of calls against the shapes and dtypes that functions annotate."""
+
+import inspect
+from functools import partial, wraps
+from itertools import count
+from typing import Any
+
+import jaxtyping
+
+CHECKED_CALLS = 20
+"""First calls of a function, all of them checked."""
+
+CHECK_EVERY = 50
+"""One of this many later calls is checked."""
+
+jaxtyped = jaxtyping.jaxtyped
+
+
+def check_shapes(function: Any = None, *, typechecker: Any) -> Any:
+    """Replacement of `jaxtyping.jaxtyped` for tests; they run in half the time.
+
+    The original checks every call of every function in a module, and wraps nested functions anew
+    whenever they are defined. This one checks a sample of the calls, and only of module-level
+    functions and methods that annotate shapes. Other types are checked by pyrefly.
+    """
+    if function is None:
+        return partial(check_shapes, typechecker=typechecker)
+    if not inspect.isfunction(function):
+        return jaxtyped(function, typechecker=typechecker)
+    annotations = " ".join(map(str, function.__annotations__.values()))
+    if "<locals>" in function.__qualname__ or "jaxtyping" not in annotations:
+        return function
+    checked = jaxtyped(function, typechecker=typechecker)
+    calls = count()
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        number = next(calls)
+        due = number < CHECKED_CALLS or number % CHECK_EVERY == 0
+        return (checked if due else function)(*args, **kwargs)
+
+    return call
