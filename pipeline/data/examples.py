@@ -37,7 +37,7 @@ class Message:
     @property
     def turn(self) -> dict[str, Any]:
         """The turn as rows and templates have it, without the dialogue's tools."""
-        keys = json.loads(self.keys or "{}")
+        keys = json.loads(self.keys) if self.keys else {}
         keys.pop("tools", None)
         reasoning = {REASONING[0]: self.reasoning} if self.reasoning else {}
         return {"role": self.role, "content": self.content, **reasoning, **keys}
@@ -45,12 +45,12 @@ class Message:
     @property
     def calls(self) -> list[Any]:
         """Tool calls, in the form of `tool_calls`."""
-        return self.turn.get("tool_calls", [])
+        return json.loads(self.keys).get("tool_calls", []) if self.keys else []
 
     @property
     def tools(self) -> list[Any] | None:
         """The tools of the dialogue that starts with this turn, as JSON schemas."""
-        return json.loads(self.keys or "{}").get("tools")
+        return json.loads(self.keys).get("tools") if self.keys else None
 
     def __repr__(self) -> str:
         # Rows are sorted by repr: omit empty fields, so that they don't affect the order.

@@ -40,13 +40,12 @@ END_OF_THINK = "\n</think>\n\n"
 `<think>` and a newline, it completes the empty block that Qwen3 models were trained on."""
 
 _OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
-_BLOCK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 _LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
 _THOUGHT = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
 _UNFINISHED = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
-"""Thinking blocks, in order: opened at the end of a prompt; opened or empty there; empty at the
-beginning of a turn; opened or complete there; complete and not empty; not closed there."""
+"""Thinking blocks, in order: opened at the end of a prompt; empty at the beginning of a turn;
+opened or complete there; complete and not empty; not closed there."""
 
 UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
@@ -75,6 +74,9 @@ PROBE_CALL = (
     Message("assistant", "", keys=_CALLING),
     Message("tool", "Nine.", keys='{"name": "probefive", "tool_call_id": "probefive"}'),
 )
+MAX_RENDERED = 64
+"""Number of rendered dialogues that a chat format caches."""
+
 NO_TOOLS = "; remove rows with tools, or choose another --format"
 
 
@@ -111,6 +113,9 @@ class ChatFormat:
 
     _reported: set[str] = field(default_factory=set, compare=False, repr=False)
     """Warnings about rows that were already logged; each is logged once."""
+
+    _rendered: dict[Any, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Cache of `render`: the turns and responses of a row share most of their texts."""
 
     @property
     def new_tokens(self) -> tuple[str, ...]:
@@ -160,9 +165,16 @@ class ChatFormat:
         tools = messages[0].tools
         if tools and not self._takes_tools:
             raise DataError(f"{self.title} ignores `tools`{NO_TOOLS}")
-        calls = any(message.calls or message.role == "tool" for message in messages)
-        form = self._call_form if calls else _TEXT_FORM
-        return self._render(messages, tools, form, generation_prompt=generation_prompt)
+        key = (*messages, generation_prompt)
+        text = self._rendered.get(key)
+        if text is None:
+            calls = any(message.calls or message.role == "tool" for message in messages)
+            form = self._call_form if calls else _TEXT_FORM
+            text = self._render(messages, tools, form, generation_prompt=generation_prompt)
+            if len(self._rendered) >= MAX_RENDERED:
+                self._rendered.clear()
+            self._rendered[key] = text
+        return text
 
     def _render(
         self,
@@ -290,7 +302,7 @@ class ChatFormat:
         """
         text = self.render(messages, generation_prompt=False)
         *before, message = messages
-        without_block = _BLOCK.sub("", prompt, count=1)
+        without_block = _without_block(prompt)
         plain = [_without_thinking(turn) for turn in before]
         if not text.startswith(without_block) and plain != before:
             # Unlike the prompt, the rendering omits earlier thinking; the turn itself is the same.
@@ -338,10 +350,10 @@ class ChatFormat:
 
     def _common(self, messages: Messages, prompt: str, text: str) -> str:
         """The text before the last turn that a prompt and the full dialogue share."""
-        without_block = _BLOCK.sub("", prompt, count=1)
-        for common in (without_block, self.render(messages[:-1], generation_prompt=False)):
-            if text.startswith(common):
-                return common
+        if text.startswith(common := _without_block(prompt)):
+            return common
+        if text.startswith(common := self.render(messages[:-1], generation_prompt=False)):
+            return common
         if any(m.reasoning or m.calls or END_THINK in m.content for m in messages):
             return ""
         raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
@@ -607,6 +619,15 @@ _TEXT_FORM = _CallForm(None, null_content=False, json_arguments=False)
 def _without_thinking(message: Message) -> Message:
     answer = message.content.rpartition(END_THINK)
     return replace(message, content=answer[2].lstrip() if answer[1] else answer[2], reasoning="")
+
+
+def _without_block(prompt: str) -> str:
+    """The prompt without an open or empty thinking block at its end."""
+    text = prompt.rstrip()
+    if text.endswith(END_THINK):
+        text = text.removesuffix(END_THINK)
+        return text.rstrip().removesuffix(THINK) if text.rstrip().endswith(THINK) else text
+    return text.removesuffix(THINK) if text.endswith(THINK) else prompt
 
 
 def _block_fits(turn: str, *, opened: bool) -> bool:

@@ -38,8 +38,9 @@ def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
 
 
 def _encode(backend: "Tokenizer", text: str) -> list[int]:
-    backend.no_truncation()  # earlier calls may have enabled it
-    backend.no_padding()
+    if backend.truncation or backend.padding:  # enabled by an earlier call
+        backend.no_truncation()
+        backend.no_padding()
     return backend.encode(text, add_special_tokens=False).ids
 
 
