@@ -29,7 +29,6 @@ from pipeline.data.examples import Encoded, Message
 from pipeline.models.adapters.lora import Task
 from pipeline.models.forward.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.hf.chat import check_ready
-from pipeline.models.hf.gguf import as_directory
 from pipeline.models.hf.load import load_causal_lm, load_tokenizer
 from pipeline.models.hf.meta import model_on_meta
 from pipeline.parallel.device import local_device
@@ -233,12 +232,12 @@ def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
 def _named(word: str) -> ModelPath:
     name, equals, path = word.partition("=")
     if equals and NAME.fullmatch(name) and path:
-        return ModelPath(name, as_directory(path))
+        return ModelPath(name, path)
     directory = Path(word).expanduser()
     name = directory.name or directory.resolve().name
     if name in ("actor", "ema") and directory.parent.name:
         name = directory.parent.name if name == "actor" else f"{directory.parent.name}-{name}"
-    return ModelPath(re.sub(r"[^\w.:-]", "-", name)[:64] or "model", as_directory(word))
+    return ModelPath(re.sub(r"[^\w.:-]", "-", name)[:64] or "model", word)
 
 
 def models_of_run(out: Path) -> list[ModelPath]:

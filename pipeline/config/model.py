@@ -118,7 +118,7 @@ class FrozenModelConfig:
     """A model that is not trained."""
 
     path: str | None = None
-    """Hugging Face model id, local directory or GGUF file; null uses the previous step's output."""
+    """Hugging Face model id or local directory; null uses the previous step's output."""
 
     precision: Precision = "auto"
     """Data type of the weights (dtype); auto is bf16 on a GPU that supports it, else fp32. On a

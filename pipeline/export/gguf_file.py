@@ -25,11 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import end_ids
 from pipeline.demo.task import corpus
-from pipeline.export.source import Source
-from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
-from pipeline.files.safetensors_header import stored_tensors
-from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
-from pipeline.models.hf.gguf_vocabulary import (
+from pipeline.export.gguf_vocabulary import (
     BYTE,
     CONTROL,
     EXPRESSIONS,
@@ -42,6 +38,10 @@ from pipeline.models.hf.gguf_vocabulary import (
     Vocabulary,
     read_tokenizer,
 )
+from pipeline.export.source import Source
+from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
+from pipeline.files.safetensors_header import stored_tensors
+from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ConfigError, ModelError
 

@@ -9,7 +9,6 @@ from typing import Literal
 from pipeline.cli.options import read_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.launch.layout import Deployment
-from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
@@ -37,7 +36,7 @@ class Request(Deployment):
     directories step3_NAME and are compared; --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
-    """Model that becomes the chat model: Hugging Face id, local directory, GGUF file, or one of
+    """Model that becomes the chat model: Hugging Face id, local directory, or one of
     DeepSpeed-Chat's sizes of OPT: 1.3b is facebook/opt-1.3b. By default the embedded model with 1M
     parameters. Without output of step 1, step 3 starts from it."""
 
@@ -283,7 +282,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
 
 
 def full_name(option: str, path: str | None) -> str | None:
-    """`facebook/opt-1.3b` for `1.3b` (DeepSpeed-Chat's sizes); for a GGUF file its directory.
+    """`facebook/opt-1.3b` for `1.3b` (DeepSpeed-Chat's sizes).
 
     A local directory with that name takes precedence.
 
@@ -291,7 +290,7 @@ def full_name(option: str, path: str | None) -> str | None:
         ConfigError: the name looks like a size that OPT does not have.
     """
     if path is None or not re.fullmatch(r"\d+(\.\d+)?[bBmM]", path) or Path(path).is_dir():
-        return None if path is None else as_directory(path)
+        return path
     require(
         path.lower() in OPT_SIZES,
         f"{option} {path} is not an OPT size ({', '.join(OPT_SIZES)}); for another family pass the"

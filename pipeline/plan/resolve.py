@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
-from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.output import recorded_model, recorded_start
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.response_length import default_length
@@ -154,12 +153,7 @@ class Resolver:
         config = self._with_rate(stage, config if origins == stage.models else build(origins))
         if default := self.response_length(stage, config):
             config = replace(config, max_new_tokens=default[0])  # pyrefly: ignore[unexpected-keyword]
-        models: dict[str, Any] = {
-            role: replace(model, path=as_directory(str(model.path)))
-            for role, model in config.used_models().items()
-            if str(model.path).endswith(".gguf")
-        }
-        return replace(config, **models) if models else config
+        return config
 
     def _with_rate(self, stage: Stage, config: StepConfig) -> StepConfig:
         """The settings, with --lr also applied to adapters, whose default rate is a multiple."""

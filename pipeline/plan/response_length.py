@@ -7,7 +7,6 @@ from pathlib import Path
 from pipeline.config import DataConfig
 from pipeline.data.chat.chat_format import THINK
 from pipeline.data.chat.resolve_format import FORMATS
-from pipeline.models.hf.gguf import as_directory
 from pipeline.plan.inputs import is_local
 from pipeline.system.hub import cached_file, download_settings
 
@@ -22,12 +21,11 @@ def default_length(
 
     The settings of a Hub model are read if they are cached, or if `downloads` is true.
     """
-    directory = as_directory(model)
-    if downloads and not is_local(directory):
+    if downloads and not is_local(model):
         download_settings(model)
 
     def read(name: str) -> str:
-        found = f"{directory}/{name}" if is_local(directory) else cached_file(model, name)
+        found = f"{model}/{name}" if is_local(model) else cached_file(model, name)
         file = Path(found or "").expanduser()
         return file.read_text("utf-8") if file.is_file() else ""
 

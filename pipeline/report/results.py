@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.cli.options import remark
-from pipeline.models.hf.gguf import as_directory
 from pipeline.settings.fields import portable, read_recorded
 from pipeline.system.errors import DataError, ModelError
 
@@ -337,13 +336,12 @@ def find_model(path: str, method: str | None = None) -> str:
     written to standard error.
 
     Args:
-        path: a model directory, a GGUF file, an output directory, or a name on the Hub.
+        path: a model directory, an output directory, or a name on the Hub.
         method: selects the model of this method.
 
     Raises:
         ModelError: the run has no model yet, or none of this method.
     """
-    path = as_directory(path)
     out = Path(path).expanduser()
     steps: Mapping[str, StepResult] = {}
     if not (out / "config.json").is_file():

@@ -1,1 +1,1 @@
-"""Hugging Face directories and GGUF files: checks, loading, chat formats, export."""
+"""Hugging Face directories: checks, loading, chat formats, export."""

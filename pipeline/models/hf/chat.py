@@ -13,7 +13,6 @@ from pipeline.models.hf.directory import (
     check_configuration,
     check_model_directory,
 )
-from pipeline.models.hf.gguf import as_directory
 from pipeline.models.hf.load import load_tokenizer, local_directory
 from pipeline.system.errors import ConfigError, DataError, ModelError
 
@@ -113,7 +112,6 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
         ModelError: there is no such model, or a part of it is missing or damaged.
         DataError: its template can't render a prompt, or a prompt leaves no room for a response.
     """
-    path = as_directory(path)
     local = None if path == EMBEDDED else local_directory(path)
     if local is not None:
         check_model_directory(local)

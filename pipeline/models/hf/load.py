@@ -35,7 +35,6 @@ from pipeline.models.hf.directory import (
     require_language_model,
     untrusted_code,
 )
-from pipeline.models.hf.gguf import as_directory
 from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ModelError, UserError, first_words, is_out_of_memory
@@ -73,7 +72,7 @@ def model_path(config: FrozenModelConfig) -> str:
     """
     if config.path is None:
         raise ModelError("no model path was given; set it, or run the previous step with train.py")
-    return as_directory(config.path)
+    return config.path
 
 
 def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
