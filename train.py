@@ -7,7 +7,7 @@ before them; `--help` lists the options.
 from collections.abc import Sequence
 
 from pipeline.cli.help import help_entry, names_help, settings_help
-from pipeline.cli.options import run_main, say, split_options
+from pipeline.cli.options import print_output, run_main, split_options
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.run import orchestrator
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> None:
     """Print the help, or pass the command line and the steps to the orchestrator."""
     for name, words in split_options(argv):
         if name == "help":
-            say(train_help(full=words == ["all"]))
+            print_output(train_help(full=words == ["all"]))
             return
     orchestrator.main(argv, STAGES)
 

@@ -47,7 +47,7 @@ from benchmarks.device import (
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Request
 from inference.engine.sampling import Sampler
-from pipeline.budget.machine import this_machine
+from pipeline.budget.machine import detect_machine
 from pipeline.budget.memory import step_memory
 from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.data.batches import collate
@@ -204,7 +204,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
         max_prompt_length=prompt,
         max_new_tokens=answer,
     )
-    machine = this_machine(processes=1, world=1, gpus=["0"] if GPU else [])
+    machine = detect_machine(processes=1, world=1, gpus=["0"] if GPU else [])
     planned = step_memory(config, machine=machine).peak("device")
     engines = models.trained.values()
     trained = sum(each.numel() for engine in engines for each in engine.model.parameters())

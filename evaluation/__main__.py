@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades, Question, Task
 from evaluation.tasks import tasks_named
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.files.durable import check_output, write_output
 from pipeline.report.results import find_model
 from pipeline.system.installation import MODULE
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: a task or setting is unknown, the path has no model, or a task can't read its
             rows.
     """
-    config = read_command(
+    config = parse_command(
         EvaluationConfig,
         argv,
         usage=f"{MODULE} evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
@@ -67,11 +67,11 @@ def main(argv: Sequence[str]) -> None:
         figures += compute_figures(task.name, grades, sorted(set(config.k)))
         rows = zip(questions[task.name], responses, grades, strict=True)
         lines += [json.dumps(_line(task, *row), ensure_ascii=False) + "\n" for row in rows]
-    say("\n".join(as_table(figures)))
+    print_output("\n".join(as_table(figures)))
     text = json.dumps(document(figures, config, weights_hash=weights_hash(model)), indent=2)
     output = {config.output: f"{text}\n", config.responses: "".join(lines)}
     write_output(output, option="--output")
-    say(f"\nWith all settings in {config.output}, and all responses in {config.responses}")
+    print_output(f"\nWith all settings in {config.output}, and all responses in {config.responses}")
 
 
 def _line(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.comparison import Match
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.config import RowColumns
 from pipeline.files.durable import check_output, write_output
 from pipeline.settings.fields import plain
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: a setting is wrong, a path has no model, prompts can't be read, or the judge
             can't be used or fails.
     """
-    config = read_command(
+    config = parse_command(
         WinrateConfig,
         argv,
         usage=f"{MODULE} evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
@@ -125,10 +125,10 @@ def main(argv: Sequence[str]) -> None:
                 f"no response of {config.paths[match.ours]} or {config.paths[match.theirs]} has a"
                 " verdict: the judge applies to none of the prompts; check the columns it reads"
             )
-    say("\n".join(_lines(found, config)))
+    print_output("\n".join(_lines(found, config)))
     text = json.dumps(_document(found, config), indent=2)
     write_output({config.output: f"{text}\n"}, option="--output")
-    say(f"\nWith all settings in {config.output}")
+    print_output(f"\nWith all settings in {config.output}")
 
 
 def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import ModelOptions
-from pipeline.cli.options import read_command
+from pipeline.cli.options import parse_command
 from pipeline.config import EMBEDDED
 from pipeline.demo.task import TAUGHT
 from pipeline.report.results import find_model
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, or the path has no model.
     """
-    config = read_command(
+    config = parse_command(
         ChatConfig,
         argv,
         usage=f"{CHAT} --path DIR [--SETTING VALUE ...]",

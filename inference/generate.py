@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.settings import ModelOptions
-from pipeline.cli.options import read_command, run_main
+from pipeline.cli.options import parse_command, run_main
 from pipeline.report.results import find_model
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, the path has no model, or a line is not a prompt.
     """
-    config = read_command(
+    config = parse_command(
         GenerateConfig,
         argv,
         usage=f"{MODULE} inference.generate --path DIR --prompts IN.jsonl --out OUT.jsonl"

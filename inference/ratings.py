@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.files.durable import sync, write_output
 from pipeline.system.errors import ConfigError, DataError, require
@@ -238,7 +238,7 @@ def export_rows(words: Sequence[str]) -> None:
     count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     files = list(words[:count])
     about = "Write a row for each pair, by the majority of its raters, and for each correction."
-    config = read_command(ExportConfig, words[count:], usage=USAGE, about=about)
+    config = parse_command(ExportConfig, words[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a file is missing: {USAGE}")
     ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings)
@@ -247,9 +247,9 @@ def export_rows(words: Sequence[str]) -> None:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
     left_out = f"; {undecided} pairs without a preference skipped" if undecided else ""
-    say(f"{config.out}: {len(rows)} rows{left_out}")
+    print_output(f"{config.out}: {len(rows)} rows{left_out}")
     for name, value in asdict(agreement(ratings)).items():
-        say(f"{name:16}{'-' if value is None else format(value, '.4g')}")
+        print_output(f"{name:16}{'-' if value is None else format(value, '.4g')}")
 
 
 def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.config import RowColumns, find_column
 from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import Row, read_source
@@ -46,7 +46,7 @@ class VerifyConfig(ScoringConfig):
 
 def main(argv: Sequence[str]) -> None:
     """Print a table of the sources; raise SystemExit(1) if one failed."""
-    config = read_command(
+    config = parse_command(
         VerifyConfig,
         argv,
         usage=f"{MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
         configs, timeout_seconds=config.timeout_seconds, workers=config.workers
     ) as rewards:
         for note in rewards.notes:
-            say(note)
+            print_output(note)
         began = time.monotonic()
         for start in range(0, len(episodes), CHUNK):
             rewards.submit(episodes[start : start + CHUNK])
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
     num_skipped = len(rows) - len(episodes)
     skipped = f", {num_skipped} skipped without a response" if num_skipped else ""
     summary = f"{config.data_path}: {len(episodes)} responses{skipped}, {speed:,.0f} per second"
-    say("\n".join([summary, "", *_table(results), *_first_rows(origins, results)]))
+    print_output("\n".join([summary, "", *_table(results), *_first_rows(origins, results)]))
     if any(scored.num_failed for scored in results.values()):
         raise SystemExit(EXIT_FAILED)
 
@@ -98,7 +98,7 @@ def _read_response(
         return None
     # Without a model there is no tokenizer: count words instead of tokens.
     num_tokens = len(str(response).split())
-    extra = kept.of(row.columns)
+    extra = kept.select(row.columns)
     return Episode(example.prompt, str(response), extra=extra, num_tokens=num_tokens)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.data.examples import Example, Message
 from pipeline.files.durable import check_output, json_lines, write_output
 from pipeline.system.errors import DataError, require
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, there is no model, prompts can't be read, or sources fail.
     """
-    config = read_command(
+    config = parse_command(
         SelectConfig,
         argv,
         usage=f"{MODULE} rewards.select_rows --path DIR --prompts FILE --reward SOURCE ..."
@@ -113,14 +113,14 @@ def main(argv: Sequence[str]) -> None:
     ]
     rows, skipped = select_rows(examples, candidates, config)
     num_failed = sum(result.num_failed for result in results.values())
-    say("\n".join(summarize(config, candidates, num_failed, rows, skipped)))
+    print_output("\n".join(summarize(config, candidates, num_failed, rows, skipped)))
     if not rows:
         raise DataError(
             f"no prompt yielded a row, so {config.output} is not written: raise --best-of or"
             " --max-new-tokens, or inspect the rewards with python -m rewards"
         )
     write_output({config.output: json_lines(rows)}, option="--output")
-    say(f"written to {config.output}")
+    print_output(f"written to {config.output}")
 
 
 @dataclass(frozen=True)

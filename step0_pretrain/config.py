@@ -33,7 +33,7 @@ class PretrainConfig(StepConfig):
         "actor_zero_stage": ("model.zero_stage",),
     }
 
-    ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    SINGLE_STEP_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         name: StepConfig.OPTIONS[name] for name in ("data_path", "data_seed", "max_length")
     }
     """Data options of train.py that apply to this step only if it runs alone."""

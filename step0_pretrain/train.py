@@ -5,11 +5,11 @@ torchrun --nproc_per_node 2 -m step0_pretrain.train --config configs/opt-125m.ya
     --data.path c.tokens
 """
 
-from pipeline.cli.options import before_imports
+from pipeline.cli.options import prepare_imports
 from step0_pretrain.config import PretrainConfig
 
 if __name__ == "__main__":
-    before_imports(PretrainConfig)
+    prepare_imports(PretrainConfig)
 
 import logging
 from collections.abc import Iterator, Sequence

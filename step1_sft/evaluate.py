@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.settings import Sampling
-from pipeline.cli.options import read_command, run_main
+from pipeline.cli.options import parse_command, run_main
 from pipeline.files.durable import check_output, write_output
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, a path has no model, or a line is not a prompt.
     """
-    config = read_command(
+    config = parse_command(
         CompareConfig,
         argv,
         usage=f"{MODULE} step1_sft.evaluate --baseline DIR --model DIR [--SETTING VALUE ...]",

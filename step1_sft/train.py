@@ -4,11 +4,11 @@ python -m step1_sft.train --config configs/opt-125m.yaml
 torchrun --nproc_per_node 2 -m step1_sft.train --config configs/opt-125m.yaml
 """
 
-from pipeline.cli.options import before_imports
+from pipeline.cli.options import prepare_imports
 from step1_sft.config import SFTConfig
 
 if __name__ == "__main__":
-    before_imports(SFTConfig)
+    prepare_imports(SFTConfig)
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -55,14 +55,14 @@ class RewardConfig(LabelSettings, EarlyStopping):
         require(self.center_coef >= 0, f"center_coef must not be below 0, got {self.center_coef}")
 
     @property
-    def learns_labels(self) -> bool:
+    def trains_on_labels(self) -> bool:
         """Whether the step trains on labels rather than only on pairs."""
         return self.labels != "pairs"
 
     @property
     def row_columns(self) -> RowColumns:
         """Columns for labels, unless the step trains only on pairs."""
-        return RowColumns(labels=self.learns_labels)
+        return RowColumns(labels=self.trains_on_labels)
 
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]

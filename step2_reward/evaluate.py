@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cli.options import read_command, run_main
+from pipeline.cli.options import parse_command, run_main
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, or the path has no reward model.
     """
-    options = read_command(
+    options = parse_command(
         EvaluateConfig,
         argv,
         usage=f"{MODULE} step2_reward.evaluate --path DIR [--prompt TEXT --answer TEXT [TEXT ...]]",

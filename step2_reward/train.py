@@ -4,11 +4,11 @@ python -m step2_reward.train --config configs/opt-350m.yaml
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/opt-350m.yaml
 """
 
-from pipeline.cli.options import before_imports
+from pipeline.cli.options import prepare_imports
 from step2_reward.config import RewardConfig
 
 if __name__ == "__main__":
-    before_imports(RewardConfig)
+    prepare_imports(RewardConfig)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -70,7 +70,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         "quantize": ("actor.quantize", "critic.quantize"),
     }
 
-    AT_LEAST: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
+    MINIMUMS: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
     """rollout_size is raised to an option's batch_size: a minibatch is part of one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
@@ -267,16 +267,16 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         """Whether each process's rollout is one micro-batch whose forward pass is reused."""
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
-        is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
+        is_one = is_one and self.min_micro_batches == 1 and self.parallel.pp == 1
         return self.reuse_forward and is_one and self.method != "gkd"
 
     @property
-    def least_micro_batches(self) -> int:
+    def min_micro_batches(self) -> int:
         """Minimum micro-batches per minibatch on each process or pipeline."""
         given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
         if given is None and deterministic == "deterministic":
             return 1
-        return self.parallel.least_micro_batches or 1
+        return self.parallel.min_micro_batches or 1
 
     @property
     def has_critic(self) -> bool:
@@ -383,7 +383,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     def workload(self, world: int) -> Workload:
         """The work of an iteration: it generates responses, scores them, and trains on them."""
-        processes = self.parallel.pipelines(world)
+        processes = self.parallel.num_pipelines(world)
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -490,24 +490,26 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
         ModelUse(
             role="actor",
             settings=config.actor,
-            scored=1 if _has_reference_of_its_own(config) else 2,
+            scoring_passes=1 if _has_reference_of_its_own(config) else 2,
             text_length=config.data.max_length if config.ptx_coef > 0 else None,
             host_copies=config.keep_best,
             keeps_average=config.ema_decay is not None,
         ),
-        ModelUse(role="critic", settings=config.critic, scores=True, scored=1),
+        ModelUse(role="critic", settings=config.critic, scores=True, scoring_passes=1),
         *(
-            ModelUse(role=role, settings=settings, sharded_like=_if_sharded(config.actor), scored=1)
-            for role, settings in (("reference", _reference(config)), ("teacher", config.teacher))
+            ModelUse(
+                role=role, settings=model, sharded_like=_if_sharded(config.actor), scoring_passes=1
+            )
+            for role, model in (("reference", _reference(config)), ("teacher", config.teacher))
         ),
         ModelUse(
             role="reward",
             settings=config.reward,
             scores=True,
             sharded_like=_if_sharded(config.reward_layout),
-            scored=1,
+            scoring_passes=1,
         ),
-        ModelUse(role="base", settings=config.base, phase_only=True),
+        ModelUse(role="base", settings=config.base, comparison_only=True),
     )
     return tuple(model for model in models if model.role not in config.unused_roles)
 

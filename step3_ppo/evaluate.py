@@ -366,7 +366,7 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
             now,
             start,
             ", and the starting weights are exported" if best.keep else "",
-            config.actor.rate[0],
+            config.actor.peak_lr[0],
             "reward model" if config.uses_reward_model else "rewards",
         )
     elif now < start:
@@ -379,5 +379,5 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
             f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
             if best.keep
             else "",
-            config.actor.rate[0],
+            config.actor.peak_lr[0],
         )

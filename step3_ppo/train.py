@@ -5,11 +5,11 @@ python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_rew
 torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
 
-from pipeline.cli.options import before_imports
+from pipeline.cli.options import prepare_imports
 from step3_ppo.config import PPOConfig
 
 if __name__ == "__main__":
-    before_imports(PPOConfig)
+    prepare_imports(PPOConfig)
 
 import logging
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def set_up(
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, config.actor), prompts.record)
     scores_ends = config.uses_reward_model and config.missing_eos_score is not None
-    rates = config.actor.rate[0], config.critic.rate[0]
+    rates = config.actor.peak_lr[0], config.critic.peak_lr[0]
     guards = Guards(config.guards, RLSignals(scores_ends, *rates, config.rollout_size))
     checkpoints = Checkpoints(
         run,

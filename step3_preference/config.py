@@ -240,8 +240,8 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
 
     def workload(self, world: int) -> Workload:
         """The work of training a language model on rows, and generating for held-out prompts."""
-        scored = 0 if self.reference_free else 1
-        scored += 2 if self.is_unpaired else 0  # mismatched responses, by both policies
+        scoring_passes = 0 if self.reference_free else 1
+        scoring_passes += 2 if self.is_unpaired else 0  # mismatched responses, by both policies
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -249,11 +249,11 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
                 ModelUse(
                     role="model",
                     settings=self.model,
-                    scored=scored,
+                    scoring_passes=scoring_passes,
                     host_copies=self.keep_best + (self.model.lora is None),
                 ),
-                ModelUse(role="base", settings=self.base, phase_only=True),
-                ModelUse(role="reward", settings=self.reward, scores=True, phase_only=True),
+                ModelUse(role="base", settings=self.base, comparison_only=True),
+                ModelUse(role="reward", settings=self.reward, scores=True, comparison_only=True),
             ),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,
@@ -264,7 +264,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             generation=Generation(
                 role="model",
                 phase="after training",
-                count=-(-self.data.max_eval_rows // self.parallel.pipelines(world)),
+                count=-(-self.data.max_eval_rows // self.parallel.num_pipelines(world)),
                 batch_size=self.generation_batch_size,
                 prompt_length=self.max_prompt_length,
                 new_tokens=self.max_new_tokens,

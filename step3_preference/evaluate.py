@@ -402,7 +402,7 @@ def warn_if_not_improved(
             method,
             before["loss"],
             ", and the initial weights are exported" if best.keep else "",
-            config.model.rate[0],
+            config.model.peak_lr[0],
         )
     fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
     if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:

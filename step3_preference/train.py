@@ -4,11 +4,11 @@ python -m step3_preference.train --model.path OUT/step1_sft --method dpo
 torchrun --nproc_per_node 2 -m step3_preference.train ...
 """
 
-from pipeline.cli.options import before_imports
+from pipeline.cli.options import prepare_imports
 from step3_preference.config import PreferenceConfig
 
 if __name__ == "__main__":
-    before_imports(PreferenceConfig)
+    prepare_imports(PreferenceConfig)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,12 +87,12 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     start = Start(passes)
     reference = open_reference(start, rows, store, config)
     interval = steps_between_evaluations(config, rows, store.held_out)
-    guards = Guards(config.guards, PreferenceSignals(config.model.rate[0]), interval)
+    guards = Guards(config.guards, PreferenceSignals(config.model.peak_lr[0]), interval)
     training = set_up_training(
         config, model, passes.engine, rows, store.held_out, run, guards, passes
     )
     evaluator = Evaluator(training, reference)
-    guards.signals = PreferenceSignals(config.model.rate[0], len(evaluator.watched.prompts))
+    guards.signals = PreferenceSignals(config.model.peak_lr[0], len(evaluator.watched.prompts))
     guards.first = evaluator.begin(training.checkpoints, run)
     weights = kto_weights(store.num_good, len(store) - store.num_good, config)
     setup = Setup(training, store, reference, evaluator, guards, weights)

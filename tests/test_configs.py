@@ -12,7 +12,7 @@ from pipeline.cli.options import parse_step
 from pipeline.models.hf.known import KNOWN
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings.fields import flatten, plain
+from pipeline.settings.fields import flatten, to_plain
 from step3_ppo.config import PPOConfig
 from train import STAGES
 
@@ -32,11 +32,11 @@ def relative_path(path: Path) -> str:
 @pytest.mark.parametrize("preset", PRESETS, ids=relative_path)
 def test_presets_parse_and_state_only_non_default_values(preset: Path) -> None:
     for section, settings in yaml.safe_load(preset.read_text()).items():
-        defaults = flatten(plain(SECTIONS[section]()))
+        defaults = flatten(to_plain(SECTIONS[section]()))
 
         config = parse_step(SECTIONS[section], ["--config", str(preset)])
 
-        actual = flatten(plain(config))
+        actual = flatten(to_plain(config))
         for setting, value in flatten(settings).items():
             assert defaults.get(setting) != value, (section, setting)
             assert setting in ("rewards", "data") or actual[setting] == value
@@ -50,7 +50,7 @@ def test_parallel_presets_set_the_pipeline_and_tensor_parallel_sizes(preset: Pat
     config = step_configs(request, STAGES, world=32)["step1_sft"]
 
     assert config.parallel.pp * config.parallel.tp > 1
-    assert plain(config.parallel).items() >= expected["sft"]["parallel"].items()
+    assert to_plain(config.parallel).items() >= expected["sft"]["parallel"].items()
     assert KNOWN[expected["actor_model"]]  # so that it can be planned without a download
     config.parallel.check(32)
 

@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from inference.serve.config import ServeConfig, read_keys
-from pipeline.cli.options import read_command, remark, say
+from pipeline.cli.options import parse_command, print_notice, print_output
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import MODULE
 from pipeline.system.logs import configure_logging
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, a model is missing or doesn't fit, or the port is taken.
     """
-    config = read_command(
+    config = parse_command(
         ServeConfig,
         argv,
         usage=(
@@ -58,10 +58,12 @@ def main(argv: Sequence[str]) -> None:
         scheme = "https" if config.tls_cert else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not config.is_local and not keys:
-            remark("no API key is set: anyone who can reach this port can use the models")
+            print_notice("no API key is set: anyone who can reach this port can use the models")
         if state.ratings is not None:
-            remark(f"ratings are saved to {state.ratings.path}")
-        say(f"{url} : {'page and API' if config.page else 'API'} (OpenAI's clients: {url}/v1)")
+            print_notice(f"ratings are saved to {state.ratings.path}")
+        print_output(
+            f"{url} : {'page and API' if config.page else 'API'} (OpenAI's clients: {url}/v1)"
+        )
         serve(state, listener)
 
 
@@ -77,5 +79,5 @@ def _open_ratings(config: ServeConfig) -> "RatingsFile | None":
     except ConfigError as error:
         if config.ratings is not None:
             raise
-        remark(f"ratings are disabled: {error}")
+        print_notice(f"ratings are disabled: {error}")
         return None

@@ -19,8 +19,8 @@ from inference.reward_model import load_scorer
 from inference.serve.config import ServeConfig
 from inference.serve.http import ApiError
 from inference.text import TokenBytes
-from pipeline.budget.machine import GIB, in_words
-from pipeline.cli.options import remark
+from pipeline.budget.machine import GIB, format_bytes
+from pipeline.cli.options import print_notice
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
@@ -308,8 +308,10 @@ def load_models(
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
-        weights, cache = in_words(_num_bytes(model), slots * num_pages(context) * page_bytes(model))
-        remark(
+        weights, cache = format_bytes(
+            _num_bytes(model), slots * num_pages(context) * page_bytes(model)
+        )
+        print_notice(
             f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
             f" {context:,} tokens ({cache} of keys and values)"
         )
@@ -346,7 +348,7 @@ def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
         except ModelError as error:
             if path.choose_format is None:
                 raise
-            remark(f"{path.name}, the run's starting model, is skipped: {error}")
+            print_notice(f"{path.name}, the run's starting model, is skipped: {error}")
         else:
             ready.append(path)
     return ready
@@ -370,7 +372,7 @@ def plan_memory(
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if total > free:
-        needed, available = in_words(total, free)
+        needed, available = format_bytes(total, free)
         raise ConfigError(
             f"the weights of {len(models) + (reward is not None)} models take {needed}, but only "
             f"{available} are free; serve fewer of them, or set --precision bf16"
@@ -395,7 +397,7 @@ def _plan_slots(
     slot = num_pages(context) * page_bytes(model)
     slots = config.slots or max(1, min(MOST_SLOTS, budget // slot))
     if slots * slot > budget:
-        needed, available = in_words(slots * slot, budget)
+        needed, available = format_bytes(slots * slot, budget)
         raise ConfigError(
             f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
             f" but only {available} are free; lower --slots or --context, or serve fewer models"

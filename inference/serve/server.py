@@ -16,7 +16,7 @@ from inference.serve.config import ServeConfig
 from inference.serve.routes import build_app
 from inference.serve.state import State
 from inference.serve.worker import Worker
-from pipeline.cli.options import remark
+from pipeline.cli.options import print_notice
 from pipeline.system.errors import EXIT_FAILED, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: int) -> None:
         if self._drain is not None:
             os._exit(128 + number)
-        remark("shutting down once running requests finish; repeat to stop now")
+        print_notice("shutting down once running requests finish; repeat to stop now")
         self.stop()
 
     def _fail(self, error: BaseException) -> None:

@@ -31,13 +31,13 @@ class Machine:
 
     name: str = "this machine"
 
-    unread_gpus: bool = False
+    has_unknown_gpus: bool = False
     """Whether there are GPUs with unknown memory."""
 
     @property
     def has_gpu(self) -> bool:
         """Whether models compute on GPUs."""
-        return self.gpu_bytes is not None or self.unread_gpus
+        return self.gpu_bytes is not None or self.has_unknown_gpus
 
     @property
     def is_known(self) -> bool:
@@ -45,14 +45,14 @@ class Machine:
         return (self.gpu_bytes if self.has_gpu else self.host_bytes) is not None
 
 
-def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
+def detect_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
     """This machine in its current state, for a step with this number of local processes.
 
     `gpus` are the GPUs they use, as named by `pipeline.launch.local.list_gpus`.
     """
     free = free_gpu_bytes(gpus) if gpus else None
-    unread = bool(gpus) and free is None
-    return Machine(processes, world, free, available_bytes(), unread_gpus=unread)
+    unknown = bool(gpus) and free is None
+    return Machine(processes, world, free, available_bytes(), has_unknown_gpus=unknown)
 
 
 def parse_machine(text: str) -> Machine:
@@ -84,16 +84,16 @@ def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
     """
     if shutil.which("nvidia-smi") is None:
         return None
-    form = ("--query-gpu=memory.free", "--format=csv,noheader,nounits")
-    query = ["nvidia-smi", f"--id={','.join(gpus)}", *form]
-    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    lines = [line.strip() for line in listing.splitlines()]
+    options = ("--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    command = ["nvidia-smi", f"--id={','.join(gpus)}", *options]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    lines = [line.strip() for line in output.splitlines()]
     if len(lines) != len(gpus) or not all(line.isdigit() for line in lines):
         return None
     return min(int(line) * MIB for line in lines)
 
 
-def in_words(*sizes: int) -> tuple[str, ...]:
+def format_bytes(*sizes: int) -> tuple[str, ...]:
     """Bytes formatted in GiB, or in MiB if all are small."""
     unit, name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
     return tuple(f"{size / unit:.1f} {name}" for size in sizes)
@@ -103,44 +103,44 @@ def describe_machine(machine: Machine) -> str:
     """A sentence on the memory of a machine."""
     parts: list[str] = []
     if machine.gpu_bytes is not None:
-        parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")
+        parts.append(f"{format_bytes(machine.gpu_bytes)[0]} on each GPU")
     elif machine.has_gpu:
         parts.append("GPUs of unknown memory")
     if machine.host_bytes is not None:
         count = machine.processes
         processes = "1 process" if count == 1 else f"{count} processes"
-        parts.append(f"{in_words(machine.host_bytes)[0]} of host memory for {processes}")
+        parts.append(f"{format_bytes(machine.host_bytes)[0]} of host memory for {processes}")
     return f"{machine.name} has {' and '.join(parts) or 'unknown memory'}"
 
 
-PEAKS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
+TFLOPS = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
 """bf16 TFLOP/s on tensor cores without sparsity, from NVIDIA's data sheets."""
 
-SIDE = 512
+MATRIX_SIZE = 512
 """Rows and columns of the matrices whose product is timed."""
 
-SECONDS = 0.2
+MEASURED_SECONDS = 0.2
 """Seconds for which products are repeated; the fastest one counts."""
 
 
-def data_sheet_peak(name: str) -> tuple[float, str] | None:
+def data_sheet_flops(name: str) -> tuple[float, str] | None:
     """Peak operations per second of a GPU by its name, and the card; None if unknown."""
-    for card in sorted(PEAKS, key=len, reverse=True):
+    for card in sorted(TFLOPS, key=len, reverse=True):
         if card.lower() in name.lower():
-            return 1e12 * PEAKS[card], card
+            return 1e12 * TFLOPS[card], card
     return None
 
 
-def measured_peak() -> float:
+def measure_flops() -> float:
     """Operations per second of the fastest of several square fp32 matrix products on the CPU."""
     import torch
 
-    left, right = torch.ones(2, SIDE, SIDE)
-    fastest, end = float("inf"), time.perf_counter() + SECONDS
+    left, right = torch.ones(2, MATRIX_SIZE, MATRIX_SIZE)
+    fastest, end = float("inf"), time.perf_counter() + MEASURED_SECONDS
     with torch.no_grad():
         torch.mm(left, right)  # warm up: the first call allocates and starts threads
         while time.perf_counter() < end or fastest == float("inf"):
             start = time.thread_time()  # excludes the time of other programs
             torch.mm(left, right)
             fastest = min(fastest, time.thread_time() - start)
-    return 2 * SIDE**3 / fastest
+    return 2 * MATRIX_SIZE**3 / fastest

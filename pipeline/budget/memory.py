@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pipeline.budget.machine import GIB, MIB, Machine, describe_machine, in_words
-from pipeline.budget.models import CountedModel, check_cut, read_models
+from pipeline.budget.machine import GIB, MIB, Machine, describe_machine, format_bytes
+from pipeline.budget.models import CountedModel, build_models, check_shardable
 from pipeline.config import Generation, StepConfig, Workload
 
-Place = Literal["device", "host", "disk"]
+Location = Literal["device", "host", "disk"]
 """Location of memory: the compute device, host memory next to a GPU, or a file."""
 
-PLACES: Mapping[Place, str] = {"device": "", "host": "  in host memory", "disk": "  on the disk"}
+TITLES: Mapping[Location, str] = {"device": "", "host": "  in host memory", "disk": "  on the disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
 """Transient kinds, for which the allocator reserves more memory than is used."""
@@ -33,20 +33,20 @@ RUNTIME_CPU, RUNTIME_GPU = 512 * MIB, 768 * MIB
 SLACK = {"cpu": 1 / 8, "cuda": 0.10}
 """Freed memory that the allocator keeps, as a fraction of the temporary memory."""
 
-LEAST_SLACK = {"cpu": 256 * MIB, "cuda": 0}
+MIN_SLACK = {"cpu": 256 * MIB, "cuda": 0}
 """Minimum of `SLACK` in bytes, the same as in `host_allocator.cpp`."""
 
-WHOLE, TILE = 2**26, {"cpu": 2**23, "cuda": 2**26}
+MAX_UNTILED_LOGITS, TILE_LOGITS = 2**26, {"cpu": 2**23, "cuda": 2**26}
 """Maximum number of logits computed at once, and number per tile if there are more."""
 
 CUBLAS = 32 * MIB
 """Bytes of cuBLAS's workspace on the stream that captures CUDA graphs."""
 
-SAMPLED = 16
+SAMPLING_BYTES = 16
 """Bytes per logit while a token is sampled."""
 
-PREFILL, PAGE = (2048, 8192), 64
-"""Prompt tokens of a pass on a CPU and on a GPU, and tokens of a page of the cache."""
+PREFILL_TOKENS, PAGE_SIZE = (2048, 8192), 64
+"""Prompt tokens of a pass on a CPU and on a GPU, and tokens per page of the cache."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Item:
 
     kind: str
     num_bytes: float
-    place: Place = "device"
+    location: Location = "device"
 
-    least: float | None = None
+    min_bytes: float | None = None
     """Minimum bytes if the step adapts to free memory; None if it needs all `num_bytes`."""
 
 
@@ -68,21 +68,21 @@ class Phase:
     name: Literal["train", "generate"]
     items: tuple[Item, ...]
 
-    def by_kind(self, place: Place) -> Mapping[str, int]:
-        """Bytes in one place by kind, without zeros."""
+    def bytes_by_kind(self, location: Location) -> Mapping[str, int]:
+        """Bytes in one location by kind, without zeros."""
         sums = Counter[str]()
         for item in self.items:
-            sums[item.kind] += int(item.num_bytes) if item.place == place else 0
+            sums[item.kind] += int(item.num_bytes) if item.location == location else 0
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
-    def peak(self, place: Place) -> int:
-        """Total bytes in one place."""
-        return int(sum(item.num_bytes for item in self.items if item.place == place))
+    def peak(self, location: Location) -> int:
+        """Total bytes in one location."""
+        return int(sum(item.num_bytes for item in self.items if item.location == location))
 
-    def least(self) -> "Phase":
+    def at_minimum(self) -> "Phase":
         """The same phase at the minimum memory it can adapt to."""
         items = (
-            item if item.least is None else replace(item, num_bytes=item.least)
+            item if item.min_bytes is None else replace(item, num_bytes=item.min_bytes)
             for item in self.items
         )
         return replace(self, items=tuple(items))
@@ -100,9 +100,9 @@ class StepMemory:
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])
     """Parameters of each model by role, including adapters."""
 
-    def peak(self, place: Place) -> int:
+    def peak(self, location: Location) -> int:
         """Maximum bytes over all phases."""
-        return max((phase.peak(place) for phase in self.phases), default=0)
+        return max((phase.peak(location) for phase in self.phases), default=0)
 
 
 def step_memory(
@@ -119,18 +119,18 @@ def step_memory(
         ConfigError, ModelError: a model can't be divided as `parallel` requires.
     """
     work = config.workload(machine.world)
-    models, unknown = read_models(work, origins or {}, has_gpu=machine.has_gpu)
+    models, unknown = build_models(work, origins or {}, has_gpu=machine.has_gpu)
     for model in models:
         if model.trained is not None:
-            check_cut(model.module, work.parallel)
-    formulas = {model.role: _ModelMemory(model, work, machine) for model in models}
-    present = [each for each in formulas.values() if not each.model.use.phase_only]
-    train = _train(work, present, formulas, machine, saves=config.save_interval is not None)
-    phases = [_phase("train", train, machine)]
+            check_shardable(model.module, work.parallel)
+    by_role = {model.role: _ModelMemory(model, work, machine) for model in models}
+    loaded = [memory for memory in by_role.values() if not memory.model.use.comparison_only]
+    items = _train_items(work, loaded, by_role, machine, saves=config.save_interval is not None)
+    phases = [_make_phase("train", items, machine)]
     generation = work.generation
-    if generation is not None and generation.role in formulas:
-        generate = _generate(generation, present, formulas[generation.role], machine)
-        phases.append(_phase("generate", generate, machine))
+    if generation is not None and generation.role in by_role:
+        items = _generate_items(generation, loaded, by_role[generation.role], machine)
+        phases.append(_make_phase("generate", items, machine))
     if work.generates_first:
         phases.reverse()
     return StepMemory(
@@ -144,16 +144,16 @@ class _ModelMemory:
     def __init__(self, model: CountedModel, work: Workload, machine: Machine) -> None:
         self.model, self.work, self.machine = model, work, machine
         shape, engine = model.shape, model.engine
-        is_cut = not model.use.phase_only
-        self.tp, self.pp = (work.parallel.tp, work.parallel.pp) if is_cut else (1, 1)
+        is_sharded = not model.use.comparison_only
+        self.tp, self.pp = (work.parallel.tp, work.parallel.pp) if is_sharded else (1, 1)
         # The first and last stages share the root's parameters.
-        self.root = 1 / (2 if self.pp > 1 and not shape.ties else 1) / self.tp
+        self.root = 1 / (2 if self.pp > 1 and not shape.is_tied else 1) / self.tp
         self.block = 1 / (self.tp * self.pp)
         stage = 0 if engine is None else engine.zero_stage
         self.weight_shards = work.shards if stage == 3 else 1
         self.trained = shape.block_trained * self.block + shape.root_trained * self.root
         self.states_shard = self.trained / (work.shards if stage >= 1 else 1)
-        self.host: Place = "host" if machine.has_gpu else "device"
+        self.host: Location = "host" if machine.has_gpu else "device"
 
     @property
     def _moment_bytes(self) -> int:
@@ -161,78 +161,78 @@ class _ModelMemory:
         assert self.model.trained is not None
         return 4 if self.model.trained.optim.moments == "bf16" else 8
 
-    def _two_blocks(self, root: float, blocks: float) -> float:
-        """This process's part of the root and two blocks, given the totals of root and blocks."""
+    def _root_and_two_blocks(self, root: float, blocks: float) -> float:
+        """This process's share of the root and two blocks, given the totals of root and blocks."""
         return root * self.root + 2 * blocks / self.model.shape.layers / self.tp
 
-    def _place(self, kind: Literal["params", "optimizer", "gradients"]) -> Place:
+    def _location(self, kind: Literal["params", "optimizer", "gradients"]) -> Location:
         engine = self.model.engine
-        where = "none" if engine is None else getattr(engine.zero.offload, kind)
-        if where == "nvme":
+        device = "none" if engine is None else getattr(engine.zero.offload, kind)
+        if device == "nvme":
             return "disk"
-        return "host" if where == "cpu" and self.machine.has_gpu else "device"
+        return "host" if device == "cpu" and self.machine.has_gpu else "device"
 
     def states(self) -> Iterator[Item]:
         """States that exist in every phase."""
         shape, trained = self.model.shape, self.model.trained
         weights = shape.block_bytes * self.block + shape.root_bytes * self.root
-        yield Item("weights", weights / self.weight_shards, self._place("params"))
+        yield Item("weights", weights / self.weight_shards, self._location("params"))
         if trained is None:
             return
-        place = self._place("optimizer")
-        fused = trained.kernels != "off"
-        wide = 4 if self._place("params") != place or not fused else 2
-        wide = 0 if shape.itemsize == 4 and place == "device" else wide
-        yield Item("masters", wide * self.states_shard, place)
-        yield Item("moments", self._moment_bytes * self.states_shard, place)
-        average = 4 * self.model.use.keeps_average * self.states_shard
-        yield Item("copies", average, self.host if place == "disk" else place)
+        location = self._location("optimizer")
+        is_split = trained.kernels != "off" and self._location("params") == location
+        is_weight = shape.itemsize == 4 and location == "device"
+        master_bytes = 0 if is_weight else 2 if is_split else 4
+        yield Item("masters", master_bytes * self.states_shard, location)
+        yield Item("moments", self._moment_bytes * self.states_shard, location)
+        average_bytes = 4 * self.model.use.keeps_average * self.states_shard
+        yield Item("copies", average_bytes, self.host if location == "disk" else location)
         yield Item("copies", 4 * self.model.use.host_copies * self.states_shard, self.host)
 
     def staging(self) -> Item:
         """The copy of the states that a checkpoint is written from."""
         use = self.model.use
-        each = 4 * (1 + use.keeps_average + use.host_copies) + self._moment_bytes
-        return Item("staging", each * self.states_shard, self.host)
+        state_bytes = 4 * (1 + use.keeps_average + use.host_copies) + self._moment_bytes
+        return Item("staging", state_bytes * self.states_shard, self.host)
 
     def gradients(self) -> Iterator[Item]:
         """The sums of gradients, and the buffers of a backward pass."""
-        shards, shape, place = self.work.shards, self.model.shape, self._place("gradients")
-        yield Item("gradients", 4 * self.trained / shards, place)
-        if self.work.data_processes > 1 or place != "device":
-            buffers = 4 * self._two_blocks(shape.root_trained, shape.block_trained)
+        shards, shape, location = self.work.shards, self.model.shape, self._location("gradients")
+        yield Item("gradients", 4 * self.trained / shards, location)
+        if self.work.data_processes > 1 or location != "device":
+            buffers = 4 * self._root_and_two_blocks(shape.root_trained, shape.block_trained)
             yield Item("gradient_buffers", buffers)
         yield from self.gathered()
 
     def gathered(self) -> Iterator[Item]:
         """Gathered weights, at stage 3."""
         shape = self.model.shape
-        if self.weight_shards > 1 or self._place("params") != "device":
-            yield Item("gathered", self._two_blocks(shape.root_bytes, shape.block_bytes))
+        if self.weight_shards > 1 or self._location("params") != "device":
+            yield Item("gathered", self._root_and_two_blocks(shape.root_bytes, shape.block_bytes))
 
     def passes(self, *, trains: bool) -> Iterator[Item]:
         """Activations and logits of the step's largest micro-batch."""
         work, shape, trained = self.work, self.model.shape, self.model.trained
-        texts = (self.model.use.text_length or 0) if trains else 0
-        length = min(max(work.length, texts), shape.context)
+        text_length = (self.model.use.text_length or 0) if trains else 0
+        length = min(max(work.length, text_length), shape.context)
         tokens = work.sequences * length
-        if not texts and (trained is not None or not self.model.use.scores):
+        if not text_length and (trained is not None or not self.model.use.scores):
             tokens = min(tokens, self._rollout_tokens(length))
-        by_tokens = self.tp if work.parallel.sequence else 1
-        vector = tokens * shape.hidden * shape.itemsize / by_tokens
-        block = tokens * shape.kept * shape.itemsize / self.tp
+        token_shards = self.tp if work.parallel.sequence else 1
+        hidden_bytes = tokens * shape.hidden * shape.itemsize / token_shards
+        block_bytes = tokens * shape.saved_elements * shape.itemsize / self.tp
         # Attention and MLP save their inputs for all tokens.
-        block += 2 * tokens * shape.hidden * shape.itemsize * (1 - 1 / self.tp)
+        block_bytes += 2 * tokens * shape.hidden * shape.itemsize * (1 - 1 / self.tp)
         layers = -(-shape.layers // self.pp)
         in_flight = min(self.pp, work.micro_batches)
         if not trains:
-            yield Item("activations", block + vector)
+            yield Item("activations", block_bytes + hidden_bytes)
         elif trained is not None and trained.gradient_checkpointing:
-            yield Item("activations", vector * layers * in_flight + block * 2)
+            yield Item("activations", hidden_bytes * layers * in_flight + block_bytes * 2)
         else:
-            yield Item("activations", block * (layers * in_flight + 1))
+            yield Item("activations", block_bytes * (layers * in_flight + 1))
         if not self.model.use.scores:
-            targets = work.sequences * min(max(work.targets, texts), length)
+            targets = work.sequences * min(max(work.targets, text_length), length)
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
@@ -246,117 +246,127 @@ class _ModelMemory:
     def _logits(self, targets: int, *, trains: bool) -> float:
         """Bytes of logits with their gradients, in one pass or in tiles."""
         shape = self.model.shape
-        numbers = targets * shape.vocabulary / self.tp
+        num_logits = targets * shape.vocabulary / self.tp
         times = 2 if shape.itemsize == 4 else 4
-        tile = TILE["cuda" if self.machine.has_gpu else "cpu"]
-        matrix = shape.vocabulary * shape.hidden / self.tp if trains and shape.head_learns else 0
+        tile = TILE_LOGITS["cuda" if self.machine.has_gpu else "cpu"]
+        head = shape.vocabulary * shape.hidden / self.tp if trains and shape.head_is_trained else 0
         if trains and self.work.compares_logits:  # 8 tensors of half a tile
-            return 16 * min(2 * numbers, tile) + (4 + shape.itemsize) * matrix
-        return 4 * times * numbers if numbers <= WHOLE else 4 * (times * tile + matrix)
+            return 16 * min(2 * num_logits, tile) + (4 + shape.itemsize) * head
+        if num_logits <= MAX_UNTILED_LOGITS:
+            return 4 * times * num_logits
+        return 4 * (times * tile + head)
 
     def replica(self, generation: Generation) -> Iterator[Item]:
         """A copy of the weights for generation, if one is needed."""
         trained, shape = self.model.trained, self.model.shape
-        adapted = trained is not None and (trained.lora is not None or trained.quantize != "none")
-        regroups = self.pp > 1 or generation.tensor_parallel != self.tp
-        if self.weight_shards > 1 or self._place("params") != "device" or adapted or regroups:
+        merges = trained is not None and (trained.lora is not None or trained.quantize != "none")
+        is_sharded = self.weight_shards > 1 or self._location("params") != "device"
+        reshards = self.pp > 1 or generation.tensor_parallel != self.tp
+        if is_sharded or merges or reshards:
             yield Item("replica", shape.merged_bytes / generation.tensor_parallel)
 
     def responses(self, generation: Generation) -> Iterator[Item]:
         """The cache, the logits that are sampled from, and a pass over prompts."""
         shape = self.model.shape
-        longest = min(generation.prompt_length + generation.new_tokens, shape.context)
-        keys = max(1.0, shape.kv_width / generation.tensor_parallel)
-        page = PAGE * 2 * shape.layers * keys * shape.itemsize
-        shared = (min(generation.prompt_length, longest) - 1) // PAGE  # by a group's sequences
-        own = -(-longest // PAGE) - shared
-        prompts = min(generation.slots, -(-generation.most_at_once // generation.group_size))
+        max_length = min(generation.prompt_length + generation.new_tokens, shape.context)
+        kv_width = max(1.0, shape.kv_width / generation.tensor_parallel)
+        page_bytes = PAGE_SIZE * 2 * shape.layers * kv_width * shape.itemsize
+        # The sequences of a group share the full pages of their prompt.
+        shared = (min(generation.prompt_length, max_length) - 1) // PAGE_SIZE
+        unshared = -(-max_length // PAGE_SIZE) - shared
+        prompts = min(generation.slots, -(-generation.max_concurrent // generation.group_size))
         if self.machine.has_gpu:  # graphs share the memory of the widest pass
-            row = (shape.kept + shape.vocabulary) * shape.itemsize
-            yield Item("graphs", CUBLAS + generation.slots * row, least=CUBLAS + row)
-        drawn = SAMPLED * shape.vocabulary
-        num_pages = 1 + prompts * shared + generation.slots * own
-        yield Item("kv_cache", num_pages * page, least=(1 + shared + own) * page)
-        yield Item("logits", generation.slots * drawn, least=drawn)
-        tokens = min(PREFILL[self.machine.has_gpu], generation.slots * generation.prompt_length)
-        yield Item("activations", tokens * shape.kept * shape.itemsize)
+            row = (shape.saved_elements + shape.vocabulary) * shape.itemsize
+            yield Item("graphs", CUBLAS + generation.slots * row, min_bytes=CUBLAS + row)
+        sampling = SAMPLING_BYTES * shape.vocabulary
+        num_pages = 1 + prompts * shared + generation.slots * unshared
+        min_pages = 1 + shared + unshared
+        yield Item("kv_cache", num_pages * page_bytes, min_bytes=min_pages * page_bytes)
+        yield Item("logits", generation.slots * sampling, min_bytes=sampling)
+        prompt_tokens = generation.slots * generation.prompt_length
+        tokens = min(PREFILL_TOKENS[self.machine.has_gpu], prompt_tokens)
+        yield Item("activations", tokens * shape.saved_elements * shape.itemsize)
 
 
-def _phase(name: Literal["train", "generate"], items: Iterable[Item], machine: Machine) -> Phase:
-    """A phase including the runtime and the allocator's slack."""
-    every = [item for item in items if item.num_bytes]
-    every.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
-    every += [Item("runtime", RUNTIME_GPU)] if machine.has_gpu else []
+def _make_phase(
+    name: Literal["train", "generate"], items: Iterable[Item], machine: Machine
+) -> Phase:
+    """Add the runtime and the allocator's slack."""
+    items = [item for item in items if item.num_bytes]
+    items.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
+    items += [Item("runtime", RUNTIME_GPU)] if machine.has_gpu else []
     kind = "cuda" if machine.has_gpu else "cpu"
-    moving = [item for item in every if item.kind in TRANSIENT and item.place == "device"]
-    least = sum(item.num_bytes if item.least is None else item.least for item in moving)
-    kept, fewest = (max(SLACK[kind] * size, LEAST_SLACK[kind]) for size in (_sum(moving), least))
-    return Phase(name, (*every, Item("slack", kept, least=fewest)))
+    transient = [item for item in items if item.kind in TRANSIENT and item.location == "device"]
+    slack, min_slack = (
+        max(SLACK[kind] * _total_bytes(each), MIN_SLACK[kind])
+        for each in (transient, Phase(name, tuple(transient)).at_minimum().items)
+    )
+    return Phase(name, (*items, Item("slack", slack, min_bytes=min_slack)))
 
 
-def _train(
+def _train_items(
     work: Workload,
-    present: Sequence[_ModelMemory],
-    models: Mapping[str, _ModelMemory],
+    loaded: Sequence[_ModelMemory],
+    by_role: Mapping[str, _ModelMemory],
     machine: Machine,
     *,
     saves: bool,
 ) -> Iterator[Item]:
     """Memory of scoring, training and export; `saves` is true if checkpoints are written."""
-    for each in present:
-        yield from each.states()
-        if each.model.trained is not None:
-            yield from each.gradients()
-            yield from [each.staging()] if saves else []
+    for memory in loaded:
+        yield from memory.states()
+        if memory.model.trained is not None:
+            yield from memory.gradients()
+            yield from [memory.staging()] if saves else []
     generation = work.generation
-    if generation is not None and generation.keeps_replica and generation.role in models:
-        yield from models[generation.role].replica(generation)
-    scoring = ([*each.gathered(), *each.passes(trains=False)] for each in present)
-    training = [list(each.passes(trains=True)) for each in present if each.model.trained]
+    if generation is not None and generation.keeps_replica and generation.role in by_role:
+        yield from by_role[generation.role].replica(generation)
+    trained = [memory for memory in loaded if memory.model.trained]
+    scoring = ([*memory.gathered(), *memory.passes(trains=False)] for memory in loaded)
+    training = [list(memory.passes(trains=True)) for memory in trained]
     if work.compares_logits:  # the teacher's output layer is gathered meanwhile
-        training[0] += [
-            item for each in present if not each.model.trained for item in each.gathered()
-        ]
+        frozen = (memory for memory in loaded if memory not in trained)
+        training[0] += [item for memory in frozen for item in memory.gathered()]
     if work.reuses_forward:  # the graphs of all models are in memory together
         training = [[item for items in training for item in items]]
-    largest = max([*scoring, *training], key=_sum, default=[])
+    largest = max([*scoring, *training], key=_total_bytes, default=[])
     yield from largest
     # The main process compares an export with a copy that it loads on the CPU, if that fits.
-    exports = (each.model.shape.merged_bytes for each in present if each.model.trained)
-    copy = max(exports, default=0) - (0 if machine.has_gpu else _sum(largest))
-    yield Item("export", max(0, copy), "host" if machine.has_gpu else "device", least=0)
+    exports = (memory.model.shape.merged_bytes for memory in trained)
+    copy = max(exports, default=0) - (0 if machine.has_gpu else _total_bytes(largest))
+    yield Item("export", max(0, copy), "host" if machine.has_gpu else "device", min_bytes=0)
 
 
-def _generate(
-    generation: Generation, present: Sequence[_ModelMemory], actor: _ModelMemory, machine: Machine
+def _generate_items(
+    generation: Generation, loaded: Sequence[_ModelMemory], actor: _ModelMemory, machine: Machine
 ) -> Iterator[Item]:
-    moved = {"masters", "moments"} if generation.offloads_training else set[str]()
-    for each in present:
-        for item in each.states():
-            goes = item.kind in moved and item.place == "device" and machine.has_gpu
-            yield replace(item, place="host") if goes else item
+    offloaded = {"masters", "moments"} if generation.offloads_training else set[str]()
+    for memory in loaded:
+        for item in memory.states():
+            is_offloaded = item.kind in offloaded and item.location == "device" and machine.has_gpu
+            yield replace(item, location="host") if is_offloaded else item
     yield from actor.replica(generation)
     yield from actor.responses(generation)
 
 
-def _sum(items: Iterable[Item]) -> float:
+def _total_bytes(items: Iterable[Item]) -> float:
     return sum(item.num_bytes for item in items)
 
 
-def line(memory: StepMemory, machine: Machine) -> str:
+def memory_summary(memory: StepMemory, machine: Machine) -> str:
     """The memory of the largest phase; if it doesn't fit, the minimum that it adapts to."""
-    room = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
-    phases = [p if p.peak("device") <= room else p.least() for p in memory.phases]
-    worst = max(phases, key=lambda phase: phase.peak("device"))
-    (needed,) = in_words(worst.peak("device"))
-    more = " plus uncounted parts" if memory.unknown else ""
+    available = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
+    phases = [p if p.peak("device") <= available else p.at_minimum() for p in memory.phases]
+    largest = max(phases, key=lambda phase: phase.peak("device"))
+    (needed,) = format_bytes(largest.peak("device"))
+    suffix = " plus uncounted parts" if memory.unknown else ""
     host = max(phase.peak("host") for phase in phases)
-    of_host = f", {in_words(host)[0]} of host memory" if host and machine.has_gpu else ""
-    each = "on each GPU" if machine.has_gpu else "in each process"
-    return f"about {needed} {each} (to {worst.name}){of_host}{more}"
+    host_part = f", {format_bytes(host)[0]} of host memory" if host and machine.has_gpu else ""
+    scope = "on each GPU" if machine.has_gpu else "in each process"
+    return f"about {needed} {scope} (to {largest.name}){host_part}{suffix}"
 
 
-def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
+def memory_table(memory: StepMemory, machine: Machine) -> Iterator[str]:
     """Lines of a table of memory by kind and phase: on the device, the host and the disk."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= 10 * GIB else (MIB, "MiB")
 
@@ -366,13 +376,13 @@ def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
     for role, count in memory.parameters.items():
         yield f"  {role:<18} {count / 1e6:,.1f}M parameters"
     yield f"  {name:<18}" + "".join(f"{phase.name:>10}" for phase in memory.phases)
-    for place, title in PLACES.items():
-        if memory.peak(place):
+    for location, title in TITLES.items():
+        if memory.peak(location):
             yield from [title] if title else []
-            by_phase = [phase.by_kind(place) for phase in memory.phases]
+            by_phase = [phase.bytes_by_kind(location) for phase in memory.phases]
             for kind in KINDS:
                 if any(kind in kinds for kinds in by_phase):
                     yield row(kind.replace("_", " "), (kinds.get(kind, 0) for kinds in by_phase))
-            yield row("in all", (phase.peak(place) for phase in memory.phases))
+            yield row("in all", (phase.peak(location) for phase in memory.phases))
     yield f"  {describe_machine(machine)}"
     yield from (f"  {sentence}" for sentence in memory.unknown)

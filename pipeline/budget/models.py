@@ -41,7 +41,7 @@ class Shape:
     kv_width: int
     """Number of elements in one token's keys, per layer."""
 
-    kept: int
+    saved_elements: int
     """Number of elements saved for the backward pass, per token and block."""
 
     itemsize: int
@@ -63,10 +63,10 @@ class Shape:
 
     context: int
 
-    ties: bool
+    is_tied: bool
     """Whether the head is tied to the embedding."""
 
-    head_learns: bool
+    head_is_trained: bool
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class CountedModel:
         """The model's sizes."""
         from pipeline.models.forward.forward import base_model
 
-        return _shape(self.module, base_model(self.module), self.parameters)
+        return _compute_shape(self.module, base_model(self.module), self.parameters)
 
 
 @functools.lru_cache(maxsize=256)
-def check_cut(module: "nn.Module", parallel: ParallelConfig) -> None:
+def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
     """Raise unless the layers and blocks of a model on the meta device can be divided this way.
 
     Raises:
@@ -129,7 +129,7 @@ def check_cut(module: "nn.Module", parallel: ParallelConfig) -> None:
         cut_stage(copy.deepcopy(module), number=0, blocks=blocks)
 
 
-def _size(config: object, *names: str, default: int = 0) -> int:
+def _config_value(config: object, *names: str, default: int = 0) -> int:
     """The first of these settings that is set, or its maximum over layers; else `default`."""
     for name in names:
         value = getattr(config, name, None)
@@ -138,12 +138,12 @@ def _size(config: object, *names: str, default: int = 0) -> int:
     return default
 
 
-def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Shape:
+def _compute_shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Shape:
     config = plain.config.get_text_config()
-    hidden = _size(config, "hidden_size", "d_model", default=1)
-    heads = _size(config, "num_attention_heads", default=1)
-    head_dim = _size(config, "head_dim", default=hidden // heads)
-    key_heads = _size(config, "num_key_value_heads", default=heads)
+    hidden = _config_value(config, "hidden_size", "d_model", default=1)
+    heads = _config_value(config, "num_attention_heads", default=1)
+    head_dim = _config_value(config, "head_dim", default=hidden // heads)
+    key_heads = _config_value(config, "num_key_value_heads", default=heads)
     kv_width = key_heads * head_dim
     num_bytes, trained, adapters = Counter[bool](), Counter[bool](), 0
     for name, param in module.named_parameters():
@@ -154,49 +154,52 @@ def _shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Sh
     head = plain.get_output_embeddings()
     itemsize = plain.dtype.itemsize
     return Shape(
-        layers=_size(config, "num_hidden_layers", "n_layers", default=1),
+        layers=_config_value(config, "num_hidden_layers", "n_layers", default=1),
         hidden=hidden,
         vocabulary=config.vocab_size,
         key_heads=key_heads,
         kv_width=kv_width,
-        kept=_kept_numbers(config, heads * head_dim, kv_width, itemsize, is_adapted=adapters > 0),
+        saved_elements=_saved_elements(
+            config, heads * head_dim, kv_width, itemsize, norms_are_trained=not adapters
+        ),
         itemsize=itemsize,
         block_bytes=num_bytes[True],
         root_bytes=num_bytes[False],
         block_trained=trained[True],
         root_trained=trained[False],
         merged_bytes=itemsize * (parameters - adapters),
-        context=_size(config, "max_position_embeddings", default=2**20),
-        ties=bool(getattr(config, "tie_word_embeddings", False)),
-        head_learns=head is not None and any(param.requires_grad for param in head.parameters()),
+        context=_config_value(config, "max_position_embeddings", default=2**20),
+        is_tied=bool(getattr(config, "tie_word_embeddings", False)),
+        head_is_trained=head is not None and any(p.requires_grad for p in head.parameters()),
     )
 
 
-def _kept_numbers(
-    config: object, queries: int, keys: int, itemsize: int, *, is_adapted: bool
+def _saved_elements(
+    config: object, queries: int, keys: int, itemsize: int, *, norms_are_trained: bool
 ) -> int:
     """Elements per token that a block saves for backward: inputs of norms, matrices and attention.
 
-    Queries, keys and values are counted twice with rotary embeddings; a gated MLP keeps four
-    vectors of its width, one with ReLU one, with `gelu_new` five, any other two. RMSNorm keeps a
-    copy in fp32, and unless its weight is frozen, as under adapters, the normalized input.
+    Queries, keys and values count twice with rotary embeddings. A gated MLP saves four vectors of
+    its width, an MLP with ReLU one, with `gelu_new` five, any other two. RMSNorm saves a copy in
+    fp32, and the normalized input unless its weight is frozen, as it is with adapters.
     """
-    hidden = _size(config, "hidden_size", "d_model", default=1)
-    names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
-    inner = _size(config, *names, default=4 * hidden)
-    inner *= _size(config, "num_experts_per_tok", default=1)
+    hidden = _config_value(config, "hidden_size", "d_model", default=1)
+    mlp_names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+    mlp_width = _config_value(config, *mlp_names, default=4 * hidden)
+    mlp_width *= _config_value(config, "num_experts_per_tok", default=1)
     activation = str(
         getattr(config, "hidden_act", None) or getattr(config, "activation_function", "")
     )
-    rms = getattr(config, "rms_norm_eps", None) is not None
-    rotated = rms or getattr(config, "rope_parameters", None) is not None
-    norms = 2 * hidden * ((3 if itemsize == 4 else 4) - is_adapted if rms else 2)
-    attention = (queries + 2 * keys) * (2 if rotated else 1) + queries
-    vectors = 4 if rms else 1 if activation == "relu" else 5 if "new" in activation else 2
-    return norms + attention + vectors * inner
+    has_rms_norm = getattr(config, "rms_norm_eps", None) is not None
+    has_rotary = has_rms_norm or getattr(config, "rope_parameters", None) is not None
+    copies = (2 if itemsize == 4 else 3) + norms_are_trained if has_rms_norm else 2
+    norms = 2 * hidden * copies
+    attention = (queries + 2 * keys) * (2 if has_rotary else 1) + queries
+    vectors = 4 if has_rms_norm else 1 if activation == "relu" else 5 if "new" in activation else 2
+    return norms + attention + vectors * mlp_width
 
 
-def read_models(
+def build_models(
     workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
 ) -> tuple[list[CountedModel], list[str]]:
     """The models that a step loads, in order, and a sentence for each unknown model.
@@ -215,13 +218,13 @@ def read_models(
         precision: Precision = "bf16" if has_gpu else "fp32"
         precision = precision if use.settings.precision == "auto" else use.settings.precision
         try:
-            settings = replace(use.settings, path=_source(path, origins), precision=precision)
-            shared = {each.name: getattr(settings, each.name) for each in fields(FrozenModelConfig)}
-            trains = isinstance(settings, TrainedModelConfig)
-            module = _on_meta(
+            settings = replace(use.settings, path=_find_config(path, origins), precision=precision)
+            shared = {item.name: getattr(settings, item.name) for item in fields(FrozenModelConfig)}
+            is_trained = isinstance(settings, TrainedModelConfig)
+            module = _build_on_meta(
                 FrozenModelConfig(**shared),
                 settings.lora if isinstance(settings, TrainedModelConfig) else None,
-                trains=trains,
+                is_trained=is_trained,
                 scores=use.scores,
             )
             models.append(CountedModel(use, path, settings, module))
@@ -234,20 +237,20 @@ def read_models(
 
 
 @functools.lru_cache(maxsize=16)
-def _on_meta(
-    settings: FrozenModelConfig, lora: LoraConfig | None, *, trains: bool, scores: bool
+def _build_on_meta(
+    settings: FrozenModelConfig, lora: LoraConfig | None, *, is_trained: bool, scores: bool
 ) -> "nn.Module":
     import torch
 
     from pipeline.models.hf.meta import model_on_meta
 
-    if trains:
+    if is_trained:
         settings = TrainedModelConfig(**vars(settings), lora=lora)
     task = "classifier" if scores else "causal"
     return model_on_meta(settings, task=task, device=torch.device("cpu"))
 
 
-def _source(path: str, origins: Mapping[str, str]) -> str:
+def _find_config(path: str, origins: Mapping[str, str]) -> str:
     """The location of the model's configuration, or its name in `KNOWN`.
 
     Raises:
@@ -256,7 +259,7 @@ def _source(path: str, origins: Mapping[str, str]) -> str:
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path
     if path in origins:
-        return _source(origins[path], origins)
+        return _find_config(origins[path], origins)
     cached = cached_file(path, "config.json")
     if cached is None and path not in KNOWN:
         raise ModelError(f"the configuration of {path} is not on this machine")

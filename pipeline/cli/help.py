@@ -37,14 +37,14 @@ def step_help(config_class: type, *, full: bool = False) -> str:
         *help_entry("--zero-config FILE", "DeepSpeed file; overrides those: docs/deepspeed.md."),
         *help_entry("--print_config", "Print the resolved settings and stop."),
     ]
-    own, common = _own_and_common(config_class, settings)
+    specific, common = _split_by_origin(config_class, settings)
     sections = dict(section_descriptions(config_class))
-    for title, group in (("Settings of this step", own), ("Settings of every step", common)):
-        plain = [each for each in group if full or each.name.partition(".")[0] not in sections]
-        if plain:
-            lines += ["", title, *settings_help(plain)]
+    for title, group in (("Settings of this step", specific), ("Settings of every step", common)):
+        shown = [s for s in group if full or s.name.partition(".")[0] not in sections]
+        if shown:
+            lines += ["", title, *settings_help(shown)]
     if not full:
-        lines += ["", *_sections(settings, sections)]
+        lines += ["", *_describe_sections(settings, sections)]
     return "\n".join(lines)
 
 
@@ -52,30 +52,29 @@ def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[
     """Help lines of settings: name, kind of value, meaning, default."""
     lines: list[str] = []
     for setting in settings:
-        default = _default(setting)
-        meaning = f"{setting.description} {default}".strip()
+        description = f"{setting.description} {_format_default(setting)}".strip()
         name = setting.name.replace("_", "-") if dashes else setting.name
         option = f"--{name} {_placeholder(setting.kind)}".rstrip()
         if len(option) + 2 > WIDTH:
             option, choices = option.split(" ", 1)
-            option, meaning = f"{option} NAME", f"One of {choices.replace(',', ', ')}. {meaning}"
-        lines += help_entry(option, meaning)
+            option = f"{option} NAME"
+            description = f"One of {choices.replace(',', ', ')}. {description}"
+        lines += help_entry(option, description)
     return lines
 
 
-def help_entry(option: str, meaning: str) -> list[str]:
-    """Help lines of one option; after a long name, the meaning is on the next line, indented."""
-    text = textwrap.wrap(meaning, WIDTH - INDENT) or [""]
-    head = f"  {option}"
-    if len(head) + 2 <= INDENT:
-        head, text = head.ljust(INDENT) + text[0], text[1:]
-    return [head, *(" " * INDENT + line for line in text)]
+def help_entry(option: str, description: str) -> list[str]:
+    """Help lines of one option; after a long name, the description starts on the next line."""
+    first, wrapped = f"  {option}", textwrap.wrap(description, WIDTH - INDENT) or [""]
+    if len(first) + 2 <= INDENT:
+        first, wrapped = first.ljust(INDENT) + wrapped[0], wrapped[1:]
+    return [first, *(" " * INDENT + line for line in wrapped)]
 
 
-def _own_and_common(
+def _split_by_origin(
     config_class: type, settings: Sequence[Setting]
 ) -> tuple[list[Setting], list[Setting]]:
-    """The step's own settings, and those of its base class."""
+    """The settings that the step's package declares, and those of the base class."""
     package = config_class.__module__.partition(".")[0]
     shared = {
         field.name
@@ -83,43 +82,41 @@ def _own_and_common(
         if is_dataclass(base) and base.__module__.partition(".")[0] != package
         for field in fields(base)
     }
-    own = [each for each in settings if each.name.partition(".")[0] not in shared]
-    # The most derived class's own settings precede those inherited within the package.
+    specific = [s for s in settings if s.name.partition(".")[0] not in shared]
+    # Settings of the most derived class precede those inherited within the package.
     names = {field.name for field in fields(config_class)}
     declared = next(
-        mine for base in config_class.__mro__ if (mine := names & base.__annotations__.keys())
+        here for base in config_class.__mro__ if (here := names & base.__annotations__.keys())
     )
-    own.sort(key=lambda each: each.name.partition(".")[0] not in declared)
-    return own, [each for each in settings if each.name.partition(".")[0] in shared]
+    specific.sort(key=lambda setting: setting.name.partition(".")[0] not in declared)
+    return specific, [s for s in settings if s.name.partition(".")[0] in shared]
 
 
-def _sections(settings: Sequence[Setting], sections: Mapping[str, str]) -> Iterator[str]:
-    """A paragraph for each section: its description and the names of its settings."""
+def _describe_sections(settings: Sequence[Setting], sections: Mapping[str, str]) -> Iterator[str]:
+    """Describe each section and list the names of its settings."""
     yield "Sections, described by --help all"
-    for name, description in sections.items():
-        names = [each.name.removeprefix(f"{name}.") for each in settings]
-        names = [each for each, full in zip(names, settings, strict=True) if each != full.name]
-        inner = {each.partition(".")[0] for each in names if "." in each}
-        heads = dict.fromkeys(each.partition(".")[0] for each in names)
-        yield from help_entry(f"--{name}.SETTING", description)
-        yield from names_help(f"{head}.*" if head in inner else head for head in heads)
+    for section, description in sections.items():
+        prefix = f"{section}."
+        names = [s.name.removeprefix(prefix) for s in settings if s.name.startswith(prefix)]
+        nested = {name.partition(".")[0] for name in names if "." in name}
+        names = dict.fromkeys(name.partition(".")[0] for name in names)
+        yield from help_entry(f"--{section}.SETTING", description)
+        yield from names_help(f"{name}.*" if name in nested else name for name in names)
 
 
 def names_help(names: Iterable[str]) -> list[str]:
     """Help lines that list names, indented like descriptions."""
-    room = " " * INDENT
-    return textwrap.wrap(
-        " ".join(names), WIDTH, initial_indent=room, subsequent_indent=room, break_on_hyphens=False
-    )
+    lines = textwrap.wrap(" ".join(names), WIDTH - INDENT, break_on_hyphens=False)
+    return [" " * INDENT + line for line in lines]
 
 
-def _default(setting: Setting) -> str:
+def _format_default(setting: Setting) -> str:
     value = setting.default
     if value is None or value is False or value in ((), {}, "", Path()):
         return ""
     items = value if isinstance(value, tuple) else (value,)
-    shown = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-    return f"(default: {'true' if value is True else ' '.join(shown)})"
+    formatted = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    return f"(default: {'true' if value is True else ' '.join(formatted)})"
 
 
 def _placeholder(kind: object) -> str:

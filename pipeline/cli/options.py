@@ -15,7 +15,7 @@ A step's module ends with
     if __name__ == "__main__":
         run_main(main)
 
-and begins with `before_imports(SFTConfig)` under the same condition.
+and begins with `prepare_imports(SFTConfig)` under the same condition.
 
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
 defaults, then a method's, then each file in order, then the command line. Option names take dashes
@@ -58,10 +58,10 @@ from pipeline.system.installation import find_preset
 from pipeline.system.signals import EXIT_INTERRUPTED
 from pipeline.system.threads import set_compute_threads, shorten_spinning
 
-C = TypeVar("C")
+ConfigT = TypeVar("ConfigT")
 
 
-def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
+def parse_step(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
     """Merge the settings of a step from layers; later layers override earlier ones.
 
     The layers are the defaults, the method's defaults, each `--config` in order, `--zero-config`,
@@ -75,43 +75,43 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     overrides: list[Option] = []
     zero_config: Path | None = None
     print_config = False
-    for name, words in split_options(argv):
+    for name, values in split_options(argv):
         match name:
             case "help":
-                say(step_help(config_class, full=words == ["all"]))
+                print_output(step_help(config_class, full=values == ["all"]))
                 raise SystemExit(0)
             case "print_config":
                 print_config = True
             case "local_rank":
                 continue
             case "config":
-                layers += [_of_step(layer, config_class) for layer in read_layers(words)]
+                layers += [_select_section(layer, config_class) for layer in load_layers(values)]
             case "zero_config":
-                zero_config = _one_file("--zero-config", words)
+                zero_config = _parse_single_path("--zero-config", values)
             case _:
-                overrides.append((name, words))
+                overrides.append((name, values))
     layers.insert(0, method_layer(config_class, layers, overrides))
     if zero_config is not None:
-        from pipeline.config.deepspeed import deepspeed_layer, read_notice
+        from pipeline.config.deepspeed import deepspeed_layer, ignored_keys_notice
 
         layers.append(deepspeed_layer(config_class, zero_config, world=launched.world_size()))
-        if notice := read_notice(zero_config):
-            remark(notice)
+        if notice := ignored_keys_notice(zero_config):
+            print_notice(notice)
     config = build_config(config_class, layers, overrides)
     if print_config:
-        say(config_yaml(config))
+        print_output(config_yaml(config))
         raise SystemExit(0)
     return config
 
 
-def _of_step(layer: Layer, config_class: type) -> Layer:
+def _select_section(layer: Layer, config_class: type) -> Layer:
     """The step's section of a file that has one for each step, otherwise the whole file."""
     section = getattr(config_class, "section", "")
-    own = layer.settings.get(section) if section else None
-    return replace(layer, settings=own) if isinstance(own, dict) else layer
+    settings = layer.settings.get(section) if section else None
+    return replace(layer, settings=settings) if isinstance(settings, dict) else layer
 
 
-def before_imports(config_class: type) -> None:
+def prepare_imports(config_class: type) -> None:
     """Prepare a step's module before it imports PyTorch, which takes seconds.
 
     If the command line requests help or the settings, they are printed and the process exits. Until
@@ -120,7 +120,7 @@ def before_imports(config_class: type) -> None:
     """
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
     names = {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     if names & {"-h", "--help", "--print-config"}:
 
@@ -131,8 +131,8 @@ def before_imports(config_class: type) -> None:
     shorten_spinning(os.environ)
 
 
-def _interrupted(_number: int, _frame: FrameType | None) -> None:
-    complain("interrupted")
+def _exit_on_interrupt(_number: int, _frame: FrameType | None) -> None:
+    print_error("interrupted")
     os._exit(EXIT_INTERRUPTED)
 
 
@@ -156,7 +156,7 @@ def split_options(argv: Sequence[str]) -> list[Option]:
     return options
 
 
-def read_layers(words: Sequence[str]) -> list[Layer]:
+def load_layers(paths: Sequence[str]) -> list[Layer]:
     """Read the settings of the YAML (or JSON) files that follow `--config`.
 
     A preset is found by its name, such as `opt-1.3b.yaml`, in any directory.
@@ -164,9 +164,9 @@ def read_layers(words: Sequence[str]) -> list[Layer]:
     Raises:
         ConfigError: no file is given, or the file doesn't exist or is not a YAML mapping.
     """
-    if not words:
+    if not paths:
         raise ConfigError("--config needs a file")
-    return [read_settings(find_preset(Path(word))) for word in words]
+    return [read_settings(find_preset(Path(path))) for path in paths]
 
 
 def write_config(config: object, path: Path) -> None:
@@ -182,7 +182,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     `KeyboardInterrupt` with a message prints it. The exit code is 79 if memory ran out, 80 if
     training diverged, and 81 if a disk was full. Other errors keep their traceback.
     """
-    if signal.getsignal(signal.SIGINT) is _interrupted:
+    if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not gc.isenabled():
         gc.freeze()  # imported modules are never collected
@@ -190,66 +190,66 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        complain(f"error: {error}", once=_is_first_to_say)
+        print_error(f"error: {error}", once_per_job=True)
         sys.exit(EXIT_USER_ERROR)
     except DivergedError as error:
-        complain(f"error: {error}", once=_is_first_to_say)
+        print_error(f"error: {error}", once_per_job=True)
         sys.exit(EXIT_DIVERGED)
-    except JobFailed as failed:
+    except JobFailed as failure:
         # Skip interpreter shutdown, where threads of a broken process group would abort.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(failed.code if isinstance(failed.code, int) else 1)
+        os._exit(failure.code if isinstance(failure.code, int) else 1)
     except KeyboardInterrupt as interrupt:
-        complain(str(interrupt) or "interrupted")
+        print_error(str(interrupt) or "interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if is_disk_full(error):
-            complain(f"error: the disk is full: {error}; free some space", once=_is_first_to_say)
+            print_error(f"error: the disk is full: {error}; free some space", once_per_job=True)
             sys.exit(EXIT_DISK_FULL)
         if not is_out_of_memory(error):
             raise
-        complain(f"out of memory: {error}")
+        print_error(f"out of memory: {error}")
         sys.exit(EXIT_OUT_OF_MEMORY)
     sys.exit(0)
 
 
-def say(text: str) -> None:
+def print_output(text: str) -> None:
     """Print text to standard output, from the first process only."""
     if launched.rank() == 0:
         sys.stdout.write(text.rstrip("\n") + "\n")
         sys.stdout.flush()
 
 
-def complain(sentence: str, *, once: Callable[[str], bool] | None = None) -> None:
-    """Print a line to standard error from the first process, or where `once(sentence)` is true."""
-    if launched.rank() == 0 if once is None else once(sentence):
-        sys.stderr.write(" ".join(sentence.split()) + "\n")
+def print_error(message: str, *, once_per_job: bool = False) -> None:
+    """Print a line to standard error, from the first process or the first that has this message."""
+    if _claim_message(message) if once_per_job else launched.rank() == 0:
+        sys.stderr.write(" ".join(message.split()) + "\n")
         sys.stderr.flush()
 
 
-def remark(text: str) -> None:
+def print_notice(text: str) -> None:
     """Print lines to standard error, from the first process; standard output is for results."""
     if launched.rank() == 0:
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
 
 
-def _one_file(option: str, words: Sequence[str]) -> Path:
-    if len(words) != 1:
-        raise ConfigError(f"{option} takes a single file, got {len(words)}: {' '.join(words)}")
-    return Path(words[0])
+def _parse_single_path(option: str, values: Sequence[str]) -> Path:
+    if len(values) != 1:
+        raise ConfigError(f"{option} takes a single file, got {len(values)}: {' '.join(values)}")
+    return Path(values[0])
 
 
-def _is_first_to_say(sentence: str) -> bool:
-    """Whether this process prints the message, if several processes have the same one.
+def _claim_message(message: str) -> bool:
+    """Return true in one of the processes that have this message to print.
 
     Processes of one torchrun share a directory, which torchrun removes at exit.
     """
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if errors is None:
         return launched.rank() == 0
-    claim = Path(errors).parent.parent / f"said-{zlib.crc32(sentence.encode()):08x}"
+    claim = Path(errors).parent.parent / f"printed-{zlib.crc32(message.encode()):08x}"
     try:
         claim.touch(exist_ok=False)
     except FileExistsError:
@@ -259,17 +259,17 @@ def _is_first_to_say(sentence: str) -> bool:
     return True
 
 
-def read_command(
-    config_class: type[C],
+def parse_command(
+    config_class: type[ConfigT],
     argv: Sequence[str],
     *,
     usage: str | Sequence[str],
     about: str,
     aliases: Mapping[str, str] | None = None,
-) -> C:
+) -> ConfigT:
     """Read the settings of a command line; `--help` prints and exits with code 0.
 
-    A list may be given as one option with several words, or as several options. The setting
+    A list may be given as one option with several values, or as several options. The setting
     `threads` is applied if the command has it.
 
     Args:
@@ -283,31 +283,31 @@ def read_command(
     Raises:
         ConfigError: a setting is unknown or has a wrong value; the message names the option.
     """
-    given = split_options(argv)
-    if any(name == "help" for name, _ in given):
-        say(_help(config_class, usage, about))
+    arguments = split_options(argv)
+    if any(name == "help" for name, _ in arguments):
+        print_output(_format_help(config_class, usage, about))
         raise SystemExit(0)
     options: dict[str, list[str]] = {}
     repeated: set[str] = set()
-    for typed, words in given:
-        name = (aliases or {}).get(typed, typed)
+    for alias, values in arguments:
+        name = (aliases or {}).get(alias, alias)
         repeated |= {name} & options.keys()
-        options.setdefault(name, []).extend(words)
-    known = list(list_settings(config_class))
-    names = {each.name for each in known}
+        options.setdefault(name, []).extend(values)
+    settings = list(list_settings(config_class))
+    names = {setting.name for setting in settings}
     for name in options:
         if name.partition(".")[0] not in names:
-            hint = did_you_mean(known, name, _as_option)
-            raise ConfigError(f"there is no option {_as_option(name)}; {hint}")
-    texts = {name: [json.dumps(options[name])] for name in repeated}
+            hint = did_you_mean(settings, name, _option_name)
+            raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
+    options |= {name: [json.dumps(options[name])] for name in repeated}
     try:
-        config = build_config(config_class, [], list((options | texts).items()))
+        config = build_config(config_class, [], list(options.items()))
         if "threads" in names:
             set_compute_threads(getattr(config, "threads", None))
     except ConfigError as error:
         name, _, rest = str(error).partition(" ")
         setting = name.removeprefix("--")
-        raise ConfigError(f"{_as_option(setting) if setting in names else name} {rest}") from None
+        raise ConfigError(f"{_option_name(setting) if setting in names else name} {rest}") from None
     return config
 
 
@@ -319,21 +319,24 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help lists the options")
 
 
-def _as_option(name: str) -> str:
+def _option_name(name: str) -> str:
     """The spelling of an option: --best-of for `best_of`."""
     return f"--{name.replace('_', '-')}"
 
 
-def _help(config_class: type, usage: str | Sequence[str], about: str) -> str:
+def _format_help(config_class: type, usage: str | Sequence[str], about: str) -> str:
     first, *others = [usage] if isinstance(usage, str) else usage
-    named = re.findall(r"--([\w-]+)", " ".join([first, *others]))
-    place = {name.replace("-", "_"): index for index, name in enumerate(reversed(named))}
-    settings = list(list_settings(config_class))
-    settings.sort(key=lambda each: -place.get(each.name, -1))
+    listed = [
+        name.replace("-", "_") for name in re.findall(r"--([\w-]+)", " ".join([first, *others]))
+    ]
+    settings = sorted(
+        list_settings(config_class),
+        key=lambda setting: listed.index(setting.name) if setting.name in listed else len(listed),
+    )
     return "\n".join(
         [
             f"usage: {first}",
-            *(f"       {each}" for each in others),
+            *(f"       {line}" for line in others),
             "",
             about,
             "",

@@ -30,7 +30,7 @@ class RowColumns:
     known_labels: bool = False
     """Whether step 2 trains on `label`, which tells other steps which rows they can use."""
 
-    def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the columns that the step reads and the row has."""
         names = self.needed | (columns.keys() if self.all else set())
         values = {name: find_column(columns, name) for name in sorted(names)}
@@ -39,19 +39,19 @@ class RowColumns:
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
     """A row's column, or an entry of a nested one (OUTER.INNER, or as in verl's rows), or None."""
-    places = (columns, *(_nested(columns.get(each)) for each in ("reward_model", "extra_info")))
-    values = (_entry(place, name) for place in places)
+    nested = (_parse_nested(columns.get(outer)) for outer in ("reward_model", "extra_info"))
+    values = (_get_entry(source, name) for source in (columns, *nested))
     return next((value for value in values if value is not None), None)
 
 
-def _entry(place: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+def _get_entry(source: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
     outer, _, inner = name.partition(".")
-    value = place.get(name)
-    return _entry(_nested(place.get(outer)), inner) if value is None and inner else value
+    value = source.get(name)
+    return _get_entry(_parse_nested(source.get(outer)), inner) if value is None and inner else value
 
 
-def _nested(value: object) -> Mapping[str, Any]:
-    """A nested column, parsed if it is text as in CSV files; else empty."""
+def _parse_nested(value: object) -> Mapping[str, Any]:
+    """Return a nested column, parsed if it is text as in CSV files; else an empty mapping."""
     is_text = isinstance(value, str) and value.lstrip().startswith("{")
     value = parse_literal(value) if is_text else value
     return value if isinstance(value, Mapping) else {}
@@ -74,11 +74,11 @@ pairs, labels or ranked responses; the prompt; or single responses, good or bad.
 
 @dataclass(frozen=True)
 class RowShare:
-    """The rows that a step takes, if they differ from the default for its number."""
+    """The rows that a step uses, if they differ from the default for its number."""
 
     use: RowUse
 
-    of_steps: tuple[int, ...]
+    split_steps: tuple[int, ...]
     """Steps whose parts of `data.split` are used."""
 
 

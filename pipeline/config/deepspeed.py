@@ -1,9 +1,9 @@
 """DeepSpeed configuration files as one layer of a step's settings.
 
-A key takes effect (`ACTING`) or is ignored (`IGNORED`); any other key is refused unless its value
-leaves a feature off. Key names are those of DeepSpeed 0.19; `docs/deepspeed.md` describes them. The
-value "auto" leaves a setting unchanged. As in DeepSpeed, files may have comments and trailing
-commas, but no duplicate keys.
+A key takes effect (`SUPPORTED`) or is ignored (`IGNORED`); any other key is refused unless its
+value leaves a feature off. Key names are those of DeepSpeed 0.19; `docs/deepspeed.md` describes
+them. The value "auto" leaves a setting unchanged. As in DeepSpeed, files may have comments and
+trailing commas, but no duplicate keys.
 
 Values are checked where the settings are built, so that an error names our setting and the file.
 """
@@ -37,7 +37,7 @@ ZERO = "zero_optimization."
 OFFLOADS = {"optimizer": f"{ZERO}offload_optimizer.", "params": f"{ZERO}offload_param."}
 OFFLOAD_KEYS = ("device", "nvme_path")
 
-ACTING = (
+SUPPORTED = (
     *BATCH_KEYS,
     *("gradient_clipping", "communication_data_type"),
     *("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"),
@@ -78,7 +78,7 @@ IGNORED = (
 
 SECTIONS = frozenset(
     name.rsplit(".", depth)[0]
-    for name in (*ACTING, *IGNORED)
+    for name in (*SUPPORTED, *IGNORED)
     for depth in range(1, name.count(".") + 1)
 )
 
@@ -101,7 +101,7 @@ DEEPSPEED_SCHEDULES = {
 IGNORED_PARAMS = ("warmup_type", "warmup_min_lr", "total_num_steps", "last_batch_iteration")
 """Parameters of DeepSpeed's schedules without effect: the run determines the length."""
 
-IMPLEMENTATION = {
+FIXED_PARAMS = {
     **dict.fromkeys(("adam_w_mode", "torch_adam", "fused", "foreach", "capturable")),
     "set_grad_none": None,
     "bias_correction": True,
@@ -120,32 +120,32 @@ class DeepSpeedFile:
     """The keys of a file, by their effect."""
 
     origin: str
-    acting: dict[str, Any] = field(default_factory=dict[str, Any])
+    supported: dict[str, Any] = field(default_factory=dict[str, Any])
     ignored: list[str] = field(default_factory=list[str])
 
     def get(self, key: str) -> Any:  # noqa: ANN401
         """The value of a key with an effect; None if it is missing or "auto"."""
-        value = self.acting.get(key)
-        return None if value == AUTO else _integral(value)
+        value = self.supported.get(key)
+        return None if value == AUTO else _normalize(value)
 
     def params(self, key: str) -> dict[str, Any]:
         """The parameters of the optimizer or schedule, except those that are null or "auto"."""
-        given = self.acting.get(key) or {}
-        if not isinstance(given, Mapping):
-            raise self.error(key, f"must contain settings, {{...}}, got {given!r}")
-        given = {str(name): _integral(value) for name, value in given.items()}
-        return {name: value for name, value in given.items() if value not in (None, AUTO)}
+        section = self.supported.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise self.error(key, f"must contain settings, {{...}}, got {section!r}")
+        params = {str(name): _normalize(value) for name, value in section.items()}
+        return {name: value for name, value in params.items() if value not in (None, AUTO)}
 
-    def size(self, key: str) -> int | None:
+    def batch_size(self, key: str) -> int | None:
         """A batch size; None if it is missing or "auto"."""
         value = self.get(key)
         if value is None or (isinstance(value, int) and value is not True and value > 0):
             return value
         raise self.error(key, f"must be an integer above 0, got {value!r}")
 
-    def error(self, key: str, sentence: str) -> ConfigError:
+    def error(self, key: str, message: str) -> ConfigError:
         """An error whose message starts with the key and the file."""
-        return ConfigError(f"{key} in {self.origin} {sentence}")
+        return ConfigError(f"{key} in {self.origin} {message}")
 
 
 def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
@@ -158,39 +158,44 @@ def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
         ConfigError: the file can't be used, or the step trains no model.
     """
     hints = typing.get_type_hints(config_class)
-    trained = [
-        each.name
-        for each in fields(config_class)
-        if section_class(hints[each.name]) is TrainedModelConfig
+    roles = [
+        item.name
+        for item in fields(config_class)
+        if section_class(hints[item.name]) is TrainedModelConfig
     ]
-    require(bool(trained), f"--zero-config {path}: the step trains no model; remove the option")
-    file = read_file(path)
-    of_model = {**_precision(file), **_zero(file), **_optimizer(file), **_schedule(file)}
-    settings: dict[str, Any] = {role: nested(of_model) for role in trained}
+    require(bool(roles), f"--zero-config {path}: the step trains no model; remove the option")
+    file = parse_file(path)
+    model_settings = {
+        **_convert_precision(file),
+        **_convert_zero(file),
+        **_convert_optimizer(file),
+        **_convert_schedule(file),
+    }
+    settings: dict[str, Any] = {role: nested(model_settings) for role in roles}
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}
-    return Layer({**settings, **_batch_sizes(file, world)}, str(path), is_file=True)
+    return Layer({**settings, **_convert_batch_sizes(file, world)}, str(path), is_file=True)
 
 
-def read_notice(path: Path) -> str | None:
+def ignored_keys_notice(path: Path) -> str | None:
     """Notice about keys of a file that have no effect; None if there are none.
 
     Raises:
         ConfigError: the file can't be read, or has a key that is not available.
     """
-    keys = read_file(path).ignored
+    keys = parse_file(path).ignored
     return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
 
 
-def _batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
+def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
     """The given sizes; train_batch_size = micro-batch size x accumulation steps x processes."""
-    train, micro, accumulation = (file.size(key) for key in BATCH_KEYS)
-    if train is None and micro and (accumulation or BATCH_KEYS[0] not in file.acting):
+    train, micro, accumulation = (file.batch_size(key) for key in BATCH_KEYS)
+    if train is None and micro and (accumulation or BATCH_KEYS[0] not in file.supported):
         train = micro * (accumulation or 1) * world
     elif train and accumulation:
-        share = accumulation * world
-        micro = micro or -(-train // share)
-        if micro * share != train:
+        divisor = accumulation * world
+        micro = micro or -(-train // divisor)
+        if micro * divisor != train:
             raise file.error(
                 BATCH_KEYS[0],
                 f"is {train}, which is not {BATCH_KEYS[1]} ({micro}) x {BATCH_KEYS[2]}"
@@ -201,9 +206,9 @@ def _batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size is not None}
 
 
-def _precision(file: DeepSpeedFile) -> dict[str, Any]:
+def _convert_precision(file: DeepSpeedFile) -> dict[str, Any]:
     """Data type and loss scale; fp32 if both formats are off."""
-    keys = [key for key in ("fp16.enabled", "bf16.enabled") if key in file.acting]
+    keys = [key for key in ("fp16.enabled", "bf16.enabled") if key in file.supported]
     enabled = [key for key in keys if file.get(key)]
     if len(enabled) == 2:
         raise file.error("fp16.enabled", "and bf16.enabled are both true; keep one")
@@ -212,83 +217,82 @@ def _precision(file: DeepSpeedFile) -> dict[str, Any]:
         settings["precision"] = enabled[0].partition(".")[0]
     elif keys and all(file.get(key) is not None for key in keys):
         settings["precision"] = "fp32"
-    if file.acting.get("fp16.enabled"):
+    if file.supported.get("fp16.enabled"):
         settings |= {f"fp16.{name}": file.get(f"fp16.{name}") for name in FP16_KEYS}
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _zero(file: DeepSpeedFile) -> dict[str, Any]:
+def _convert_zero(file: DeepSpeedFile) -> dict[str, Any]:
     """ZeRO stage, offload and the engine's other settings."""
     stage = file.get(f"{ZERO}stage")
-    if stage is None and any(key.startswith(ZERO) for key in file.acting):
+    if stage is None and any(key.startswith(ZERO) for key in file.supported):
         stage = 0
     devices = {name: file.get(f"{prefix}device") for name, prefix in OFFLOADS.items()}
     # DeepSpeed stores reduced gradients where the optimizer runs.
-    follows = devices["optimizer"] not in (None, "none") and stage in (2, 3)
-    kinds = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}
-    kind = file.get("communication_data_type")
+    offloads_gradients = devices["optimizer"] not in (None, "none") and stage in (2, 3)
+    dtypes = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}
+    dtype = file.get("communication_data_type")
     paths = (file.get(f"{prefix}nvme_path") for prefix in OFFLOADS.values())
     settings = {
         "zero_stage": stage,
         "zero.offload.optimizer": devices["optimizer"],
-        "zero.offload.gradients": "cpu" if follows else None,
+        "zero.offload.gradients": "cpu" if offloads_gradients else None,
         "zero.offload.params": devices["params"],
         "zero.offload.nvme_path": next(filter(None, paths), None),
-        "zero.reduce_dtype": kinds.get(kind, kind),
+        "zero.reduce_dtype": dtypes.get(dtype, dtype),
     }
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _optimizer(file: DeepSpeedFile) -> dict[str, Any]:
+def _convert_optimizer(file: DeepSpeedFile) -> dict[str, Any]:
     """The parameters of AdamW, and clipping."""
-    given = file.params("optimizer.params")
+    params = file.params("optimizer.params")
     settings: dict[str, Any] = {}
-    own = given.pop("max_grad_norm", None)
+    optimizer_clip = params.pop("max_grad_norm", None)
     clip = file.get("gradient_clipping")
-    clip = own if clip is None else clip
+    clip = optimizer_clip if clip is None else clip
     if clip is not None:
         settings["optim.max_grad_norm"] = clip or None
     for param in ("lr", "betas", "eps", "weight_decay"):
-        if param in given:
-            settings[f"optim.{param}"] = given.pop(param)
+        if param in params:
+            settings[f"optim.{param}"] = params.pop(param)
     name = file.get("optimizer.type")
     if name is None:
         return settings
-    is_adamw = str(name).lower() in ("adam", "adamw") and given.get("adam_w_mode") is not False
+    is_adamw = str(name).lower() in ("adam", "adamw") and params.get("adam_w_mode") is not False
     if not is_adamw:
         raise file.error("optimizer.type", f"{name} is not available; use AdamW")
-    for param, value in given.items():
-        fixed = IMPLEMENTATION.get(param, AUTO)
-        if fixed not in (None, value) and (param in IMPLEMENTATION or not _is_off(value)):
+    for param, value in params.items():
+        required = FIXED_PARAMS.get(param, AUTO)
+        if required not in (None, value) and (param in FIXED_PARAMS or not _is_off(value)):
             raise file.error(f"optimizer.params.{param}", "is not available here; remove it")
     return settings
 
 
-def _schedule(file: DeepSpeedFile) -> dict[str, Any]:
+def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
     """The schedule with its warm-up and end, which replace another schedule's."""
     name = file.get("scheduler.type")
     if name is None:
         return {}
-    known = {each.lower(): each for each in DEEPSPEED_SCHEDULES}
-    if str(name).lower() not in known:
-        raise file.error("scheduler.type", f"{name} is not available; {suggestion(name, known)}")
-    name = known[str(name).lower()]
-    given = file.params("scheduler.params")
-    auto = {
-        key for key, value in (file.acting.get("scheduler.params") or {}).items() if value == AUTO
-    }
-    given = {key: value for key, value in given.items() if key not in IGNORED_PARAMS}
+    names = {schedule.lower(): schedule for schedule in DEEPSPEED_SCHEDULES}
+    if str(name).lower() not in names:
+        raise file.error("scheduler.type", f"{name} is not available; {suggestion(name, names)}")
+    name = names[str(name).lower()]
+    params = file.params("scheduler.params")
+    params = {key: value for key, value in params.items() if key not in IGNORED_PARAMS}
+    given = file.supported.get("scheduler.params") or {}
+    auto = {key for key, value in given.items() if value == AUTO}
     settings = {"optim.schedule": DEEPSPEED_SCHEDULES[name], "optim.final_lr_ratio": 0.0}
     if "warmup_num_steps" not in auto:
-        settings["optim.warmup_steps"] = given.pop("warmup_num_steps", WARMUP_STEPS)
+        settings["optim.warmup_steps"] = params.pop("warmup_num_steps", WARMUP_STEPS)
     if name == "WarmupCosineLR" and "cos_min_ratio" not in auto:
-        settings["optim.final_lr_ratio"] = given.pop("cos_min_ratio", COS_MIN_RATIO)
+        settings["optim.final_lr_ratio"] = params.pop("cos_min_ratio", COS_MIN_RATIO)
     if name == "WarmupDecayLR" and "warmup_max_lr" not in auto:
         settings["optim.lr"] = MAX_LR
-    if "warmup_max_lr" in given:
-        settings["optim.lr"] = given.pop("warmup_max_lr")
-    if given:
-        name = next(iter(given))
+    if "warmup_max_lr" in params:
+        settings["optim.lr"] = params.pop("warmup_max_lr")
+    if params:
+        name = next(iter(params))
         raise file.error(f"scheduler.params.{name}", "is not available here; remove it")
     return settings
 
@@ -298,7 +302,7 @@ _COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DO
 _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 
 
-def read_file(path: Path) -> DeepSpeedFile:
+def parse_file(path: Path) -> DeepSpeedFile:
     """The keys of a DeepSpeed file.
 
     Raises:
@@ -311,16 +315,16 @@ def read_file(path: Path) -> DeepSpeedFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from None
 
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        require(not twice, f"{path} has {', '.join(twice)} twice in one section; keep one")
+        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        require(not repeated, f"{path} has {', '.join(repeated)} twice in one section; keep one")
         return dict(pairs)
 
     text = _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
     text = _TRAILING_COMMA.sub(lambda match: match[1] or " ", text)
     try:
-        content = json.loads(text, object_pairs_hook=distinct)
+        content = json.loads(text, object_pairs_hook=reject_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}"
@@ -330,17 +334,17 @@ def read_file(path: Path) -> DeepSpeedFile:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain one JSON object of settings, {{...}}")
     file = DeepSpeedFile(str(path))
-    _sort(content, file)
+    _classify_keys(content, file)
     return file
 
 
-def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> None:
+def _classify_keys(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> None:
     for word, value in section.items():
         name = f"{prefix}{word}"
         if word.startswith("_") or value is None:  # such as "_comment", since JSON has no comments
             continue
-        if name in ACTING:
-            file.acting[name] = value
+        if name in SUPPORTED:
+            file.supported[name] = value
             if name == "scheduler.params" and isinstance(value, Mapping):
                 unused = [key for key in IGNORED_PARAMS if value.get(key) not in (None, AUTO)]
                 file.ignored.extend(f"{name}.{key}" for key in unused)
@@ -350,29 +354,29 @@ def _sort(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> 
         elif name in SECTIONS and value is not False:
             if not isinstance(value, Mapping):
                 raise file.error(name, f"must contain settings, {{...}}, got {value!r}")
-            _sort(value, file, f"{name}.")
+            _classify_keys(value, file, f"{name}.")
         elif not _is_off(value) and value != NEUTRAL.get(name):
-            raise file.error(name, f"is not available here; {_hint(name)}")
+            raise file.error(name, f"is not available here; {_suggest_key(name)}")
 
 
 def _is_off(value: object) -> bool:
     """Whether `value` disables a feature: `{"enabled": false}`, or only neutral values."""
     if isinstance(value, Mapping):
         inner = [value["enabled"]] if "enabled" in value else value.values()
-        return all(_is_off(each) for each in inner)
+        return all(_is_off(item) for item in inner)
     return value in (None, False, 0, AUTO, [])
 
 
-def _hint(name: str) -> str:
-    """A suggestion of the key that was probably meant."""
-    known, last = [*ACTING, *SECTIONS], name.rpartition(".")[2]
-    same = [each for each in known if each.rpartition(".")[2] == last]
-    close = same[:2] or difflib.get_close_matches(name, known, 1, 0.75)
-    meant = " or ".join(close)
-    return f"did you mean {meant}?" if meant else "docs/deepspeed.md lists the keys; remove it"
+def _suggest_key(name: str) -> str:
+    """Suggest the key that was probably meant."""
+    known, last = [*SUPPORTED, *SECTIONS], name.rpartition(".")[2]
+    same_name = [key for key in known if key.rpartition(".")[2] == last]
+    matches = same_name[:2] or difflib.get_close_matches(name, known, 1, 0.75)
+    if matches:
+        return f"did you mean {' or '.join(matches)}?"
+    return "docs/deepspeed.md lists the keys; remove it"
 
 
-def _integral(value: Any) -> Any:  # noqa: ANN401
+def _normalize(value: Any) -> Any:  # noqa: ANN401
     """Convert an integral number such as 5e8 to an int."""
-    is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -32,8 +32,8 @@ class OffloadConfig:
     start."""
 
     def __post_init__(self) -> None:
-        places = {"optimizer": self.optimizer, "params": self.params}
-        on_disk = [name for name, place in places.items() if place == "nvme"]
+        devices = {"optimizer": self.optimizer, "params": self.params}
+        on_disk = [name for name, device in devices.items() if device == "nvme"]
         require(
             not on_disk or self.nvme_path is not None,
             f"offload.{'/'.join(on_disk)} nvme needs offload.nvme_path, a directory on a fast local"
@@ -77,7 +77,7 @@ Kernels = Literal["auto", "required", "off"]
 Quantize = Literal["none", "nf4", "int8"]
 AdapterVariant = Literal["lora", "rslora"]
 
-LORA_RATE = 10.0
+LORA_LR_FACTOR = 10.0
 """Learning rate of adapters relative to that of full training: the best rates are about ten times
 higher (Schulman et al. 2025, "LoRA Without Regret"; Biderman et al. 2024, section 6)."""
 
@@ -162,11 +162,11 @@ class TrainedModelConfig(FrozenModelConfig):
     rounding of attention in bf16 on a CPU."""
 
     @property
-    def rate(self) -> tuple[str, float]:
+    def peak_lr(self) -> tuple[str, float]:
         """Name and value of the peak learning rate of the trained weights, such as adapters."""
         if self.lora is None:
             return "optim.lr", self.optim.lr
-        return "lora.lr", self.lora.lr or LORA_RATE * self.optim.lr
+        return "lora.lr", self.lora.lr or LORA_LR_FACTOR * self.optim.lr
 
     def __post_init__(self) -> None:
         offload = self.zero.offload

@@ -38,7 +38,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 """Functions by the name in `optim.schedule`. As in DeepSpeed-Chat, a cosine with restarts has one
 cycle and a polynomial the power 1, the defaults of transformers."""
 
-WITHOUT_FINAL_RATIO = ("constant", "constant_with_warmup")
+IGNORE_FINAL_RATIO = ("constant", "constant_with_warmup")
 """Schedules that ignore `final_lr_ratio`."""
 
 
@@ -80,7 +80,7 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
 
-    def lr_share(self, step: int, *, total_steps: int) -> float:
+    def lr_factor(self, step: int, *, total_steps: int) -> float:
         """Fraction of the peak learning rate at applied step `step` (from 0).
 
         A linear warm-up, then the schedule, scaled to end at `final_lr_ratio`. The warm-up, of W
@@ -92,8 +92,8 @@ class OptimConfig:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        share = SCHEDULES[self.schedule](progress)
-        return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * share
+        factor = SCHEDULES[self.schedule](progress)
+        return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * factor
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
@@ -124,7 +124,7 @@ class OptimConfig:
             f"optim.warmup_steps must not be below 0, got {self.warmup_steps}",
         )
         require(
-            self.final_lr_ratio == 0 or self.schedule not in WITHOUT_FINAL_RATIO,
+            self.final_lr_ratio == 0 or self.schedule not in IGNORE_FINAL_RATIO,
             f"optim.final_lr_ratio must be 0: the {self.schedule} schedule ignores it",
         )
         require(

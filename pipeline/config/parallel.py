@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pipeline.config.model import TrainedModelConfig
 from pipeline.system.errors import require
 
-FILL = 4
+MICRO_BATCHES_PER_STAGE = 4
 """Minimum micro-batches per stage in a step, unless the settings say otherwise: stages are then
 idle for at most a fifth of the time."""
 
@@ -44,10 +44,10 @@ class ParallelConfig:
             )
 
     @property
-    def least_micro_batches(self) -> int | None:
+    def min_micro_batches(self) -> int | None:
         """Minimum micro-batches per step on each pipeline; None if `micro_batch_size` decides."""
         if self.micro_batches is None and self.pp > 1:
-            return FILL * self.pp
+            return MICRO_BATCHES_PER_STAGE * self.pp
         return self.micro_batches
 
     def check(self, processes: int, *, section: str = "") -> None:
@@ -61,23 +61,23 @@ class ParallelConfig:
             ConfigError: the processes can't be divided; the message names the setting.
         """
         prefix = f"{section}." if section else ""
-        of_data = " of each stage" if self.tp == 1 else " with the same shard of each layer"
+        replica_scope = " of each stage" if self.tp == 1 else " with the same shard of each layer"
         number = f"{processes} process{'es' if processes > 1 else ''}"
-        for name, value, parts, kind in (
+        for name, value, count, scope in (
             ("pp", self.pp, processes, ""),
             ("tp", self.tp, processes // self.pp, " of each stage"),
-            ("replicas", self.replicas, processes // (self.pp * self.tp), of_data),
+            ("replicas", self.replicas, processes // (self.pp * self.tp), replica_scope),
         ):
-            divisors = [n for n in range(1, parts + 1) if parts % n == 0] or [1]
+            divisors = [n for n in range(1, count + 1) if count % n == 0] or [1]
             nearest = min(divisors, key=lambda n: (abs(n - value), n))
-            of = f"{parts} processes{kind}" if parts != processes else number
+            total = f"{count} processes{scope}" if count != processes else number
             require(
-                parts % value == 0 and parts > 0,
-                f"{prefix}parallel.{name} {value} doesn't divide the {of}; use {nearest}, or start"
-                " a different number of processes",
+                count % value == 0 and count > 0,
+                f"{prefix}parallel.{name} {value} doesn't divide the {total}; use {nearest}, or"
+                " start a different number of processes",
             )
 
-    def pipelines(self, processes: int) -> int:
+    def num_pipelines(self, processes: int) -> int:
         """Number of processes, or model-parallel groups, that have different rows."""
         return max(1, processes // (self.pp * self.tp))
 

@@ -34,10 +34,10 @@ class ModelUse:
     sharded_like: TrainedModelConfig | None = None
     """Trained model whose sharding a frozen model shares at stage 3."""
 
-    phase_only: bool = False
+    comparison_only: bool = False
     """Whether the model is loaded only after training, for a comparison."""
 
-    scored: int = 0
+    scoring_passes: int = 0
     """Passes without gradients over each row of an iteration, before training on it."""
 
     text_length: int | None = None
@@ -50,7 +50,7 @@ class ModelUse:
     """Number of copies of its weights in host memory: of the best evaluation, and of the start."""
 
     @property
-    def learns(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether the step trains the model."""
         return isinstance(self.settings, TrainedModelConfig)
 
@@ -92,14 +92,14 @@ class Generation:
     """Whether the optimizers' states leave the GPU while responses are generated."""
 
     @property
-    def most_at_once(self) -> int:
+    def max_concurrent(self) -> int:
         """Responses generated at once by the processes that generate together."""
         return -(-self.count // self.shared_by) * self.tensor_parallel
 
     @property
     def slots(self) -> int:
         """Maximum number of sequences in a process's cache."""
-        return min(self.batch_size, self.most_at_once)
+        return min(self.batch_size, self.max_concurrent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +156,10 @@ class Workload:
     @property
     def data_processes(self) -> int:
         """Processes, or model-parallel groups, that each have a share of the batch."""
-        return self.parallel.pipelines(self.world)
+        return self.parallel.num_pipelines(self.world)
 
     @property
-    def share(self) -> int:
+    def rows_per_process(self) -> int:
         """Maximum rows per optimizer step on one process."""
         if self.generates_first and self.generation and self.batch_size == self.iteration_rows:
             return self.generation.count
@@ -168,8 +168,8 @@ class Workload:
     @property
     def rows(self) -> int:
         """Rows per micro-batch."""
-        count = min(self.parallel.least_micro_batches or 1, self.share)
-        return min(self.micro_batch_size, -(-self.share // count))
+        count = min(self.parallel.min_micro_batches or 1, self.rows_per_process)
+        return min(self.micro_batch_size, -(-self.rows_per_process // count))
 
     @property
     def sequences(self) -> int:
@@ -179,17 +179,12 @@ class Workload:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per process and optimizer step."""
-        return -(-self.share // self.rows)
+        return -(-self.rows_per_process // self.rows)
 
     @property
     def generates_first(self) -> bool:
         """Whether each iteration trains on responses that it generates."""
         return self.generation is not None and self.generation.phase == "each iteration"
-
-    @property
-    def compared(self) -> tuple[ModelUse, ...]:
-        """Models loaded only after training, for a comparison."""
-        return tuple(use for use in self.models if use.phase_only)
 
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -258,13 +253,13 @@ class StepConfig(ABC):
     }
     """Further options of train.py, for each step that it runs."""
 
-    ALONE_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    SINGLE_STEP_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of train.py, if it runs no other step."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings of each method, by its name; empty for a step without methods."""
 
-    AT_LEAST: ClassVar[Mapping[str, str]] = {}
+    MINIMUMS: ClassVar[Mapping[str, str]] = {}
     """Pairs of settings: if an option sets the second, the first is raised to at least that."""
 
     output_dir: Path
@@ -360,7 +355,7 @@ class StepConfig(ABC):
         }
 
     @property
-    def learns_labels(self) -> bool:
+    def trains_on_labels(self) -> bool:
         """Whether the step trains on the column `label` of a row."""
         return False
 
@@ -447,7 +442,7 @@ class EarlyStopping(StepConfig):
         )
 
 
-FREE_SETTINGS = (
+CHANGEABLE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     *("data.labels", "timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
@@ -460,5 +455,5 @@ FREE_SETTINGS = (
 
 def affects_result(name: str) -> bool:
     """Whether the setting of this dotted name affects a run's result."""
-    free = any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)
-    return not free or name.endswith(".zero.reduce_dtype")
+    is_changeable = any(fnmatch(name, pattern) for pattern in CHANGEABLE_SETTINGS)
+    return not is_changeable or name.endswith(".zero.reduce_dtype")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
@@ -60,7 +60,7 @@ def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dic
 
 def main(argv: Sequence[str]) -> None:
     """Print rows, and counts over all training rows of the step."""
-    config = read_command(
+    config = parse_command(
         InspectConfig,
         argv,
         usage=f"{MODULE} pipeline.data.inspect [--data-path FILE ...] [--SETTING VALUE ...]",
@@ -75,20 +75,20 @@ def main(argv: Sequence[str]) -> None:
     encoded = [encode_row(example, chat, config) for example in data.train]
 
     held_out = min(len(data.eval), config.max_eval_rows)
-    say(f"step {config.step}: {len(data.train)} training rows, {held_out} for evaluation")
+    print_output(f"step {config.step}: {len(data.train)} training rows, {held_out} for evaluation")
     for note in data.notes:
-        say(f"  {note}")
+        print_output(f"  {note}")
     stops = ", ".join(
         f"{chat.tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_ids
     )
-    say(f"format {chat.name}; a response ends with {stops}")
+    print_output(f"format {chat.name}; a response ends with {stops}")
     for number, example in enumerate(data.train[: config.rows], start=1):
-        say(f"\nrow {number}: {example.origin}")
+        print_output(f"\nrow {number}: {example.origin}")
         _print_row(config, example, encoded[number - 1], chat.tokenizer)
     dialogues = [dialogue for row in encoded for dialogue in row.values()]
     trained, tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
     long = sum(len(row) > config.max_length for row in dialogues)
-    say(
+    print_output(
         f"\n{len(dialogues)} dialogues: {trained} of {tokens} tokens ({trained / tokens:.0%}) are"
         f" trained, {long} dialogues are longer than {config.max_length} tokens"
     )
@@ -105,14 +105,16 @@ def _print_row(
         for message in getattr(example, name):
             text = " ".join((message.content or message.keys).split())
             shown = text if len(text) <= 80 else text[:77] + "..."
-            say(f"  {name:8} {message.role:9} {shown}")
+            print_output(f"  {name:8} {message.role:9} {shown}")
     for name, full in encoded.items():
         # Step 2 keeps the end, where the score is read.
         limit = config.max_length
         dialogue = full.tail(limit) if config.step == 2 else full.head(limit)
         dropped = f", {len(full) - len(dialogue)} cut off" if len(dialogue) < len(full) else ""
-        say(f"  {name} as {len(dialogue)} tokens, {dialogue.num_targets} trained{dropped}:")
-        say(marked_text(dialogue, tokenizer))
+        print_output(
+            f"  {name} as {len(dialogue)} tokens, {dialogue.num_targets} trained{dropped}:"
+        )
+        print_output(marked_text(dialogue, tokenizer))
 
 
 def marked_text(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:

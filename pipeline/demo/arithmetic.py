@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.cli.options import read_command, run_main, say
+from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.files.durable import json_lines, write_output
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
@@ -71,7 +71,7 @@ def _with_a_wrong_digit(number: int, random: Random) -> int:
 
 def main(argv: Sequence[str]) -> None:
     """Write the two files, and the model if one is requested."""
-    config = read_command(
+    config = parse_command(
         ArithmeticConfig,
         argv,
         usage=f"{MODULE} pipeline.demo.arithmetic [--SETTING VALUE ...]",
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
         tokenizer.save_pretrained(config.model)
     content = {files["train"]: json_lines(train), files["test"]: json_lines(test)}
     write_output(content, option="--out")
-    say(
+    print_output(
         f"{len(train):,} sums to train on and {len(test):,} held out in {config.out}; train.py"
         f" --data-path {config.out} --reward math learns them"
     )

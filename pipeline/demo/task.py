@@ -144,7 +144,7 @@ def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     Evaluation rows come from `held_out_questions` and are the same for every seed.
     """
     if step == 2:
-        return pair_rows(of_steps=(2,), seed=seed)
+        return pair_rows(split_steps=(2,), seed=seed)
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")
     source = _endless((step,), random)
     if step == 1:
@@ -167,11 +167,11 @@ def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 
 
 @lru_cache(maxsize=6)
-def pair_rows(*, of_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
+def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     """Training and evaluation pairs, as in step 2, with the prompts of these steps."""
-    parts = " and ".join(map(str, of_steps))
+    parts = " and ".join(map(str, split_steps))
     random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
-    train, held_out = _endless(of_steps, random), _rotating(eval_random)
+    train, held_out = _endless(split_steps, random), _rotating(eval_random)
     return (
         [_pair(next(train), random) for _ in range(PAIRS)],
         [_pair(next(held_out), eval_random) for _ in range(EVAL_ROWS)],

@@ -146,7 +146,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
-        _, self.rate = config.rate
+        _, self.rate = config.peak_lr
         self.total_steps = total_steps
         self.lr_scale = 1.0
         """Factor applied to the scheduled learning rates, set by the training loop."""
@@ -224,7 +224,7 @@ class Engine:
         self.zero.reduce()
         grad_norm, bad_unit = self._grad_norm()
         finite = grad_norm < float("inf")  # also False for NaN
-        factor = self.optim.lr_share(self.steps, total_steps=self.total_steps) * self.lr_scale
+        factor = self.optim.lr_factor(self.steps, total_steps=self.total_steps) * self.lr_scale
         if finite:
             self._update(grad_norm, factor)
             self.steps += 1
@@ -303,7 +303,7 @@ class Engine:
         # fsum rounds once, so the result doesn't depend on the order of units.
         return math.sqrt(math.fsum(squares)) / self.scaler.scale, ""
 
-    def _update(self, grad_norm: float, lr_share: float) -> None:
+    def _update(self, grad_norm: float, lr_factor: float) -> None:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
@@ -312,19 +312,19 @@ class Engine:
         for group in self.iter_groups():
             prepared[group] = group.prepare_step()
             if not group.steps_in_place:
-                self._finish_update(prepared, multiplier, lr_share)
+                self._finish_update(prepared, multiplier, lr_factor)
                 prepared.clear()
-        self._finish_update(prepared, multiplier, lr_share)
+        self._finish_update(prepared, multiplier, lr_factor)
 
     def _finish_update(
-        self, prepared: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_share: float
+        self, prepared: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_factor: float
     ) -> None:
         """Run the AdamW kernel on vectors, on a GPU in one launch, and publish the new weights."""
         shards = [shard for group_shards in prepared.values() for shard in group_shards]
         if shards:
             group = next(iter(prepared))
             step = AdamW(
-                lr=lr_share,
+                lr=lr_factor,
                 betas=self.optim.betas,
                 eps=self.optim.eps,
                 weight_decay=0.0,  # set per shard

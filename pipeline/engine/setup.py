@@ -111,6 +111,6 @@ def get_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> 
     dtype, role = param.dtype, get_role(param)
     if not param.requires_grad:
         return ParamSettings(dtype, trained=False, lr=0.0, weight_decay=0.0, role=role)
-    lr = config.rate[1] if ".lora_" in name else config.optim.lr
+    lr = config.peak_lr[1] if ".lora_" in name else config.optim.lr
     decay = config.optim.weight_decay
     return ParamSettings(dtype, trained=True, lr=lr, weight_decay=decay, role=role)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli.options import read_command, say
+from pipeline.cli.options import parse_command, print_output
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import MODULE
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: there is no model, it doesn't support the format, the directory is not writable,
             or verification fails.
     """
-    config = read_command(
+    config = parse_command(
         ExportConfig,
         argv,
         usage=(
@@ -77,14 +77,14 @@ def main(argv: Sequence[str]) -> None:
     check_out(out)
     configure_logging(is_main=True)
     export = prepare(config)
-    say(f"{export.source}: {export.title}")
+    print_output(f"{export.source}: {export.title}")
     with written_aside(out) as partial:
         export.write(partial)
         verified = export.verify(partial)
     for sentence in verified:
-        say(f"verified: {sentence}")
+        print_output(f"verified: {sentence}")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    say(f"{out}: {size / 2**20:.1f} MiB")
+    print_output(f"{out}: {size / 2**20:.1f} MiB")
 
 
 def prepare(config: ExportConfig) -> "GgufExport | OnnxExport | MergedExport | AdapterExport":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli.options import read_command, run_main
+from pipeline.cli.options import parse_command, run_main
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import (
     REMOTE,
@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
         ConfigError: an option is unknown, or there is no module.
     """
     index = list(argv).index("-m") if "-m" in argv else len(argv)
-    deployment = read_command(
+    deployment = parse_command(
         _Options,
         argv[:index],
         usage="python -m pipeline.launch.cluster [OPTION ...] -m MODULE [SETTING ...]",

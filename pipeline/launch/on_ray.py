@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pipeline.cli.options import remark
+from pipeline.cli.options import print_notice
 from pipeline.launch.commands import REMOTE, node_command, shell_line
 from pipeline.launch.layout import Layout
 from pipeline.launch.local import forwarded_variables
@@ -56,7 +56,9 @@ def _reserve_nodes(layout: Layout) -> list[Any]:
     device, number = process_resource([ray.cluster_resources()]), len(layout.hosts[0].slots)
     group = placement_group([{device: number}] * len(layout.hosts), strategy="STRICT_SPREAD")
     if not group.wait(TIMEOUT_SECONDS):
-        remark(f"waiting for {len(layout.hosts)} nodes of Ray with {number} free {device} each")
+        print_notice(
+            f"waiting for {len(layout.hosts)} nodes of Ray with {number} free {device} each"
+        )
         ray.get(group.ready())
     # By value, since the Python of the cluster may have no other package than Ray.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

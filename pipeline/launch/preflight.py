@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.cli.options import complain
+from pipeline.cli.options import print_error
 from pipeline.launch.commands import MISSING_REASONS, host_command
 from pipeline.launch.layout import Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
@@ -84,7 +84,7 @@ def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> N
                 " system that all machines share, at the same path"
             )
     for problem in problems[:-1]:
-        complain(f"error: {problem}")
+        print_error(f"error: {problem}")
     if problems:
         raise ConfigError(problems[-1])
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import ray
 from ray.exceptions import RayError
 
-from pipeline.cli.options import complain
+from pipeline.cli.options import print_error
 from pipeline.launch.local import CPU_PROCESSES
 from pipeline.system.errors import EXIT_FAILED, ConfigError, require
 
@@ -36,7 +36,7 @@ def ray_connection() -> Iterator[None]:
     try:
         yield
     except RayError as error:
-        complain(f"{NODE_LOST} ({str(error).splitlines()[0]})")
+        print_error(f"{NODE_LOST} ({str(error).splitlines()[0]})")
         raise SystemExit(EXIT_FAILED) from None
     finally:
         ray.shutdown()

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import psutil
 
-from pipeline.cli.options import EXIT_USER_ERROR, complain
+from pipeline.cli.options import EXIT_USER_ERROR, print_error
 from pipeline.launch.child import SIGNALS
 from pipeline.launch.commands import MISSING_REASONS
 from pipeline.system.signals import STOP_SIGNALS
@@ -143,7 +143,7 @@ class _Group:
             if self._signals or (self._first_failure is not None and command.code != EXIT_LOST):
                 continue
             if command.code != EXIT_USER_ERROR:  # it has printed its error
-                complain(f"{command.describe()}{'; stopping the others' if running else ''}")
+                print_error(f"{command.describe()}{'; stopping the others' if running else ''}")
             if self._first_failure is None:
                 self._first_failure = command
                 self._deadline = time.monotonic() + FAILURE_GRACE_SECONDS

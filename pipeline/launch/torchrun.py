@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import psutil
 
-from pipeline.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
+from pipeline.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, print_error
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 from pipeline.system.threads import share_of_cores
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     try:
         processes = determine_local_world_size(options.nproc_per_node)
     except ValueError:
-        complain(
+        print_error(
             f"error: --nproc-per-node {options.nproc_per_node} is not a device of this machine;"
             " pass the number of processes (NUM_PROCESSES of the scripts)"
         )
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         _kill_children()
         return EXIT_INTERRUPTED
     except (RendezvousError, DistError) as error:
-        complain(f"error: the nodes could not rendezvous {_reason(options, error)}")
+        print_error(f"error: the nodes could not rendezvous {_reason(options, error)}")
         return EXIT_USER_ERROR
     return 0
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.budget.models import read_models
+from pipeline.budget.models import build_models
 from pipeline.config import (
     EMBEDDED,
     DataConfig,
@@ -183,7 +183,7 @@ def _lengths(plan: Plan, stage: Stage) -> None:
     if not hasattr(settings, "max_prompt_length"):
         return  # steps 1 and 2 truncate to the model's context
     workload = settings.workload(plan.machine.world)
-    models, _ = read_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
+    models, _ = build_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
     for model in models:
         tokens = model.shape.context
         require(
@@ -286,7 +286,7 @@ class Chats:
             other = self.tokenizer(use.settings)
             if tokenizer is None or other is None:
                 continue
-            if use.scores and not use.learns:  # it can read text
+            if use.scores and not use.is_trained:  # it can read text
                 speaks_alike(tokenizer, other, str(use.settings.path))
             else:
                 require_same_chat(tokenizer, other, "the actor", use.settings)
@@ -345,5 +345,5 @@ def _models(config: StepConfig) -> list[ModelUse]:
     A model used only for comparison is not included: the step skips it if the vocabulary differs.
     """
     workload = config.workload(1)
-    uses = [use for use in workload.models if use.settings.path and use not in workload.compared]
-    return sorted(uses, key=lambda use: not use.learns)
+    uses = [use for use in workload.models if use.settings.path and not use.comparison_only]
+    return sorted(uses, key=lambda use: not use.is_trained)

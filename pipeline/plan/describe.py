@@ -14,10 +14,10 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.budget.fit import refusal, trained_models
-from pipeline.budget.machine import data_sheet_peak, describe_machine, measured_peak
-from pipeline.budget.memory import line, table
-from pipeline.budget.models import CountedModel, read_models
+from pipeline.budget.fit import shortage_message, trained_models
+from pipeline.budget.machine import data_sheet_flops, describe_machine, measure_flops
+from pipeline.budget.memory import memory_summary, memory_table
+from pipeline.budget.models import CountedModel, build_models
 from pipeline.config import StepConfig
 from pipeline.launch.commands import launch_command, node_command, step_arguments
 from pipeline.launch.local import query_gpus
@@ -50,12 +50,13 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
     """Estimate the operations per second of a process, and their source; None for unknown GPUs."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
-        known = data_sheet_peak(plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus()))
+        name = plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus())
+        known = data_sheet_flops(name)
         if known is None:
             return None
         peak, card = known
         return EFFICIENCY * peak, f"{share} the {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
-    peak = measured_peak()
+    peak = measure_flops()
     basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches here now"
     return EFFICIENCY * peak / max(plan.machine.processes / share_of_cores(1), 1.0), basis
 
@@ -69,7 +70,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     if prompt_tokens is None or steps is None:
         return "unknown until the tokenizer exists"
     work = config.workload(plan.machine.world)
-    models, unknown = read_models(work, plan.origins, has_gpu=plan.machine.has_gpu)
+    models, unknown = build_models(work, plan.origins, has_gpu=plan.machine.has_gpu)
     if unknown:
         return "unknown until the models exist"
     generation = work.generation
@@ -108,9 +109,9 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         passes = (2 if model.trained.lora else 3) + model.trained.gradient_checkpointing
         passes = work.epochs * passes - work.reuses_forward
         seconds += steps * forward(model, rows, times=passes) / (1 - waits)
-    seconds += steps * sum(forward(model, rows, times=model.use.scored) for model in models)
+    seconds += steps * sum(forward(model, rows, times=model.use.scoring_passes) for model in models)
     if work.generates_first:  # evaluations before and after, greedy and sampled; the base sampled
-        complete = 4 + any(model.use.phase_only for model in models)
+        complete = 4 + any(model.use.comparison_only for model in models)
         seconds += steps * generate(rows, group) + complete * generate(held_out)
         return seconds + between * generate(min(rows, held_out))
     seconds += (1 + between) * forward(learning[0], held_out)
@@ -167,7 +168,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
     lines += ["", *chosen_settings(plan)] if plan.chosen else []
     lines += ["", *_commands(plan), "", describe_memory(plan)]
     if plan.request.plan != "off":
-        lines += [f"\nThis would fail: {sentence}" for sentence in refusals(plan)]
+        lines += [f"\nThis would fail: {message}" for message in refusals(plan)]
     return "\n".join(lines)
 
 
@@ -175,7 +176,7 @@ def describe_memory(plan: Plan) -> str:
     """The memory table of the steps."""
     lines = ["Memory of each process, for the largest micro-batch"]
     for stage in plan.stages:
-        lines += ["", stage.name, *table(plan.memory(stage), plan.machine)]
+        lines += ["", stage.name, *memory_table(plan.memory(stage), plan.machine)]
     return "\n".join(lines)
 
 
@@ -183,7 +184,7 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     """The machine's memory, a line per step, and the choice of `--plan auto`."""
     yield f"memory: {describe_machine(plan.machine)}"
     for stage in plan.unfinished:
-        yield f"  {stage.title} takes {line(plan.memory(stage), plan.machine)}"
+        yield f"  {stage.title} takes {memory_summary(plan.memory(stage), plan.machine)}"
     if plan.chosen:
         yield from chosen_settings(plan)
 
@@ -201,8 +202,8 @@ def refusals(plan: Plan) -> Iterator[str]:
     for stage in plan.unfinished:
         config, memory = plan.configs[stage.name], plan.memory(stage)
         names = stage.title, stage.prefix
-        sentence = refusal(*names, config, plan.machine, plan.origins, memory)
-        yield from [sentence] if sentence else []
+        message = shortage_message(*names, config, plan.machine, plan.origins, memory)
+        yield from [message] if message else []
 
 
 def _step(plan: Plan, stage: Stage) -> Iterator[str]:

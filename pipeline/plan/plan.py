@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.budget.machine import Machine, describe_machine, parse_machine, this_machine
+from pipeline.budget.machine import Machine, describe_machine, detect_machine, parse_machine
 from pipeline.budget.memory import StepMemory, step_memory
 from pipeline.config import StepConfig
 from pipeline.launch.commands import list_devices, step_command, step_environment
@@ -215,13 +215,13 @@ def _choose(
 def _machine(layout: Layout, request: Request) -> Machine:
     """This machine if it is part of the job, else one of unknown memory; all are assumed alike."""
     if layout.launcher == "process":
-        return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
+        return detect_machine(processes=1, world=1, gpus=list_gpus()[:1])
     each = max(len(host.slots) for host in layout.hosts)
     world = layout.processes or 1
     for host in layout.hosts:
         if layout.launcher in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
-            return this_machine(processes=each, world=world, gpus=list_devices(host, request))
-    return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
+            return detect_machine(processes=each, world=world, gpus=list_devices(host, request))
+    return Machine(each, world, None, None, "each machine of the job", has_unknown_gpus=True)
 
 
 def _imagined(machine: Machine) -> Layout:

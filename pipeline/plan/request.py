@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli.options import read_layers, split_options
+from pipeline.cli.options import load_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.launch.layout import Deployment
 from pipeline.plan.stage import METHODS, Stage, check_method_name
@@ -253,7 +253,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     for name, words in split_options(argv):
         section, _, rest = name.partition(".")
         if name == "config":
-            files += read_layers(words)
+            files += load_layers(words)
         elif section in dotted and rest:
             dotted[section].append((rest, words))
         elif section == METHODS and "." in rest:

@@ -65,7 +65,7 @@ def step_configs(
                 raise
             raise ConfigError(f"method {stage.method}: {error}") from None
     in_run = {*command_line.request.step, *command_line.made}
-    if not any(configs[stage.name].learns_labels for stage in stages if stage.number in in_run):
+    if not any(configs[stage.name].trains_on_labels for stage in stages if stage.number in in_run):
         return configs
     return {
         name: replace(config, data=replace(config.data, labels=True))
@@ -304,7 +304,7 @@ class Resolver:
         table = {
             **config_class.OPTIONS,
             **(config_class.RUN_OPTIONS if runs else {}),
-            **(config_class.ALONE_OPTIONS if alone else {}),
+            **(config_class.SINGLE_STEP_OPTIONS if alone else {}),
         }
         given = {name: getattr(request, name) for name in table}
         given = {name: value for name, value in given.items() if value not in (None, (), {})}
@@ -348,7 +348,7 @@ class Resolver:
         """Settings that must be at least as large as another setting that an option sets."""
         settings: dict[str, Any] = {}
         options = self._options(stage).settings
-        for name, other in stage.config_class.AT_LEAST.items():
+        for name, other in stage.config_class.MINIMUMS.items():
             if other in options:
                 values = [layer.settings[name] for layer in layers if name in layer.settings]
                 value = values[-1] if values else get_default(stage.config_class, name)

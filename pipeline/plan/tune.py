@@ -17,9 +17,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.budget.fit import Settings, changed, of_models, shortage, trained_models
+from pipeline.budget.fit import (
+    Settings,
+    find_shortage,
+    for_trained_models,
+    replace_settings,
+    trained_models,
+)
 from pipeline.budget.memory import step_memory
-from pipeline.cli.options import EXIT_INTERRUPTED, complain, say, write_config
+from pipeline.cli.options import EXIT_INTERRUPTED, print_error, print_output, write_config
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
@@ -58,14 +64,14 @@ def tune(plan: Plan) -> Plan:
     try:
         for stage in plan.unfinished:
             best = _Tuning(plan, stage).run()
-            config = changed(plan.configs[stage.name], best)
+            config = replace_settings(plan.configs[stage.name], best)
             plan = replace(plan, configs={**plan.configs, stage.name: config})
             options += [
                 f"--{stage.prefix}.{name} {str(value).lower()}" for name, value in best.items()
             ]
     finally:
         shutil.rmtree(out / MODELS, ignore_errors=True)
-    say(f"the fastest settings: {' '.join(options) or 'those of the command'}")
+    print_output(f"the fastest settings: {' '.join(options) or 'those of the command'}")
     return plan
 
 
@@ -81,7 +87,7 @@ class _Tuning:
 
     def run(self) -> Settings:
         """The settings of the fastest trial."""
-        say(f"step {self.stage.number}: tuning {self.stage.name}")
+        print_output(f"step {self.stage.number}: tuning {self.stage.name}")
         best, speed = self._best_micro_batch({}, self._measure({}))
         for settings in self._alternatives():
             together = {**best, **settings}
@@ -93,12 +99,12 @@ class _Tuning:
                 f"{self.stage.title} fits with none of the candidates; --dry-run shows its memory"
             )
         if not speed:
-            complain(
+            print_error(
                 f"none of the {self.trials} trials of step {self.stage.number} could be measured;"
                 f" see the logs in {self._out / LOGS}"
             )
             raise SystemExit(EXIT_FAILED)
-        say(
+        print_output(
             f"{self.stage.title} is fastest with {_words(best) or 'unchanged settings'}:"
             f" {speed / self.first:.2f} times the first trial, of {self.trials} trials"
         )
@@ -116,7 +122,7 @@ class _Tuning:
 
     def _scaled(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
         """The settings with the micro-batch repeatedly multiplied by `factor` while that pays."""
-        base = changed(self._config, settings)
+        base = replace_settings(self._config, settings)
         most = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
         best, size = settings, base.micro_batch_size
         while size * factor >= 1 and (factor < 1 or size < most):
@@ -135,7 +141,7 @@ class _Tuning:
         if self._config.workload(self.plan.machine.world).shards > 1:
             options += [{"zero_stage": stage} for stage in range(4) if stage != model.zero_stage]
         for option in options:
-            settings = of_models(self._config, option)
+            settings = for_trained_models(self._config, option)
             if not self._given & settings.keys():
                 yield settings
 
@@ -162,11 +168,11 @@ class _Tuning:
         """
         machine, checks_memory = self.plan.machine, self.plan.request.plan != "off"
         try:
-            config = with_trial_models(changed(self._config, settings), self.plan)
+            config = with_trial_models(replace_settings(self._config, settings), self.plan)
             config.parallel.check(machine.world)
         except ConfigError:
             return 0.0
-        if checks_memory and shortage(step_memory(config, machine=machine), machine):
+        if checks_memory and find_shortage(step_memory(config, machine=machine), machine):
             return 0.0
         self.trials += 1
         log = self._out / LOGS / f"{self.stage.name}-{self.trials:03}.log"
@@ -192,7 +198,7 @@ class _Tuning:
         }
         with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        say(f"  trial {self.trials}   {_words(settings) or 'unchanged'}   {shown}")
+        print_output(f"  trial {self.trials}   {_words(settings) or 'unchanged'}   {shown}")
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -230,7 +236,7 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
     of_some_steps: dict[str, object] = {"patience": None, "guards": ()}
     of_some_steps |= {"samples_every": steps + 1, "base": FrozenModelConfig()}
     names = {each.name for each in fields(config)}
-    return changed(config, values | {n: v for n, v in of_some_steps.items() if n in names})
+    return replace_settings(config, values | {n: v for n, v in of_some_steps.items() if n in names})
 
 
 def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
@@ -245,4 +251,4 @@ def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
         for name, path in model_paths(config)
         if path in made and not (Path(path) / "config.json").is_file()
     }
-    return changed(config, paths)
+    return replace_settings(config, paths)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.options import run_main, say
+from pipeline.cli.options import print_output, run_main
 from pipeline.report.page import write_report
 from pipeline.system.errors import ConfigError
 
@@ -17,11 +17,11 @@ def main(argv: Sequence[str]) -> None:
         UserError: no directory was named, or it has no results.
     """
     if list(argv) in (["-h"], ["--help"]):
-        say(USAGE)
+        print_output(USAGE)
     elif len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(USAGE)
     else:
-        say(str(write_report(Path(argv[0]))))
+        print_output(str(write_report(Path(argv[0]))))
 
 
 if __name__ == "__main__":

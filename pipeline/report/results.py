@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from pipeline.cli.options import remark
+from pipeline.cli.options import print_notice
 from pipeline.settings.fields import portable, read_recorded
 from pipeline.system.errors import DataError, ModelError
 
@@ -367,7 +367,7 @@ def find_model(path: str, method: str | None = None) -> str:
     others = ", ".join(step.method for step in same_stage if step is not chosen)
     hint = f"; select another with --method: {others}" if others and method is None else ""
     model = model_directory(out, chosen)
-    remark(f"the model is {model}{hint}")
+    print_notice(f"the model is {model}{hint}")
     return str(model)
 
 

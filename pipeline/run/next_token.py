@@ -73,5 +73,5 @@ def warn_unless_better(training: Training[Any, Any, Any], step: int, before: flo
             " weights are exported: lower model.%s, now %g",
             before,
             training.best.last,
-            *training.config.model.rate,
+            *training.config.model.peak_lr,
         )

@@ -4,18 +4,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pipeline.budget.machine import in_words
-from pipeline.budget.memory import line
+from pipeline.budget.machine import format_bytes
+from pipeline.budget.memory import memory_summary
 from pipeline.cli.options import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
-    complain,
-    remark,
-    say,
+    print_error,
+    print_notice,
+    print_output,
     write_config,
 )
 from pipeline.config import EMBEDDED
-from pipeline.config.deepspeed import read_notice
+from pipeline.config.deepspeed import ignored_keys_notice
 from pipeline.files.durable import write_output
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import check_machines
@@ -57,7 +57,7 @@ def run_plan(plan: Plan) -> None:
     failed: dict[str, int] = {}
     for stage in plan.stages:
         if stage.name in plan.finished:
-            say(f"skipping {stage.title}: already finished")
+            print_output(f"skipping {stage.title}: already finished")
             add_to_summary(out, stage.name)
             continue
         goes_on = _goes_on(plan, stage)
@@ -67,7 +67,9 @@ def run_plan(plan: Plan) -> None:
             write_config(plan.configs[stage.name], plan.config_file(stage))
         except OSError as error:
             raise ConfigError(f"--output-dir {out} is not writable: {error}") from None
-        say(f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}")
+        print_output(
+            f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}"
+        )
         try:
             ending = _run_step(plan, stage, goes_on=goes_on)
         finally:
@@ -82,9 +84,9 @@ def run_plan(plan: Plan) -> None:
         add_to_summary(out, stage.name)
         write_report(out)
     if read_summary(out):  # otherwise every method failed
-        say("\n".join(_closing_table(plan)))
+        print_output("\n".join(_closing_table(plan)))
     for code in failed.values():
-        complain(f"not finished: {', '.join(failed)}; retry with the same command and --resume")
+        print_error(f"not finished: {', '.join(failed)}; retry with the same command and --resume")
         raise SystemExit(code)
     push_model(plan)
 
@@ -110,7 +112,7 @@ def _write_job_set(request: Request, argv: Sequence[str]) -> None:
     text = job_set_manifest(request, request.output_dir, without_options(argv, own))
     if not request.dry_run:
         write_output({file: text}, option="--output-dir")
-    say(text if request.dry_run else f"kubectl apply -f {shlex.quote(str(file))}")
+    print_output(text if request.dry_run else f"kubectl apply -f {shlex.quote(str(file))}")
 
 
 def _goes_on(plan: Plan, stage: Stage) -> bool:
@@ -129,16 +131,18 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         return
     plan = make_plan(argv, stages)
     if len(argv) > len(given):
-        remark(f"using the options of the run, from {plan.request.output_dir / COMMAND}")
-    if plan.request.zero_config is not None and (notice := read_notice(plan.request.zero_config)):
-        remark(notice)
+        print_notice(f"using the options of the run, from {plan.request.output_dir / COMMAND}")
+    if plan.request.zero_config is not None and (
+        notice := ignored_keys_notice(plan.request.zero_config)
+    ):
+        print_notice(notice)
     if plan.request.dry_run or plan.request.plan_for is not None:
         from pipeline.plan.checks import check_rows, check_settings
         from pipeline.plan.describe import describe_plan
 
         check_settings(plan)
         previews = check_rows(plan, downloads=False)
-        say(describe_plan(plan, previews))
+        print_output(describe_plan(plan, previews))
     else:
         _check_and_run(plan, argv)
 
@@ -147,7 +151,7 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
     from pipeline.plan.checks import check_rows, check_settings
 
     for note in plan.notes:
-        say(note)
+        print_output(note)
     check_settings(plan)
     # Reject models that can't fit before downloading anything to check the rows.
     if plan.request.plan != "off" and plan.request.autotune is None:
@@ -155,7 +159,7 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
 
         for sentence in refusals(plan):
             raise ConfigError(sentence)
-        say("\n".join(memory_lines(plan)))
+        print_output("\n".join(memory_lines(plan)))
     check_rows(plan, downloads=True)
     if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
         check_machines(plan.layout, plan.request, plan.request.output_dir)
@@ -184,9 +188,9 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         ending = run_child([*command, *(["--resume"] if goes_on else [])], plan.environment)
         if not ending.ran_out_of_memory or plan.layout.launcher == "pod":  # no pod retries alone
             return ending
-        planned = line(plan.memory(stage, config), plan.machine)
-        took = f"; its largest process used {in_words(ending.peak_bytes)[0]} of host memory"
-        remark(f"{stage.title} ran out of memory: the plan was {planned}{took}")
+        planned = memory_summary(plan.memory(stage, config), plan.machine)
+        took = f"; its largest process used {format_bytes(ending.peak_bytes)[0]} of host memory"
+        print_notice(f"{stage.title} ran out of memory: the plan was {planned}{took}")
         if config.micro_batch_size == 1:
             return ending
         sizes = {
@@ -197,7 +201,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         config, goes_on = replace(config, **sizes), True  # pyrefly: ignore[bad-argument-type]
         command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
         settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
-        remark(
+        print_notice(
             f"{stage.title} continues with {settings}; the result is the same, with less memory and"
             " more time"
         )
@@ -211,7 +215,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     """
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
-        complain(f"stopped in {stage.title}; the same command with --resume continues")
+        print_error(f"stopped in {stage.title}; the same command with --resume continues")
         raise SystemExit(EXIT_REQUEUE)
     if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
@@ -223,26 +227,26 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     if ending.code == EXIT_DIVERGED:  # the step has printed the reason and kept its best weights
         alone = stage.method is None
         others = "no later step was started" if alone else "the other methods continue"
-        complain(
+        print_error(
             f"{stage.title} diverged, and {others}; the same command with --resume and a smaller"
             f" --{stage.prefix}.{stage.main_role}.optim.lr restarts it"
         )
         return EXIT_DIVERGED
     if ending.code == EXIT_DISK_FULL:  # the step has printed the error
-        complain(
+        print_error(
             f"{stage.title} could not write its results; free disk space, then the same command"
             " with --resume continues from its last checkpoint"
         )
         return EXIT_FAILED
     if ending.ran_out_of_memory:
-        complain(
+        print_error(
             f"{stage.title} ran out of memory; try --plan auto, a shorter"
             f" --{stage.prefix}.data.max_length, or a smaller --{stage.prefix}.micro_batch_size if"
             " it is above 1. --resume then continues from its last checkpoint."
         )
         return EXIT_FAILED
     how = f"was killed by signal {-ending.code}" if ending.code < 0 else "failed"
-    complain(
+    print_error(
         f"{stage.title} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
         " If memory ran out, try --plan auto. --resume then continues this step."
     )

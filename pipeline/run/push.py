@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.cli.options import complain, say
+from pipeline.cli.options import print_error, print_output
 from pipeline.config import EMBEDDED
 from pipeline.data.rows.sources import split_name, split_weight
 from pipeline.plan.inputs import is_local
@@ -45,9 +45,11 @@ def push_model(plan: Plan) -> None:
         left_out = [name for name in RECORDS if any(fnmatch(file, name) for file in files)]
         words = ["hf", "upload", name, str(directory), ".", "--private"]
         command = shlex.join([*words, *(f"--exclude={name}" for name in left_out)])
-        complain(f"{directory} was not uploaded: {first_words(error)}; to retry, run `{command}`")
+        print_error(
+            f"{directory} was not uploaded: {first_words(error)}; to retry, run `{command}`"
+        )
         raise SystemExit(EXIT_FAILED) from None
-    say(f"hub      {repository}")
+    print_output(f"hub      {repository}")
 
 
 def model_card(name: str, directory: Path, steps: Sequence[results.StepResult]) -> str:

@@ -268,7 +268,7 @@ def local_parts(
     data, parallel = current_mesh().data, config.parallel
     at_least = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
     if parallel.micro_batches is not None or (parallel.pp > 1 and not deterministic):
-        wanted = (parallel.least_micro_batches or 1) * data.size
+        wanted = (parallel.min_micro_batches or 1) * data.size
         at_least = max(at_least or 1, min(wanted, len(lengths)))
     return micro_batches(
         lengths,
@@ -303,7 +303,7 @@ def keeping_best(
             export()
             kept = f"the best evaluated weights, after step {best.step}, are exported"
         ((name, model),) = trained.items()
-        setting, rate = model.rate
+        setting, rate = model.peak_lr
         where = f"{run.name} diverged after step {run.step}"
         sentence = f"{where}: {error} ({name}.{setting} is {rate:g}); {kept}"
         run.note_divergence(sentence)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.options import read_command, run_main
+from pipeline.cli.options import parse_command, run_main
 from pipeline.system.installation import MODULE
 from step2_reward.config import LabConfig
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a setting is wrong, the path has no classifier, or there are no labelled rows.
     """
-    config = read_command(
+    config = parse_command(
         LabConfig,
         argv,
         usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE]",

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.config import StepConfig
 from pipeline.run.run import changed_settings
-from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
+from pipeline.system.signals import DUPLICATE_SECONDS, EXIT_INTERRUPTED, EXIT_REQUEUE
 from tests.faults.jobs import Command, Forked, assert_prefix, run_forked, small_job, step_args
 from tests.test_resume import read_metrics
 
@@ -100,7 +100,7 @@ def test_second_ctrl_c_aborts_a_hanging_step(inputs: Path, tmp_path: Path) -> No
         job.signal(signal.SIGINT)
         wait_for(lambda: "finishing the current step, saving the state" in job.output(), job)
         assert all(process.is_alive() for process in job.processes)
-        time.sleep(SAME_SECONDS + 0.2)
+        time.sleep(DUPLICATE_SECONDS + 0.2)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2

@@ -14,7 +14,7 @@ from rewards.environments.file import read_environment
 from rewards.environments.pool import CallResult, EnvironmentPool
 from rewards.environments.tools import Calculator, ToolEnvironment
 from step3_ppo.config import PPOConfig
-from tests.rewards.processes import is_alive, read_command, worker_processes
+from tests.rewards.processes import is_alive, parse_command, worker_processes
 
 GAME = """
 import os, subprocess, sys, time
@@ -115,7 +115,7 @@ def test_failed_episode_leaves_the_state_of_others_intact(
         environments.step(good, "three")
         assert last_content(receive(environments, 1)[good]) == "one two three"
         processes = worker_processes()
-        hanging = [p for p in processes if "time.sleep(600)" in " ".join(read_command(p))]
+        hanging = [p for p in processes if "time.sleep(600)" in " ".join(parse_command(p))]
     assert not hanging
     assert not any(map(is_alive, processes))
 

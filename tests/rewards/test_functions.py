@@ -123,13 +123,13 @@ def test_required_parameters_are_read_from_columns_also_nested_ones(
             check_columns([VERL_ROW], {}, kept)
         return
     check_columns([VERL_ROW], {}, kept)
-    episode = Episode((Message("user", "3 + 4?"),), "7", extra=kept.of(VERL_ROW))
+    episode = Episode((Message("user", "3 + 4?"),), "7", extra=kept.select(VERL_ROW))
     assert make_scorer(source)([episode]) == [Outcome(reward)]
 
 
 def test_column_setting_may_name_an_entry_of_a_nested_column() -> None:
     source = Source(RewardConfig(name="math", kind="math", column="reward_model.ground_truth"))
-    episode = Episode((), "It is 7.", extra=row_columns([source]).of(VERL_ROW))
+    episode = Episode((), "It is 7.", extra=row_columns([source]).select(VERL_ROW))
 
     assert episode.extra == {"reward_model.ground_truth": "7"}
     assert make_scorer(source)([episode]) == [Outcome(1.0)]

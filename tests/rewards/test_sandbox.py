@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rewards.sandbox import OUTPUT_BYTES, Limits, ProgramResult, SandboxError, run_python
-from tests.rewards.processes import read_command
+from tests.rewards.processes import parse_command
 
 LIMITS = Limits(seconds=10.0, memory_mb=512)
 PLAIN = Limits(seconds=10.0, memory_mb=512, isolated=False)
@@ -146,7 +146,7 @@ def test_orphans_are_killed_with_their_program(limits: Limits, seconds: float) -
     result = run(program, limits=replace(limits, seconds=1.0))
 
     assert result.code == (None if seconds > 1 else 0)
-    assert not [p for p in psutil.process_iter() if mark in read_command(p)]
+    assert not [p for p in psutil.process_iter() if mark in parse_command(p)]
 
 
 def test_program_is_not_run_without_namespaces(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import LoraConfig, TrainedModelConfig
-from pipeline.guards.guards import QUIET, Guards
+from pipeline.guards.guards import COOLDOWN, Guards
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import WARNING, GuardConfig
@@ -53,7 +53,7 @@ def check(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
 
 
 def test_message_with_adapters_names_their_learning_rate() -> None:
-    rate, _ = TrainedModelConfig(path="base", lora=LoraConfig()).rate
+    rate, _ = TrainedModelConfig(path="base", lora=LoraConfig()).peak_lr
     guards = Guards(WARNING, RLSignals(rate=rate, critic_rate="optim.lr"))
 
     (message,) = check(guards, 1, HEALTHY | UNHEALTHY["kl_per_token>0.25"][0])
@@ -66,7 +66,13 @@ def test_unhealthy_signal_is_reported_once_until_it_recovers(name: str) -> None:
     changes, message = UNHEALTHY[name]
     guards, bad = Guards(WARNING, RLSignals()), HEALTHY | changes
     window = WINDOWS.get(name, 3)
-    history = [HEALTHY, *[bad] * (window - 1), HEALTHY, *[bad] * (window + 1), *[HEALTHY] * QUIET]
+    history = [
+        HEALTHY,
+        *[bad] * (window - 1),
+        HEALTHY,
+        *[bad] * (window + 1),
+        *[HEALTHY] * COOLDOWN,
+    ]
     history += [bad] * window
 
     by_step = [check(guards, step, metrics) for step, metrics in enumerate(history, start=1)]

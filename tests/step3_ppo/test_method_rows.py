@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.cli.options import parse_step
 from pipeline.plan.request import Request
-from pipeline.settings.fields import list_settings, plain
+from pipeline.settings.fields import list_settings, to_plain
 from step3_ppo.advantages import ESTIMATORS
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import LOSSES
@@ -26,7 +26,7 @@ def test_method_sets_its_row_and_explicit_options_override_it(method: str) -> No
 
     assert {name: getattr(config, name) for name in row} == dict(row)
     default = PPOConfig(teacher=config.teacher, output_dir=config.output_dir)
-    assert plain(config) == {**plain(default), **row, "method": method}
+    assert to_plain(config) == {**to_plain(default), **row, "method": method}
     assert overridden.clip_high == 0.5
     assert config.method_name == method
 

@@ -42,7 +42,7 @@ class NamedSet:
                 f"{row.origin} does not match the schema of its data set ({type(error).__name__}:"
                 f" {error}); map the columns with --fields"
             ) from error
-        extra = kept.of(row.columns) if kept else {}
+        extra = kept.select(row.columns) if kept else {}
         return example and replace(example, origin=row.origin, extra=extra)
 
 

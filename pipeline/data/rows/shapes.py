@@ -299,7 +299,7 @@ def read_row(
     reading.used.update(used, kept.needed & row.columns.keys())
     renamed = Row(columns, row.origin)
     try:
-        example = replace(_example(shape, renamed, reading, kept), extra=kept.of(row.columns))
+        example = replace(_example(shape, renamed, reading, kept), extra=kept.select(row.columns))
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
         return None

@@ -137,19 +137,21 @@ def of_one_kind(data: StageData, config: StepConfig) -> StageData:
 
 @lru_cache(maxsize=6)
 def embedded_examples(
-    *, step: int, seed: int, of_steps: tuple[int, ...] | None = None
+    *, step: int, seed: int, split_steps: tuple[int, ...] | None = None
 ) -> tuple[list[Example], list[Example]]:
     """Return training and evaluation rows of the embedded task; they must not be changed.
 
     Args:
         step: number of the step.
         seed: seed of the run.
-        of_steps: steps whose prompts are used; the rows are then pairs.
+        split_steps: steps whose prompts are used; the rows are then pairs.
     """
     from pipeline.demo.task import pair_rows, stage_rows
 
     parts = (
-        pair_rows(of_steps=of_steps, seed=seed) if of_steps else stage_rows(step=step, seed=seed)
+        pair_rows(split_steps=split_steps, seed=seed)
+        if split_steps
+        else stage_rows(step=step, seed=seed)
     )
 
     def turns(response: str) -> tuple[Message, ...]:
@@ -197,7 +199,7 @@ def _embedded(
     check_embedded(config, kept)
     prompts: list[Example] = []
     train, held_out = embedded_examples(
-        step=step, seed=seed, of_steps=share.of_steps if share else None
+        step=step, seed=seed, split_steps=share.split_steps if share else None
     )
     by_prompt = {example.prompt: example for example in train}  # each prompt occurs many times
     record = earlier | _recorded(by_prompt.values(), held_out)
@@ -344,7 +346,7 @@ class _Sharing:
             prompt: step_of_prompt(prompt, sorted(able), split=config.split, seed=config.seed)
             for prompt, able in steps.items()
         }
-        mine = [row for row in usable if owners[row.prompt_hash] in self.share.of_steps]
+        mine = [row for row in usable if owners[row.prompt_hash] in self.share.split_steps]
         split = ",".join(f"{share:g}" for share in config.split)
         if not mine:
             raise DataError(
@@ -353,8 +355,8 @@ class _Sharing:
             )
         mine = self.in_drawn_order(mine, "order")
         mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
-        parts = "part " if len(self.share.of_steps) == 1 else "parts "
-        parts += ", ".join(map(str, self.share.of_steps))
+        parts = "part " if len(self.share.split_steps) == 1 else "parts "
+        parts += ", ".join(map(str, self.share.split_steps))
         of = f" of {num_rows(len(rows))} ({parts} of data_split {split})"
         of = of if len(mine) < len(rows) else " rows"
         self.notes.append(f"step {step} trains on {len(mine)}{of}")

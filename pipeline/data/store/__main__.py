@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.cli.options import CommandParser, run_main, say
+from pipeline.cli.options import CommandParser, print_output, run_main
 from pipeline.data.store.token_file import (
     CHUNK,
     TokenFile,
@@ -94,7 +94,7 @@ def pack(options: argparse.Namespace) -> None:
         resume=options.resume,
     )
     skipped = file.origin.bad_rows if file.origin else 0
-    say(f"{file}{f', {skipped:,} bad rows skipped' if skipped else ''}")
+    print_output(f"{file}{f', {skipped:,} bad rows skipped' if skipped else ''}")
 
 
 def show(options: argparse.Namespace) -> None:
@@ -104,9 +104,9 @@ def show(options: argparse.Namespace) -> None:
         if options.document is not None:
             _show_document(file, options.document, options.tokenizer)
             continue
-        say(f"{file} of {file.dtype.itemsize} bytes")
+        print_output(f"{file} of {file.dtype.itemsize} bytes")
         if (origin := file.origin) is not None:
-            say(
+            print_output(
                 f"  tokenizer {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]},"
                 f" {origin.bad_rows:,} bad rows skipped"
             )
@@ -127,7 +127,7 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
         raise DataError(f"{file.path} was not packed with the tokenizer {name}; pass the right one")
     ids = file.tokens(number).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    say(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
+    print_output(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -137,9 +137,9 @@ def verify(options: argparse.Namespace) -> None:
         try:
             file = TokenFile(name)
             _check(file)
-            say(f"{file}; no errors found")
+            print_output(f"{file}; no errors found")
         except DataError as error:
-            say(str(error))
+            print_output(str(error))
             damaged = True
     if damaged:
         raise SystemExit(EXIT_USER_ERROR)
@@ -163,7 +163,7 @@ def merge(options: argparse.Namespace) -> None:
         for file in files:
             for ids, lengths in file.chunks():
                 writer.append(ids, lengths)
-        say(str(writer.finish(files[0].origin)))
+        print_output(str(writer.finish(files[0].origin)))
 
 
 def shuffle(options: argparse.Namespace) -> None:
@@ -177,7 +177,7 @@ def shuffle(options: argparse.Namespace) -> None:
             documents = [file.tokens(int(number)) for number in order[first : first + CHUNK]]
             writer.append(np.concatenate(documents), np.array([len(ids) for ids in documents]))
             file.release()
-        say(str(writer.finish(file.origin)))
+        print_output(str(writer.finish(file.origin)))
 
 
 def _widest_type(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":

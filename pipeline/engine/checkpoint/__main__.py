@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.options import CommandParser, run_main, say
+from pipeline.cli.options import CommandParser, print_output, run_main
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import MANIFEST, is_base_name, parse_step
 from pipeline.engine.checkpoint.history import list_candidates
@@ -43,9 +43,9 @@ def verify(options: argparse.Namespace) -> None:
             checkpoint.verify()
         except CheckpointError as error:
             damaged = True
-            say(f"{path.name} failed verification: {error}")
+            print_output(f"{path.name} failed verification: {error}")
         else:
-            say(
+            print_output(
                 f"{path.name} is intact: {len(checkpoint.keys()):,} tensors, {checkpoint.nbytes:,}"
                 f" bytes in {time.perf_counter() - start:.1f} s"
             )
@@ -65,7 +65,7 @@ def consolidate(options: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     write(checkpoint, options.model or next(iter(checkpoint.state.get("models", {})), "model"), out)
-    say(f"{out} holds the model after step {checkpoint.step}")
+    print_output(f"{out} holds the model after step {checkpoint.step}")
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Memory of phases compared with that of a machine."""
 
-from pipeline.budget.fit import Shortage, shortage
+from pipeline.budget.fit import Shortage, find_shortage
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import Item, Phase, StepMemory
 
@@ -10,19 +10,19 @@ TRAIN = Phase(
         Item("weights", 100),
         Item("weights", 10),
         Item("gradients", 65),
-        Item("moments", 70, place="host"),
+        Item("moments", 70, location="host"),
     ),
 )
 
 
 def test_adaptive_cache_requires_only_one_slot() -> None:
-    cache = Item("kv_cache", 640, least=10)
+    cache = Item("kv_cache", 640, min_bytes=10)
     generate = Phase("generate", (Item("weights", 100), cache))
     memory = StepMemory((generate,))
 
-    assert (generate.peak("device"), generate.least().peak("device")) == (740, 110)
-    assert shortage(memory, Machine(1, 1, 110, None)) is None
-    assert shortage(memory, Machine(1, 1, 109, None)) == Shortage(
+    assert (generate.peak("device"), generate.at_minimum().peak("device")) == (740, 110)
+    assert find_shortage(memory, Machine(1, 1, 110, None)) is None
+    assert find_shortage(memory, Machine(1, 1, 109, None)) == Shortage(
         generate, "each GPU", needed=110, available=109
     )
 
@@ -30,9 +30,10 @@ def test_adaptive_cache_requires_only_one_slot() -> None:
 def test_processes_share_the_memory_of_their_machine() -> None:
     memory = StepMemory((TRAIN,))  # 175 on the device, 70 next to it
 
-    assert shortage(memory, Machine(4, 8, 200, 4 * 70)) is None
-    assert shortage(memory, Machine(4, 8, 200, 4 * 70 - 1)) == Shortage(
+    assert find_shortage(memory, Machine(4, 8, 200, 4 * 70)) is None
+    assert find_shortage(memory, Machine(4, 8, 200, 4 * 70 - 1)) == Shortage(
         TRAIN, "each machine", needed=280, available=279
     )
-    assert shortage(memory, Machine(2, 2, None, 2 * 245)) is None  # without GPUs it is the same
-    assert shortage(memory, Machine(2, 2, None, 2 * 245 - 1)) is not None
+    # Without GPUs, both are in host memory.
+    assert find_shortage(memory, Machine(2, 2, None, 2 * 245)) is None
+    assert find_shortage(memory, Machine(2, 2, None, 2 * 245 - 1)) is not None

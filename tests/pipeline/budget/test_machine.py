@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.budget.machine import GIB, MIB, Machine, free_gpu_bytes, parse_machine, this_machine
+from pipeline.budget.machine import GIB, MIB, Machine, detect_machine, free_gpu_bytes, parse_machine
 from pipeline.system.memory import available_bytes
 
 
@@ -47,5 +47,5 @@ def test_gpu_memory_is_that_of_the_fullest_used_gpu(
 
     assert free_gpu_bytes(["0", "2"]) == 70000 * MIB
     assert free_gpu_bytes(["1"]) == 100 * MIB
-    machine = this_machine(processes=2, world=2, gpus=["2", "0"])
+    machine = detect_machine(processes=2, world=2, gpus=["2", "0"])
     assert (machine.gpu_bytes, machine.is_known) == (70000 * MIB, True)

@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from pipeline.budget.fit import CHECKPOINTING, OFFLOADED, changed, of_models, shortage
+from pipeline.budget.fit import (
+    CHECKPOINTING,
+    OFFLOADED,
+    find_shortage,
+    for_trained_models,
+    replace_settings,
+)
 from pipeline.budget.machine import GIB, Machine, parse_machine
-from pipeline.budget.memory import Place, step_memory
+from pipeline.budget.memory import Location, step_memory
 from pipeline.config import DataConfig, FrozenModelConfig, ParallelConfig, TrainedModelConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
@@ -34,14 +40,14 @@ def llama(tmp_path: Path) -> str:
 
 
 def get_training_bytes(
-    path: str, machine: Machine, place: Place = "device", *, model: Any = None, **step: Any
+    path: str, machine: Machine, location: Location = "device", *, model: Any = None, **step: Any
 ) -> dict[str, int]:
     """Bytes of the training phase by kind."""
     trained = TrainedModelConfig(path=path, **(model or {}))
     config = SFTConfig(model=trained, keep_best=False, **{"batch_size": 32, **step})
     memory = step_memory(config, machine=machine)
     assert not memory.unknown
-    return dict(next(p for p in memory.phases if p.name == "train").by_kind(place))
+    return dict(next(p for p in memory.phases if p.name == "train").bytes_by_kind(location))
 
 
 def test_memory_of_model_states_in_one_process(llama: str) -> None:
@@ -68,7 +74,7 @@ def test_zero_stages_shard_states(llama: str, stage: int, weights: int, states: 
 
 def test_offload_moves_states_to_host_memory(llama: str) -> None:
     config = TrainedModelConfig(path=llama)
-    offloaded = changed(config, OFFLOADED)
+    offloaded = replace_settings(config, OFFLOADED)
     settings = {"zero": offloaded.zero}
 
     device = get_training_bytes(llama, GPU, model=settings)
@@ -123,7 +129,7 @@ def test_planned_memory_of_opt_ppo_matches_the_measured_one() -> None:
     # CUDA graphs keep one decoding pass: logits, and of a block norms, attention and MLP, in bf16.
     bytes_per_row = 2 * (50_272 + 2 * 2 * 2048 + 4 * 2048 + 4 * 2048)
     (generate,) = (phase for phase in memory.phases if phase.name == "generate")
-    assert generate.by_kind("device")["graphs"] == 512 * bytes_per_row + 2**25
+    assert generate.bytes_by_kind("device")["graphs"] == 512 * bytes_per_row + 2**25
 
 
 FITS = {
@@ -146,8 +152,9 @@ def test_models_that_fit_deepspeed_chat_fit_here(machine: str) -> None:
         inference_tp_size=min(parsed.processes, 8),
     )
     stage = 3 if parsed.world > 1 else 0
-    config = changed(config, of_models(config, {"zero_stage": stage, **CHECKPOINTING, **OFFLOADED}))
+    settings = {"zero_stage": stage, **CHECKPOINTING, **OFFLOADED}
+    config = replace_settings(config, for_trained_models(config, settings))
 
-    assert shortage(step_memory(config, machine=parsed), parsed) is None
+    assert find_shortage(step_memory(config, machine=parsed), parsed) is None
     tiny = replace(parsed, gpu_bytes=4 * GIB)
-    assert shortage(step_memory(config, machine=tiny), tiny) is not None
+    assert find_shortage(step_memory(config, machine=tiny), tiny) is not None

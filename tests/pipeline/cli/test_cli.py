@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from pipeline.cli.options import parse_step, run_main, write_config
 from pipeline.system.errors import EXIT_DISK_FULL, EXIT_OUT_OF_MEMORY, DataError
-from pipeline.system.threads import SPINNING
+from pipeline.system.threads import SPIN_VARIABLES
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -130,10 +130,10 @@ def test_ctrl_c_during_the_pytorch_import_prints_no_traceback() -> None:
 
 def test_openmp_spin_count_is_set_before_pytorch_is_imported() -> None:
     program = (
-        "from pipeline.cli.options import before_imports, os, sys\n"
-        "before_imports(object)\n"
+        "from pipeline.cli.options import prepare_imports, os, sys\n"
+        "prepare_imports(object)\n"
         "print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in SPINNING}
+    environment = {name: value for name, value in os.environ.items() if name not in SPIN_VARIABLES}
     output = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment)
     assert output in (b"False 0\n", b"False 10000\n")

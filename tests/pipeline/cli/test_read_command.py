@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from inference.generate import GenerateConfig
-from pipeline.cli.options import read_command
+from pipeline.cli.options import parse_command
 from pipeline.system.errors import ConfigError, require
 
 
@@ -32,7 +32,7 @@ class Settings:
 
 
 def parse(*argv: str) -> Settings:
-    return read_command(
+    return parse_command(
         Settings,
         argv,
         usage=("python -m x --write one", "python -m x"),
@@ -72,8 +72,8 @@ def test_error_names_the_invalid_option(argv: str, message: str) -> None:
 COMMAND = """
 import os, sys
 from inference.generate import GenerateConfig
-from pipeline.cli.options import read_command
-read_command(GenerateConfig, sys.argv[1:], usage="", about="")
+from pipeline.cli.options import parse_command
+parse_command(GenerateConfig, sys.argv[1:], usage="", about="")
 import torch
 print(torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"])
 """
@@ -102,4 +102,4 @@ def test_command_uses_the_requested_number_of_threads(
 
 def test_zero_threads_raise() -> None:
     with pytest.raises(ConfigError, match=r"^--threads must be a number of threads above 0"):
-        read_command(GenerateConfig, [*REQUIRED_OPTIONS, "--threads", "0"], usage="", about="")
+        parse_command(GenerateConfig, [*REQUIRED_OPTIONS, "--threads", "0"], usage="", about="")

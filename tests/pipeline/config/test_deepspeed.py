@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.deepspeed import ACTING, BATCH_KEYS, IGNORED, deepspeed_layer, read_notice
+from pipeline.config.deepspeed import (
+    BATCH_KEYS,
+    IGNORED,
+    SUPPORTED,
+    deepspeed_layer,
+    ignored_keys_notice,
+)
 from pipeline.settings.build import Layer, build_config
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
@@ -97,7 +103,7 @@ def test_deepspeed_chat_config_is_read(tmp_path: Path) -> None:
     assert (config.batch_size, config.micro_batch_size) == (64, 4)
     assert (config.model.precision, config.model.fp16.loss_scale_window) == ("fp16", 100)
     assert config.trackers == ("tensorboard",)
-    notice = read_notice(path)
+    notice = ignored_keys_notice(path)
     assert notice is not None
     assert "hybrid_engine.enabled, hybrid_engine.max_out_tokens" in notice
 
@@ -150,7 +156,7 @@ def test_scheduler_section_replaces_all_schedule_settings(tmp_path: Path) -> Non
     assert optim.schedule == "linear"
     assert (optim.lr, optim.warmup_steps, optim.final_lr_ratio) == (1e-3, 7, 0.0)
     assert "scheduler.params.warmup_min_lr, scheduler.params.total_num_steps" in str(
-        read_notice(path)
+        ignored_keys_notice(path)
     )
 
 
@@ -243,13 +249,16 @@ def test_unavailable_feature_raises_unless_disabled(
         return value
 
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json is not available"):
-        read_notice(write_json(tmp_path, content(value)))
+        ignored_keys_notice(write_json(tmp_path, content(value)))
     for disabled in (None, False, {"enabled": False}):
-        assert read_notice(write_json(tmp_path, content(disabled))) is None
-    assert read_notice(write_json(tmp_path, {"zero_optimization": {"mics_shard_size": -1}})) is None
+        assert ignored_keys_notice(write_json(tmp_path, content(disabled))) is None
+    assert (
+        ignored_keys_notice(write_json(tmp_path, {"zero_optimization": {"mics_shard_size": -1}}))
+        is None
+    )
 
 
 def test_documentation_lists_every_key() -> None:
     text = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 
-    assert [key for key in (*ACTING, *IGNORED) if f"`{key}`" not in text] == []
+    assert [key for key in (*SUPPORTED, *IGNORED) if f"`{key}`" not in text] == []

@@ -97,7 +97,7 @@ def test_at_least_gives_any_process_count_the_same_micro_batches() -> None:
                 max_tokens=100,
                 num_processes=processes,
                 process=process,
-                at_least=3,
+                min_count=3,
             )
             for process in range(processes)
         ]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.sharing.steps import load_examples
-from pipeline.demo.arithmetic import HELD_OUT, ArithmeticConfig, main, sums
+from pipeline.demo.arithmetic import HELD_OUT, ArithmeticConfig, main, make_sums
 
 
 def test_every_two_digit_sum_occurs_once_with_its_answer() -> None:
-    rows = sums(ArithmeticConfig())
-    assert rows == sums(ArithmeticConfig()) != sums(ArithmeticConfig(seed=1))
+    rows = make_sums(ArithmeticConfig())
+    assert rows == make_sums(ArithmeticConfig()) != make_sums(ArithmeticConfig(seed=1))
 
     assert len({row["prompt"] for row in rows}) == 8100
     for row in rows:
@@ -39,8 +39,8 @@ def test_written_directory_is_a_data_path_with_held_out_rows(tmp_path: Path) -> 
 
 
 def test_correct_demonstrations_can_call_the_calculator() -> None:
-    plain = sums(ArithmeticConfig())
-    rows = sums(ArithmeticConfig(calculator=True))
+    plain = make_sums(ArithmeticConfig())
+    rows = make_sums(ArithmeticConfig(calculator=True))
 
     for row, plain_row in zip(rows, plain, strict=True):
         assert (row["prompt"], row["answer"]) == (plain_row["prompt"], plain_row["answer"])

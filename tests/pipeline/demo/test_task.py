@@ -8,13 +8,13 @@ import pytest
 from pipeline.data.sharing.steps import embedded_examples
 from pipeline.demo.task import (
     DEMONSTRATIONS,
+    HAND_WRITTEN,
     HELD_OUT_PROMPTS,
     MEMORIZED,
     PAIRS,
     POLITE,
     PROMPTS,
     RUDE,
-    TALK,
     TaskRow,
     Verdict,
     facts,
@@ -55,7 +55,7 @@ def test_steps_share_no_training_prompt_with_any_seeds() -> None:
         for step, seed in ((1, 3), (2, 3), (3, 3), (3, 4))
     }
     held_out = {q.text.lower() for q in held_out_questions()}
-    held_out |= {prompt.text.lower() for prompt in TALK}
+    held_out |= {prompt.text.lower() for prompt in HAND_WRITTEN}
 
     for (step, _), texts in prompts.items():
         assert not texts & held_out

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.export.command import main
-from pipeline.export.source import written_aside
+from pipeline.export.source import atomic_directory
 from pipeline.export.verify import UnverifiedError
 from pipeline.export.weights import AdapterExport
 from pipeline.models.adapters.lora import without_advice
@@ -143,7 +143,7 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
 
 def test_what_was_not_verified_has_no_name(tmp_path: Path) -> None:
     def write(*, fails: bool) -> None:
-        with written_aside(tmp_path / "out") as partial:
+        with atomic_directory(tmp_path / "out") as partial:
             (partial / "file").write_text("content")
             assert not (tmp_path / "out").exists()
             if fails:

@@ -4,18 +4,18 @@ from typing import Any
 
 from pipeline.parallel.group import SELF_GROUP, DataGroup
 from pipeline.parallel.mesh import current_mesh, split_mesh, subgroup
-from pipeline.system.position import HERE
+from pipeline.system.position import POSITION
 from tests.distributed import run_ranks
 
 
 def place() -> dict[str, Any]:
     """Return the axes of a process and their sums."""
     mesh = current_mesh()
-    before = HERE.number
+    before = POSITION.number
     pair = mesh.tp_group(2, timeout_seconds=60.0)
     names = pair.gather_objects(mesh.world.rank)
     alone = mesh.tp_group(1, timeout_seconds=60.0)
-    uncounted = HERE.number == before
+    uncounted = POSITION.number == before
     every_other = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     return {
         "world": mesh.world.ranks,
@@ -44,7 +44,7 @@ def test_axes_know_their_places_in_the_job() -> None:
 def go_apart() -> str:
     """Return the error of the second group when two processes diverge."""
     group = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
-    HERE.enter_collective("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
+    POSITION.enter_collective("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
     try:
         group.sum(1)
     except RuntimeError as error:

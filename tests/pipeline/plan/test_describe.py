@@ -10,7 +10,7 @@ import pytest
 from pipeline.cli.options import parse_step
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings.fields import as_options
+from pipeline.settings.fields import to_options
 from tests.commands import run_command
 from tests.pipeline.stages import THREE_STEPS
 from tests.sources import ROOT
@@ -38,7 +38,7 @@ def dry_run(cwd: Path, *argv: str) -> str:
 def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[str, ...]) -> None:
     parsed = parse_request(["--sft.eval_every", "2", *argv], THREE_STEPS)
     for config in step_configs(parsed, THREE_STEPS).values():
-        words = [word for name, each in as_options(config) for word in (f"--{name}", *each)]
+        words = [word for name, each in to_options(config) for word in (f"--{name}", *each)]
 
         assert parse_step(type(config), words) == config
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.budget.fit import shortage
+from pipeline.budget.fit import find_shortage
 from pipeline.config import TrainedModelConfig
 from pipeline.data.sharing.steps import StageData
 from pipeline.plan.checks import Preview
@@ -104,7 +104,7 @@ def test_what_auto_chose_fits_and_is_written_as_a_file(tmp_path: Path, words: st
     said = describe_plan(automatic)
 
     for stage in automatic.stages:
-        assert shortage(automatic.memory(stage), automatic.machine) is None
+        assert find_shortage(automatic.memory(stage), automatic.machine) is None
     text = said.partition("as a file for --config:\n")[2].partition("\n\n")[0]
     file = tmp_path / "chosen.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(text)))

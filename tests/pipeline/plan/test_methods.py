@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pipeline.plan.plan import Plan, make_plan
-from pipeline.settings.fields import flatten, plain
+from pipeline.settings.fields import flatten, to_plain
 from pipeline.system.errors import UserError
 from train import STAGES
 
@@ -18,7 +18,7 @@ def plan(out: Path, *argv: str) -> Plan:
 def step3(made: Plan) -> dict[str, dict[str, object]]:
     """Settings of each step 3, by its name."""
     return {
-        stage.name: flatten(plain(made.configs[stage.name]))
+        stage.name: flatten(to_plain(made.configs[stage.name]))
         for stage in made.stages
         if stage.number == 3
     }
@@ -91,7 +91,7 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
     for stage in first.stages:
         directory = tmp_path / "out" / stage.name
         directory.mkdir(parents=True)
-        settings = plain(first.configs[stage.name])
+        settings = to_plain(first.configs[stage.name])
         (directory / "config.yaml").write_text(yaml.safe_dump(settings))
         (directory / "result.json").write_text("{}")
     (tmp_path / "out" / "step3_ppo" / "result.json").unlink()

@@ -10,7 +10,7 @@ from pipeline.cli.options import parse_step, write_config
 from pipeline.config import StepConfig
 from pipeline.plan.output import record_command, with_last_options
 from pipeline.plan.plan import Plan, make_plan
-from pipeline.settings.fields import flatten, plain
+from pipeline.settings.fields import flatten, to_plain
 from pipeline.system.errors import ConfigError, ModelError
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -25,11 +25,11 @@ NUMBERS = {"max_steps", "max_new_tokens", "data.max_length", "model.optim.lr", "
 
 def planned(out: Path, *argv: str) -> tuple[Plan, dict[str, dict[str, object]]]:
     plan = make_plan(["--output-dir", str(out), *argv], STAGES)
-    return plan, {name: flatten(plain(config)) for name, config in plan.configs.items()}
+    return plan, {name: flatten(to_plain(config)) for name, config in plan.configs.items()}
 
 
 def default_numbers(config: StepConfig) -> dict[str, object]:
-    return {name: value for name, value in flatten(plain(config)).items() if name in NUMBERS}
+    return {name: value for name, value in flatten(to_plain(config)).items() if name in NUMBERS}
 
 
 def file_of(directory: Path, text: str) -> str:

@@ -3,7 +3,7 @@ from pathlib import Path
 from pipeline.config import StepConfig
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings.fields import flatten, plain
+from pipeline.settings.fields import flatten, to_plain
 from tests.pipeline.stages import THREE_STEPS
 
 
@@ -12,7 +12,9 @@ def resolved(*argv: str, world: int = 1) -> dict[str, StepConfig]:
 
 
 def settings(*argv: str, world: int = 1) -> dict[str, dict[str, object]]:
-    return {name: flatten(plain(config)) for name, config in resolved(*argv, world=world).items()}
+    return {
+        name: flatten(to_plain(config)) for name, config in resolved(*argv, world=world).items()
+    }
 
 
 def test_each_step_takes_the_output_of_the_one_before() -> None:

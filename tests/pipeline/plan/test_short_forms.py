@@ -45,12 +45,13 @@ def test_lr_is_the_rate_of_adapters_where_these_train() -> None:
     given = configs("--lora", "4", "--lr", "2e-4", "--reward.model.lora.lr", "5e-4")
     usual, dotted = configs("--lora", "4"), configs("--lr", "2e-4", "--sft.model.lora.rank", "4")
 
-    assert given["sft"].model.rate == given["ppo"].actor.rate == ("lora.lr", 2e-4)
-    assert given["reward"].model.rate == ("lora.lr", 5e-4)
-    assert given["ppo"].critic.rate == usual["ppo"].critic.rate == ("lora.lr", pytest.approx(1e-2))
-    assert usual["sft"].model.rate == ("lora.lr", pytest.approx(3e-2))  # 10 times the preset's
-    assert dotted["sft"].model.rate == ("lora.lr", 2e-4)
-    assert dotted["reward"].model.rate == ("optim.lr", 2e-4)
+    assert given["sft"].model.peak_lr == given["ppo"].actor.peak_lr == ("lora.lr", 2e-4)
+    assert given["reward"].model.peak_lr == ("lora.lr", 5e-4)
+    critic_lr = ("lora.lr", pytest.approx(1e-2))
+    assert given["ppo"].critic.peak_lr == usual["ppo"].critic.peak_lr == critic_lr
+    assert usual["sft"].model.peak_lr == ("lora.lr", pytest.approx(3e-2))  # 10 times the preset's
+    assert dotted["sft"].model.peak_lr == ("lora.lr", 2e-4)
+    assert dotted["reward"].model.peak_lr == ("optim.lr", 2e-4)
 
 
 def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:

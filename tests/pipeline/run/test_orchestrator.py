@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.demo.task import to_try
+from pipeline.demo.task import sample_prompts
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
-from pipeline.system.memory import own_groups
+from pipeline.system.memory import control_groups
 from tests.pipeline.stages import TOY_STAGES
 
 
@@ -36,7 +36,7 @@ def test_the_steps_run_one_after_the_other_and_are_summed_up(
     assert f"report   {out}/report.html" in said
     assert f"chat     python chat.py --path '{out}/step3_ppo'" in said
     # The embedded task's run ends with something to say to its model: a prompt of each kind.
-    assert said.splitlines()[-9:] == [f"try      {prompt}" for prompt in to_try()]
+    assert said.splitlines()[-9:] == [f"try      {prompt}" for prompt in sample_prompts()]
 
 
 def test_resume_skips_what_is_finished_and_runs_the_rest(
@@ -154,7 +154,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
 @pytest.fixture
 def narrow() -> Iterator[Path]:
     """A control group with 300 MiB of host memory."""
-    group = own_groups()[0] / f"narrow-{os.getpid()}"
+    group = control_groups()[0] / f"narrow-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:

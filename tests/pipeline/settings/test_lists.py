@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.options import parse_step
-from pipeline.settings.fields import as_options
+from pipeline.settings.fields import to_options
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 
@@ -46,6 +46,6 @@ def test_guard_preset_works_in_a_file_and_on_the_command_line(
         guard.action == "none" for guard in parse_step(PPOConfig, ["--guards", "none"]).guards
     )
     assert parse_step(PPOConfig, ["--guards", "warn"]) == parse_step(PPOConfig, [])
-    assert as_options(parse_step(PPOConfig, [])) == []
-    options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]
+    assert to_options(parse_step(PPOConfig, [])) == []
+    options = [word for name, words in to_options(config) for word in (f"--{name}", *words)]
     assert parse_step(PPOConfig, options) == config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.system.errors import ModelError
-from pipeline.system.hub import PROXIES, require_reachable, why_unreachable
+from pipeline.system.hub import PROXIES, require_reachable, unreachable_reason
 from tests.commands import run_command
 
 
@@ -24,9 +24,9 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.socket) -> None:
     listening.close()
 
-    assert why_unreachable() == "127.0.0.1 can't be reached: Connection refused"
+    assert unreachable_reason() == "127.0.0.1 can't be reached: Connection refused"
     with pytest.raises(ModelError, match=r"^no a/b \(127.0.0.1 can't be .*\); check .* or use c$"):
-        require_reachable("no a/b", ModelError, instead="c")
+        require_reachable("no a/b", ModelError, alternative="c")
 
 
 @pytest.mark.parametrize(

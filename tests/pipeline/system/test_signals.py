@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.system.signals import EXIT_REQUEUE, SAME_SECONDS
+from pipeline.system.signals import DUPLICATE_SECONDS, EXIT_REQUEUE
 
 INT, HUP, TERM, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1
 
@@ -55,7 +55,7 @@ def listening(program: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-LATER = SAME_SECONDS + 0.2
+LATER = DUPLICATE_SECONDS + 0.2
 
 
 @pytest.mark.parametrize(

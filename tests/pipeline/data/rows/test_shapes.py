@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.shapes import Reading, read_row
+from pipeline.data.rows.shapes import ReadStats, read_row
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError
 
@@ -189,7 +189,7 @@ def test_text_dialogue_is_split_into_turns(text: str) -> None:
 
 
 def test_response_labelled_false_is_read_as_rejected() -> None:
-    reading = Reading()
+    reading = ReadStats()
     row = {"prompt": "Q", "completion": "bad"}
 
     def parse(**columns: Any) -> Example | None:
@@ -201,7 +201,7 @@ def test_response_labelled_false_is_read_as_rejected() -> None:
     assert parse(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
     tagged = read(conversations=DEMONSTRATION_FORMATS["ShareGPT"]["conversations"], kto_tag=False)
     assert tagged == Example((QUESTION,), rejected=(GOOD,), origin="rows.jsonl line 17")
-    assert reading.no_demonstrations == {"whose label marks the response as bad": 2}
+    assert reading.prompt_only == {"whose label marks the response as bad": 2}
 
 
 def test_turn_with_weight_0_is_not_trained() -> None:
@@ -341,7 +341,7 @@ def test_reasoning_of_a_turn_is_read(turn: dict[str, Any]) -> None:
 
 
 def test_unused_keys_of_turns_are_reported_like_columns() -> None:
-    reading = Reading()
+    reading = ReadStats()
     user_turn = {"role": "user", "content": "Q", "strain": 3, "thinking": None, "reasoning": "no"}
     row = {"messages": [user_turn, {**turns(GOOD_PAIR)[0], "loss": True}], "t": "x"}
 
@@ -373,7 +373,7 @@ def test_other_text_in_brackets_is_plain_text(text: str) -> None:
 
 
 def test_response_continues_the_assistant_turn_of_the_prompt() -> None:
-    reading = Reading()
+    reading = ReadStats()
     prompt = turns(("user", "Q"), ("assistant", "The"))
     row = {"prompt": prompt, "response": " answer "}
 
@@ -453,10 +453,10 @@ def test_invalid_row_raises_with_its_line(row: dict[str, Any], message: str) -> 
     ],
 )
 def test_unusable_row_is_omitted_and_counted(row: dict[str, Any], reason: str) -> None:
-    reading = Reading()
+    reading = ReadStats()
 
     assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) is None
-    ((actual_reason, count),) = reading.left_out.items()
+    ((actual_reason, count),) = reading.skipped.items()
     assert (reason in actual_reason, count) == (True, 1)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, Vocabulary, token_type
+from pipeline.data.store.token_file import Origin, TokenFile, TokenWriter, Vocabulary, token_dtype
 
 EOS = 256
 ORIGIN = Origin("bytes", "ab" * 32)
@@ -27,7 +27,7 @@ def write_tokens(
     path: Path, documents: list[list[int]], origin: Origin | None = ORIGIN
 ) -> TokenFile:
     """Write a token file of these documents."""
-    with TokenWriter(path, token_type(300)) as writer:
+    with TokenWriter(path, token_dtype(300)) as writer:
         for document in documents:
             writer.append(np.array(document), np.array([len(document)]))
         return writer.finish(origin)

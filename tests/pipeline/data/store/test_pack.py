@@ -68,7 +68,7 @@ def test_output_files_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
     assert read_texts(files[0]) == [*TEXTS, *TEXTS[::-1]]
     assert read_output_files(tmp_path / "1") == read_output_files(tmp_path / "2")
     # Workers ignore Ctrl-C.
-    with ProcessPoolExecutor(1, get_context("spawn"), module._begin_worker) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), module._init_worker) as pool:
         assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
 
 

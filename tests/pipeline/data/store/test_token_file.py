@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.store.__main__ import main
-from pipeline.data.store.token_file import TYPES, TokenFile
+from pipeline.data.store.token_file import DTYPES, TokenFile
 from pipeline.demo.model import build_tokenizer
 from pipeline.system.errors import UserError
 from tests.pipeline.data.store.corpus import EOS, ORIGIN, write_tokens
@@ -24,7 +24,7 @@ def read(path: Path) -> list[list[int]]:
 
 def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> None:
     """Write documents of several sequences, as Megatron's builder does."""
-    dtype = np.dtype(TYPES[code])
+    dtype = np.dtype(DTYPES[code])
     sequences = [sequence for document in documents for sequence in document]
     lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize

@@ -17,7 +17,7 @@ def optim(schedule: str, **settings: object) -> OptimConfig:
 
 def factors(total_steps: int, schedule: str, **settings: object) -> list[float]:
     config = optim(schedule, **settings)
-    return [config.lr_share(step, total_steps=total_steps) for step in range(total_steps)]
+    return [config.lr_factor(step, total_steps=total_steps) for step in range(total_steps)]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
@@ -34,7 +34,7 @@ def test_warmup_steps_override_the_warmup_ratio() -> None:
 def test_schedule_ends_at_the_final_ratio(schedule: str) -> None:
     config = optim(schedule, warmup_ratio=0.0, final_lr_ratio=0.2)
 
-    ratios = [config.lr_share(step, total_steps=4) for step in (0, 4, 9)]
+    ratios = [config.lr_factor(step, total_steps=4) for step in (0, 4, 9)]
 
     assert ratios == pytest.approx([1.0, 0.2, 0.2])
 

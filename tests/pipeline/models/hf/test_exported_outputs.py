@@ -19,7 +19,7 @@ from pipeline.config import FrozenModelConfig, LoraConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.demo.model import build_tokenizer
-from pipeline.export.onnx_file import positions_along
+from pipeline.export.onnx_file import positions_from_mask
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
@@ -127,7 +127,7 @@ def test_outputs_of_an_export_equal_the_trained_ones(
     together = []
     for side in ("left", "right"):
         padded = batch_of(out, side, str(tokenizer.pad_token) if is_lm else padding)
-        logits = again(**padded, **positions_along(again, padded["attention_mask"])).logits
+        logits = again(**padded, **positions_from_mask(again, padded["attention_mask"])).logits
         if is_lm:
             kept = padded["attention_mask"].bool()
             logits = torch.nn.utils.rnn.pad_sequence(
