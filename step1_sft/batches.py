@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from pipeline.data.batches import TokenBatch, collate_part
+from pipeline.data.batches import TokenBatch, collate_or_empty
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit, RowsFit
+from pipeline.data.lengths import FitCheck, RowFit
 from pipeline.parallel.device import local_device
 from pipeline.run.training import local_parts
 from step1_sft.config import SFTConfig
@@ -21,24 +21,24 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
     ]
 
 
-def rows_fit(chat: ChatFormat, config: SFTConfig) -> RowsFit[Example]:
+def rows_fit(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
     """Whether rows are longer than `max_length`, and their trained tokens after truncation."""
     limit = config.data.max_length
 
-    def fit(rows: Sequence[Example]) -> list[Fit]:
+    def fit(rows: Sequence[Example]) -> list[RowFit]:
         full = [
             chat.encode(row.prompt, row.chosen, config.data.train_on, origin=row.origin)
             for row in rows
         ]
-        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in full]
+        return [RowFit(len(row) > limit, row.head(limit).num_targets) for row in full]
 
-    return RowsFit(fit, end="end", empty="have nothing left to train on")
+    return FitCheck(fit, end="end", empty="have nothing left to train on")
 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
     parts = local_parts([len(row) for row in rows], config, config.model)
     return [
-        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        collate_or_empty([rows[row] for row in part], spare=rows[0]).to(local_device())
         for part in parts
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
-from pipeline.data.lengths import Fit, RowsFit
+from pipeline.data.lengths import FitCheck, RowFit
 from pipeline.models.forward.forward import Scorer
 from pipeline.models.forward.scores import separator_ids
 from pipeline.models.passes import evaluating
@@ -101,7 +101,7 @@ class Objective(ABC):
         self.config = config
         """Settings of the step, including those of the loss."""
 
-    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
         """Whether the sequences of a row still differ after truncation.
 
         Raises:
@@ -109,16 +109,16 @@ class Objective(ABC):
         """
         limit = config.data.max_length
 
-        def fit(examples: Sequence[Example]) -> list[Fit]:
+        def fit(examples: Sequence[Example]) -> list[RowFit]:
             rows = encode_rows(examples, self.labels, chat, max_length=UNCUT)
             ends = [{tuple(x.tail(limit).input_ids) for x in row.sequences} for row in rows]
             return [
-                Fit(max(map(len, row.sequences)) > limit, int(len(differ) == len(row.sequences)))
+                RowFit(max(map(len, row.sequences)) > limit, int(len(differ) == len(row.sequences)))
                 for row, differ in zip(rows, ends, strict=True)
             ]
 
         name = "pairs" if self.labels.kind == "pairs" else "rows"
-        return RowsFit(fit, end="beginning", empty="have equal responses", rows=name)
+        return FitCheck(fit, end="beginning", empty="have equal responses", rows=name)
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
@@ -252,19 +252,19 @@ class StepObjective(Objective):
             )
         return self._separators
 
-    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> RowsFit[Example]:
+    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
         """Number of labelled steps per row after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 
-        def fit(examples: Sequence[Example]) -> list[Fit]:
+        def fit(examples: Sequence[Example]) -> list[RowFit]:
             full = [encode_steps(x, chat, config.step_separator, separators) for x in examples]
             left = self.encode(examples, chat, config)
             return [
-                Fit(row.num_tokens > limit, len(rest.ends or ()))
+                RowFit(row.num_tokens > limit, len(rest.ends or ()))
                 for row, rest in zip(full, left, strict=True)
             ]
 
-        return RowsFit(fit, end="beginning", empty="have no labelled step")
+        return FitCheck(fit, end="beginning", empty="have no labelled step")
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig

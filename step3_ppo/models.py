@@ -462,6 +462,6 @@ def own_micro_batches(
     parts = local_micro_batches(
         [sum(len(rows[row]) for row in unit) for unit in units],
         max_tokens=max_tokens,
-        at_least=config.min_micro_batches,
+        min_count=config.min_micro_batches,
     )
     return [[row for unit in part for row in units[unit]] for part in parts]

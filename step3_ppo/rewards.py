@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from inference.generation import Response
-from pipeline.data.batches import collate_part
+from pipeline.data.batches import collate_or_empty
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from rewards.contract import SourceResults
@@ -41,7 +41,7 @@ def raw_scores(
     scores = torch.zeros(len(rows), device=local_device())
     parts = own_micro_batches(config, rows)
     batches = [
-        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        collate_or_empty([rows[row] for row in part], spare=rows[0]).to(local_device())
         for part in parts
     ]
     for part, found in zip(parts, models.reward.scores(batches), strict=True):

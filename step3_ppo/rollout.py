@@ -90,7 +90,7 @@ class Prompts:
         """
         places = range(self.stream.batch_size) if groups is None else groups
         first = self.stream.position
-        return self._batch(self.stream.take(len(places)), places, first, attempt=self.attempt)
+        return self._batch(self.stream.next_rows(len(places)), places, first, attempt=self.attempt)
 
     def first_batch(self) -> PromptBatch:
         """The prompts of the first iteration; does not advance the stream."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
+from pipeline.data.batches import RowStream, TokenBatch, collate_or_empty, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.sharing.prompts import PromptRecord
 from pipeline.data.sharing.steps import load_examples, record_prompts
@@ -118,7 +118,7 @@ class PtxStream:
             process=group.rank,
         )
         batches = [
-            collate_part([encoded[row] for row in part], spare=encoded[0]).to(local_device())
+            collate_or_empty([encoded[row] for row in part], spare=encoded[0]).to(local_device())
             for part in parts
         ]
         return batches, max(1, sum(row.num_targets for row in encoded))

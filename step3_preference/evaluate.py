@@ -28,7 +28,7 @@ from inference.engine.requests import Response, repeated_trigrams
 from inference.hybrid_engine import HybridEngine
 from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
-from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.batches import collate_or_empty, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded
 from pipeline.engine.checkpoint.parts import BestWeights
@@ -194,7 +194,7 @@ class HeldOut(HeldOutPrompts):
         found = torch.zeros(len(rows), dtype=torch.float64)
         parts = local_micro_batches([len(row) for row in rows], max_tokens=most)
         batches = [
-            collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+            collate_or_empty([rows[row] for row in part], spare=rows[0]).to(local_device())
             for part in parts
         ]
         outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)

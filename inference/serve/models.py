@@ -24,7 +24,7 @@ from pipeline.cli.options import print_notice
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.chat.resolve_format import Argument, never_read, resolve_format
+from pipeline.data.chat.resolve_format import Argument, resolve_format, unused_names
 from pipeline.data.examples import Encoded, Message
 from pipeline.models.adapters.lora import Task
 from pipeline.models.forward.forward import Policy, Scorer, base_model, context_length
@@ -103,7 +103,7 @@ class ServedModel:
 
     def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
         """The chat format with arguments of its template."""
-        unknown = never_read(self.chat.template, arguments)
+        unknown = unused_names(self.chat.template, arguments)
         if unknown:
             names = ", ".join(name[:64] for name in unknown[:16])
             raise ApiError(

@@ -55,10 +55,10 @@ class TokenBatch:
     @property
     def longest(self) -> int:
         """Length of the longest sequence, with the one that it continues."""
-        return max(map(sum, zip(self.lengths, self.num_before, strict=True)))
+        return max(map(sum, zip(self.lengths, self.prefix_lengths, strict=True)))
 
     @property
-    def num_before(self) -> tuple[int, ...]:
+    def prefix_lengths(self) -> tuple[int, ...]:
         """Number of tokens in the sequence that each sequence continues; 0 if it continues none."""
         continues = self.continues or (None,) * len(self.lengths)
         return tuple(0 if index is None else self.lengths[index] for index in continues)
@@ -111,9 +111,9 @@ def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]
     of separate rows.
     """
     units: list[list[int]] = []
-    for run in _same_prompt(rows):
+    for group in _group_by_prompt(rows):
         tokens = max_tokens
-        for row in run:
+        for row in group:
             tokens += len(rows[row])
             if tokens > max_tokens:
                 units.append([])
@@ -122,32 +122,32 @@ def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]
     return units
 
 
-def _same_prompt(rows: Sequence[Encoded]) -> list[list[int]]:
+def _group_by_prompt(rows: Sequence[Encoded]) -> list[list[int]]:
     """Runs of adjacent rows whose tokens before the first trained one are the same."""
     prompts = [tuple(row.input_ids[: _prompt_length(row)]) for row in rows]
-    return [list(run) for _, run in groupby(range(len(rows)), key=prompts.__getitem__)]
+    return [list(group) for _, group in groupby(range(len(rows)), key=prompts.__getitem__)]
 
 
 def _collate_shared(rows: Sequence[Encoded]) -> TokenBatch:
-    pieces: list[Encoded] = []
+    sequences: list[Encoded] = []
     continues: list[int | None] = []
-    for run in _same_prompt(rows):
-        length = _prompt_length(rows[run[0]])
-        if len(run) == 1 or not length:
-            pieces += [rows[row] for row in run]
-            continues += [None] * len(run)
+    for group in _group_by_prompt(rows):
+        length = _prompt_length(rows[group[0]])
+        if len(group) == 1 or not length:
+            sequences += [rows[row] for row in group]
+            continues += [None] * len(group)
             continue
-        continues += [None, *[len(pieces)] * len(run)]
-        pieces.append(rows[run[0]].head(length))
-        pieces += [rows[row].tail(len(rows[row]) - length) for row in run]
+        continues += [None, *[len(sequences)] * len(group)]
+        sequences.append(rows[group[0]].head(length))
+        sequences += [rows[row].tail(len(rows[row]) - length) for row in group]
     trained = [
         flag and (position > 0 or before is not None)
-        for piece, before in zip(pieces, continues, strict=True)
-        for position, flag in enumerate(piece.trained)
+        for sequence, before in zip(sequences, continues, strict=True)
+        for position, flag in enumerate(sequence.trained)
     ]
     return TokenBatch(
-        torch.tensor([token for piece in pieces for token in piece.input_ids]),
-        tuple(map(len, pieces)),
+        torch.tensor([token for sequence in sequences for token in sequence.input_ids]),
+        tuple(map(len, sequences)),
         torch.tensor(trained).nonzero().squeeze(-1),
         tuple(continues),
     )
@@ -157,12 +157,12 @@ def _prompt_length(row: Encoded) -> int:
     return row.trained.index(True) if row.num_targets else 0
 
 
-def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
-    """Concatenate `rows`; if there are none, return `spare` without targets.
+def collate_or_empty(rows: Sequence[Encoded], *, placeholder: Encoded) -> TokenBatch:
+    """Concatenate `rows`; if there are none, return `placeholder` without targets.
 
     This lets a process without rows run the same passes as the others.
     """
-    return collate(rows) if rows else collate([Encoded.untrained(spare.input_ids)])
+    return collate(rows) if rows else collate([Encoded.untrained(placeholder.input_ids)])
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:
@@ -186,21 +186,21 @@ class RowStream:
         self.seed = seed
         self.position = 0  # rows drawn or skipped so far, over all passes
         self.dropped = set[int]()  # rows that are skipped
-        self._pass = -1
+        self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
 
     def __next__(self) -> list[int]:
-        return self.take(self.batch_size)
+        return self.next_rows(self.batch_size)
 
-    def take(self, count: int) -> list[int]:
+    def next_rows(self, count: int) -> list[int]:
         """The next `count` rows that are not dropped."""
         assert len(self.dropped) < self.num_rows
         rows: list[int] = []
         while len(rows) < count:
-            row = self._row(self.position)
+            row = self._row_at(self.position)
             rows += [] if row in self.dropped else [row]
             self.position += 1
         return rows
@@ -211,12 +211,12 @@ class RowStream:
             return max_steps
         return math.ceil(epochs * self.num_rows / self.batch_size)
 
-    def _row(self, position: int) -> int:
-        number, offset = divmod(position, self.num_rows)
-        if number != self._pass:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+    def _row_at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.num_rows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._order = torch.randperm(self.num_rows, generator=generator)
-            self._pass = number
+            self._epoch = epoch
         return int(self._order[offset])
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def micro_batches(
     max_tokens: int,
     num_processes: int,
     process: int,
-    at_least: int | None = None,
+    min_count: int | None = None,
 ) -> list[list[int]]:
     """Pack the rows of a global batch into micro-batches; return those of one process.
 
@@ -243,12 +243,12 @@ def micro_batches(
     process gets the same number of micro-batches of nearly the same size; if there are fewer rows
     than micro-batches, some are empty.
 
-    With `at_least`, k is at least that and independent of `num_processes`, so that any number of
+    With `min_count`, k is at least that and independent of `num_processes`, so that any number of
     processes computes the same micro-batches; empty ones pad k to a multiple of it.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    unit = num_processes if at_least is None else 1
-    count = math.ceil(max(at_least or 1, math.ceil(sum(lengths) / max_tokens)) / unit) * unit
+    unit = num_processes if min_count is None else 1
+    count = math.ceil(max(min_count or 1, math.ceil(sum(lengths) / max_tokens)) / unit) * unit
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
         filled = [0] * count
@@ -263,18 +263,18 @@ def micro_batches(
 
 
 def local_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, at_least: int = 1
+    lengths: Sequence[int], *, max_tokens: int, min_count: int = 1
 ) -> list[list[int]]:
     """Pack this process's own rows into micro-batches, the same number on every process.
 
-    There are at least `at_least` if there are enough rows. Some may be empty.
+    There are at least `min_count` if there are enough rows. Some may be empty.
     """
-    parts = micro_batches(
+    batches = micro_batches(
         lengths,
         max_tokens=max_tokens,
         num_processes=1,
         process=0,
-        at_least=min(at_least, max(1, len(lengths))),
+        min_count=min(min_count, max(1, len(lengths))),
     )
-    most = int(current_mesh().data.max(len(parts)))
-    return parts + [[] for _ in range(most - len(parts))]
+    max_batches = int(current_mesh().data.max(len(batches)))
+    return batches + [[] for _ in range(max_batches - len(batches))]

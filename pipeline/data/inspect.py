@@ -87,10 +87,10 @@ def main(argv: Sequence[str]) -> None:
         _print_row(config, example, encoded[number - 1], chat.tokenizer)
     dialogues = [dialogue for row in encoded for dialogue in row.values()]
     trained, tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
-    long = sum(len(row) > config.max_length for row in dialogues)
+    num_long = sum(len(row) > config.max_length for row in dialogues)
     print_output(
         f"\n{len(dialogues)} dialogues: {trained} of {tokens} tokens ({trained / tokens:.0%}) are"
-        f" trained, {long} dialogues are longer than {config.max_length} tokens"
+        f" trained, {num_long} dialogues are longer than {config.max_length} tokens"
     )
 
 
@@ -104,8 +104,8 @@ def _print_row(
     for name in ("prompt", "chosen", "rejected"):
         for message in getattr(example, name):
             text = " ".join((message.content or message.keys).split())
-            shown = text if len(text) <= 80 else text[:77] + "..."
-            print_output(f"  {name:8} {message.role:9} {shown}")
+            preview = text if len(text) <= 80 else text[:77] + "..."
+            print_output(f"  {name:8} {message.role:9} {preview}")
     for name, full in encoded.items():
         # Step 2 keeps the end, where the score is read.
         limit = config.max_length
@@ -114,10 +114,10 @@ def _print_row(
         print_output(
             f"  {name} as {len(dialogue)} tokens, {dialogue.num_targets} trained{dropped}:"
         )
-        print_output(marked_text(dialogue, tokenizer))
+        print_output(mark_trained(dialogue, tokenizer))
 
 
-def marked_text(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
+def mark_trained(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The dialogue's text with runs of trained tokens between [[ and ]]."""
     runs = groupby(zip(dialogue.input_ids, dialogue.trained, strict=True), key=lambda pair: pair[1])
     ids: list[int] = []
@@ -125,9 +125,9 @@ def marked_text(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
     for trained, run in runs:
         # Decoding a run alone would drop the leading space of SentencePiece tokens.
         ids += [token for token, _ in run]
-        longer = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        marked += f"[[{longer[len(text) :]}]]" if trained else longer[len(text) :]
-        text = longer
+        decoded = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        marked += f"[[{decoded[len(text) :]}]]" if trained else decoded[len(text) :]
+        text = decoded
     return marked
 
 

@@ -10,33 +10,33 @@ from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-LOOKED_AT = 2048
+MAX_ENCODED_ROWS = 2048
 """Maximum number of rows that are encoded for counts; these are the first in random order."""
 
-LOOKED_AT_EMBEDDED = 128
+MAX_ENCODED_EMBEDDED_ROWS = 128
 """The same for the built-in task, whose rows are all alike."""
 
-AT_ONCE = 64
+BATCH_ROWS = 64
 """Rows encoded at a time to find one with a target."""
 
 Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Fit:
+class RowFit:
     """How one row fits into `max_length`."""
 
-    is_cut: bool
+    is_truncated: bool
 
     num_targets: int
     """Number of remaining targets: tokens, labelled steps, or 1 for a pair that still differs."""
 
 
 @dataclass(frozen=True)
-class RowsFit(Generic[Row]):
-    """How a step's rows fit, and how messages describe it."""
+class FitCheck(Generic[Row]):
+    """Check of how a step's rows fit into `max_length`, and the wording of its messages."""
 
-    fit: Callable[[Sequence[Row]], Sequence[Fit]]
+    fit: Callable[[Sequence[Row]], Sequence[RowFit]]
     """Function that returns how rows fit, encoded and truncated as the step does."""
 
     end: str
@@ -49,8 +49,8 @@ class RowsFit(Generic[Row]):
     """The word for the rows in messages: "rows" or "pairs"."""
 
 
-def require_learnable(
-    train: Sequence[Row], held_out: Sequence[Row], how: RowsFit[Row], data: DataConfig
+def require_targets(
+    train: Sequence[Row], held_out: Sequence[Row], check: FitCheck[Row], data: DataConfig
 ) -> None:
     """Check that some training row and some evaluation row has something to train on.
 
@@ -58,35 +58,36 @@ def require_learnable(
         DataError: no training row, or no evaluation row, has a target.
     """
     for name, examples in (("training", train), ("evaluation", held_out)):
-        pieces = (examples[n : n + AT_ONCE] for n in range(0, len(examples), AT_ONCE))
-        if not any(fit.num_targets for piece in pieces for fit in how.fit(piece)):
+        starts = range(0, len(examples), BATCH_ROWS)
+        batches = (examples[start : start + BATCH_ROWS] for start in starts)
+        if not any(fit.num_targets for batch in batches for fit in check.fit(batch)):
             raise DataError(
-                f"all {len(examples)} {name} {how.rows} {how.empty} at data.max_length"
+                f"all {len(examples)} {name} {check.rows} {check.empty} at data.max_length"
                 f" {data.max_length}; raise it, or inspect the rows with `python -m"
                 " pipeline.data.inspect`"
             )
 
 
 def report_lengths(
-    examples: Sequence[Row], how: RowsFit[Row], data: DataConfig, *, name: str
+    examples: Sequence[Row], check: FitCheck[Row], data: DataConfig, *, name: str
 ) -> None:
     """Log how many rows are truncated and how many have no target.
 
     Args:
         examples: the rows, in random order.
-        how: how rows fit into `max_length`, and the wording of messages.
+        check: how rows fit into `max_length`, and the wording of messages.
         data: the settings with which they are read and truncated.
         name: name of the rows, such as "training rows".
     """
-    looked_at = examples[: LOOKED_AT_EMBEDDED if EMBEDDED in data.path else LOOKED_AT]
-    fits = how.fit(looked_at)
-    num_cut = sum(fit.is_cut for fit in fits)
+    inspected = examples[: MAX_ENCODED_EMBEDDED_ROWS if EMBEDDED in data.path else MAX_ENCODED_ROWS]
+    fits = check.fit(inspected)
+    num_truncated = sum(fit.is_truncated for fit in fits)
     num_empty = sum(fit.num_targets == 0 for fit in fits)
-    longer = f"are longer than data.max_length {data.max_length} and lose their {how.end}"
-    counts = {longer: num_cut, how.empty: num_empty}
-    facts = [f"{count} {what}" for what, count in counts.items() if count]
-    of = f"{len(examples)} {name}"
-    if len(looked_at) < len(examples):
-        of = f"{len(looked_at)} of {len(examples)} {name}, which were inspected"
+    longer = f"are longer than data.max_length {data.max_length} and lose their {check.end}"
+    counts = {longer: num_truncated, check.empty: num_empty}
+    facts = [f"{count} {reason}" for reason, count in counts.items() if count]
+    population = f"{len(examples)} {name}"
+    if len(inspected) < len(examples):
+        population = f"{len(inspected)} of {len(examples)} {name}, which were inspected"
     if facts:
-        logger.info("of %s, %s", of, ", and ".join(facts))
+        logger.info("of %s, %s", population, ", and ".join(facts))

@@ -16,7 +16,7 @@ from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
-from pipeline.data.lengths import RowsFit, report_lengths, require_learnable
+from pipeline.data.lengths import FitCheck, report_lengths, require_targets
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
 from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
 from pipeline.engine.checkpoint.parts import BestWeights, HealthMonitor, Stateful
@@ -241,13 +241,13 @@ def set_up(
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, passes)
 
 
-def check_rows(data: StageData, how: RowsFit[Example], config: StepConfig) -> None:
+def check_rows(data: StageData, how: FitCheck[Example], config: StepConfig) -> None:
     """Log how many of a step's training and evaluation rows are truncated.
 
     Raises:
         DataError: nothing is left to train on or to evaluate.
     """
-    require_learnable(data.train, data.eval, how, config.data)
+    require_targets(data.train, data.eval, how, config.data)
     for name, examples in (("training", data.train), ("evaluation", data.eval)):
         report_lengths(examples, how, config.data, name=f"{name} {how.rows}")
 
@@ -266,16 +266,16 @@ def local_parts(
     """
     deterministic = model.zero.reduction == "deterministic"
     data, parallel = current_mesh().data, config.parallel
-    at_least = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
+    min_count = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
     if parallel.micro_batches is not None or (parallel.pp > 1 and not deterministic):
         wanted = (parallel.min_micro_batches or 1) * data.size
-        at_least = max(at_least or 1, min(wanted, len(lengths)))
+        min_count = max(min_count or 1, min(wanted, len(lengths)))
     return micro_batches(
         lengths,
         max_tokens=sequences * config.micro_batch_size * config.data.max_length,
         num_processes=data.size,
         process=data.rank,
-        at_least=at_least,
+        min_count=min_count,
     )
 
 

@@ -44,7 +44,7 @@ def prompts_by_key(*batches: PromptBatch) -> dict[int, list[int]]:
 
 def test_refills_take_the_next_prompts_with_new_keys() -> None:
     prompts = make_prompts()
-    order = RowStream(num_rows=20, batch_size=10, seed=0).take(10)
+    order = RowStream(num_rows=20, batch_size=10, seed=0).next_rows(10)
 
     first, refill, second = prompts.next_batch(), prompts.next_batch([1, 3]), prompts.next_batch()
 
@@ -61,7 +61,7 @@ def read_own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])
     config = PPOConfig(rewards=(RewardConfig(name="a", kind="math"),), drop_solved=1.0)
     prompts.drop_solved(first, {"a": SourceResults(rewards.tolist(), [None] * 4)}, config)
-    order = make_prompts().stream.take(4)
+    order = make_prompts().stream.next_rows(4)
     assert prompts.stream.dropped == {order[0], order[3]}
     dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
     return prompts_by_key(first, refill), refill.groups, dead
@@ -152,4 +152,4 @@ def test_prompt_is_solved_if_all_its_rewards_are_maximal(toy: Path) -> None:
     prompts.drop_solved(batch, {"right": right, "short": short}, replace(config, drop_solved=0.5))
 
     assert prompts.stream.dropped == set(batch.rows[:3])
-    assert set(prompts.stream.take(16 + 17)) == {*range(20)} - {*batch.rows[:3]}
+    assert set(prompts.stream.next_rows(16 + 17)) == {*range(20)} - {*batch.rows[:3]}

@@ -39,11 +39,11 @@ END_OF_THINK = "\n</think>\n\n"
 """Text by which an answer without thinking closes the block that a generation prompt opened; after
 `<think>` and a newline, it completes the empty block that Qwen3 models were trained on."""
 
-_OPENED = re.compile(r"<think>(?P<space>\s*)\Z")
-_EMPTY = re.compile(r"\s*<think>\s*</think>")
-_LEADING = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
-_THOUGHT = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
-_UNFINISHED = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
+_OPENING_TAG = re.compile(r"<think>(?P<space>\s*)\Z")
+_EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")
+_LEADING_BLOCK = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
+_FILLED_BLOCK = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
+_UNCLOSED_BLOCK = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
 """Thinking blocks, in order: opened at the end of a prompt; empty at the beginning of a turn;
 opened or complete there; complete and not empty; not closed there."""
 
@@ -51,27 +51,33 @@ UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
     " another --format"
 )
-LOST_TEXT = "omits part of the response, which is trained on unchanged after the prompt"
-LOST_BESIDE_CALLS = "omits text or reasoning next to tool calls, which is not trained on"
-LOST_REASONING = "does not support reasoning, which is omitted; put it into the content"
-LOST_HISTORY = (
+OMITS_TEXT = "omits part of the response, which is trained on unchanged after the prompt"
+OMITS_TEXT_WITH_CALLS = "omits text or reasoning next to tool calls, which is not trained on"
+OMITS_REASONING = "does not support reasoning, which is omitted; put it into the content"
+CHANGES_EARLIER_ANSWERS = (
     "renders an answer differently when more turns follow (for example, without thinking); only the"
     " last answer is trained on"
 )
 
-OWN_END = "adds the end token of a turn itself, so the one in the row's text is omitted"
+DUPLICATE_END_TOKEN = "adds the end token of a turn itself, so the one in the row's text is omitted"
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
 
-_SIX = {"type": "object", "properties": {"six": {"type": "string", "description": "Six."}}}
-_PROBE = {"name": "probefive", "description": "Five.", "parameters": {**_SIX, "required": ["six"]}}
-_TOOL = {"type": "function", "function": _PROBE}
-_CALL = {"name": "probefive", "arguments": {"six": "Seven."}}
-_CALLING = json.dumps({"tool_calls": [{"id": "probefive", "type": "function", "function": _CALL}]})
+_PARAMETERS = {"type": "object", "properties": {"six": {"type": "string", "description": "Six."}}}
+_PROBE_FUNCTION = {
+    "name": "probefive",
+    "description": "Five.",
+    "parameters": {**_PARAMETERS, "required": ["six"]},
+}
+_PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION}
+_CALLED_FUNCTION = {"name": "probefive", "arguments": {"six": "Seven."}}
+_PROBE_KEYS = json.dumps(
+    {"tool_calls": [{"id": "probefive", "type": "function", "function": _CALLED_FUNCTION}]}
+)
 PROBE_CALL = (
     Message("user", "One?"),
-    Message("assistant", "", keys=_CALLING),
+    Message("assistant", "", keys=_PROBE_KEYS),
     Message("tool", "Nine.", keys='{"name": "probefive", "tool_call_id": "probefive"}'),
 )
 MAX_RENDERED = 64
@@ -147,8 +153,8 @@ class ChatFormat:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant turn: the format's end-of-turn token, then `end_ids`."""
         self._require_tokens()
-        own = self.tokenizer.get_vocab()[self._end_of_turn]
-        return tuple(dict.fromkeys((own, *end_ids(self.tokenizer))))
+        end_of_turn = self.tokenizer.get_vocab()[self._end_of_turn]
+        return tuple(dict.fromkeys((end_of_turn, *end_ids(self.tokenizer))))
 
     @cached_property
     def begins_with_cls(self) -> bool:
@@ -163,7 +169,7 @@ class ChatFormat:
             DataError: the template can't render the dialogue, or ignores its tools.
         """
         tools = messages[0].tools
-        if tools and not self._takes_tools:
+        if tools and not self._supports_tools:
             raise DataError(f"{self.title} ignores `tools`{NO_TOOLS}")
         key = (*messages, generation_prompt)
         text = self._rendered.get(key)
@@ -209,21 +215,21 @@ class ChatFormat:
         return str(text)
 
     @cached_property
-    def _takes_tools(self) -> bool:
-        return _PROBE["name"] in self._render(PROBE_PROMPT[:1], [_TOOL], _TEXT_FORM)
+    def _supports_tools(self) -> bool:
+        return _PROBE_FUNCTION["name"] in self._render(PROBE_PROMPT[:1], [_PROBE_TOOL], _TEXT_FORM)
 
     @cached_property
     def _call_form(self) -> "_CallForm":
         """How the template reads tool calls: the first form that it renders completely."""
-        wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
-        for fields in product((None, [_TOOL]), (True, False), (False, True)):
+        wrong = ("None", str(_CALLED_FUNCTION["arguments"]))  # Python's syntax, not JSON
+        for fields in product((None, [_PROBE_TOOL]), (True, False), (False, True)):
             form = _CallForm(*fields)
             try:
                 text = self._render(PROBE_CALL, form.tools, form)
                 text = text.partition(PROBE_CALL[0].content)[2]  # without the tools
             except DataError:
                 continue
-            has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
+            has_parts = all(part in text for part in (_CALLED_FUNCTION["name"], "Seven.", "Nine."))
             if has_parts and not any(part in text for part in wrong):
                 return form
         raise DataError(f"{self.title} does not support tool calls{NO_TOOLS}")
@@ -236,32 +242,34 @@ class ChatFormat:
         """
         *before, last = messages
         if last.role != "assistant":
-            return self._history(messages, self.render(messages, generation_prompt=True), origin)
+            text = self.render(messages, generation_prompt=True)
+            return self._split_history(messages, text, origin)
         if not before:  # plain text has no roles
             text = last.content.removeprefix(self._bos).removesuffix(self._eos)
             return [Segment(self._bos + text + self._eos, by_assistant=True)]
         prompt = self.render(before, generation_prompt=True)
-        turn = self._turn(messages, prompt, origin)
-        return [*self._history(before, prompt, origin), *self._answer(messages, prompt, turn)]
+        turn = self._render_turn(messages, prompt, origin)
+        segments = self._split_history(before, prompt, origin)
+        return segments + self._split_answer(messages, prompt, turn)
 
-    def _history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
+    def _split_history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
         """Split `text`, the rendered `messages` and generation prompt, at its assistant turns.
 
         An answer rendered differently than as the last turn is neither split off nor trained on.
         """
         segments: list[Segment] = []
         position = 0
-        for at, message in enumerate(messages):
-            so_far = messages[: at + 1]
+        for index, message in enumerate(messages):
+            so_far = messages[: index + 1]
             if message.role != "assistant" or all(turn.role != "user" for turn in so_far):
                 continue
-            prompt = self.render(messages[:at], generation_prompt=True)
-            turn = self._turn(so_far, prompt)
+            prompt = self.render(messages[:index], generation_prompt=True)
+            turn = self._render_turn(so_far, prompt)
             body = turn.removesuffix(self._end_of_turn)
-            self._common(messages[: at + 1], prompt, text)
+            self._common_prefix(so_far, prompt, text)
             if not turn or not text.startswith(prompt + body):
                 if message.trained:
-                    self._report(origin, LOST_HISTORY)
+                    self._warn_once(origin, CHANGES_EARLIER_ANSWERS)
                 continue
             segments.append(Segment(text[position : len(prompt)], by_assistant=False))
             position = len(prompt + body)
@@ -269,27 +277,27 @@ class ChatFormat:
                 position = len(prompt + turn)
             elif text[position:].lstrip().startswith(self._specials):
                 turn = body  # its end differs from the last turn's: don't train on it
-            segments += self._answer(so_far, prompt, turn)
+            segments += self._split_answer(so_far, prompt, turn)
         return [*segments, Segment(text[position:], by_assistant=False)]
 
-    def _answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
-        """The text of the last turn, without the part that the prompt already has."""
+    def _split_answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
+        """Split the last turn where the response begins, if the prompt has its beginning."""
         last = messages[-1]
         if not last.prefill:
             return [Segment(turn, by_assistant=True, trained=last.trained)]
-        given = self._prefill([*messages[:-1], replace(last, content=last.prefill)], prompt)
+        start = self._render_prefill([*messages[:-1], replace(last, content=last.prefill)], prompt)
         rest = last.content[len(last.prefill) :].rstrip() + self._end_of_turn
-        rest = turn[len(given) :] if turn.startswith(given) else rest
-        return [Segment(given, by_assistant=False), Segment(rest, True, last.trained)]
+        rest = turn[len(start) :] if turn.startswith(start) else rest
+        return [Segment(start, by_assistant=False), Segment(rest, True, last.trained)]
 
-    def _prefill(self, messages: Messages, prompt: str) -> str:
-        """The text of a last turn that the response continues."""
+    def _render_prefill(self, messages: Messages, prompt: str) -> str:
+        """Render a last turn that the response continues."""
         content = messages[-1].content
-        text = self._turn(messages, prompt).removesuffix(self._end_of_turn)
+        text = self._render_turn(messages, prompt).removesuffix(self._end_of_turn)
         return text.rstrip() + content[len(content.rstrip()) :]
 
-    def _turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
-        """The text of the last of `messages` with its end of turn, as the model should write it.
+    def _render_turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
+        """Render the last of `messages` with its end of turn, as the model should write it.
 
         It is the template's rendering if that keeps the turn's text after `prompt` (the rendered
         turns before it, with the generation prompt), and otherwise the response as given.
@@ -306,49 +314,50 @@ class ChatFormat:
         plain = [_without_thinking(turn) for turn in before]
         if not text.startswith(without_block) and plain != before:
             # Unlike the prompt, the rendering omits earlier thinking; the turn itself is the same.
-            return self._turn([*plain, message], self.render(plain, generation_prompt=True), origin)
-        written = text[len(self._common(messages, prompt, text)) :]
-        knows_blocks = "think>" in self.template
-        if not knows_blocks and not _has(written, message.reasoning):
-            self._report(origin, LOST_REASONING)
+            prompt = self.render(plain, generation_prompt=True)
+            return self._render_turn([*plain, message], prompt, origin)
+        rendered = text[len(self._common_prefix(messages, prompt, text)) :]
+        has_blocks = "think>" in self.template
+        if not has_blocks and not _contains(rendered, message.reasoning):
+            self._warn_once(origin, OMITS_REASONING)
             message = replace(message, reasoning="")
-        is_behind = text.startswith(prompt)
-        closed = prompt.rstrip().endswith(END_THINK) or not (is_behind or knows_blocks)
-        thinks = message.reasoning or _THOUGHT.match(message.content)
-        if origin and message.trained and thinks and closed:
+        extends_prompt = text.startswith(prompt)
+        is_closed = prompt.rstrip().endswith(END_THINK) or not (extends_prompt or has_blocks)
+        has_thinking = message.reasoning or _FILLED_BLOCK.match(message.content)
+        if origin and message.trained and has_thinking and is_closed:
             raise DataError(
                 f"{self.title} closes the thinking block in its prompts, but this response has"
                 " thinking; set a template argument, such as --sft.data.template_args"
                 " '{\"enable_thinking\": true}', or remove the thinking"
             )
-        opened = bool(_OPENED.search(prompt))
-        kept = self._kept(message, written, origin)
-        if knows_blocks and not message.calls and _UNFINISHED.match(message.content):
+        is_open = bool(_OPENING_TAG.search(prompt))
+        kept = self._keeps_turn(message, rendered, origin)
+        if has_blocks and not message.calls and _UNCLOSED_BLOCK.match(message.content):
             kept = False  # the template would treat it as an answer
-        if is_behind and kept and _block_fits(text[len(prompt) :], opened=opened):
-            return self._ended(text[len(prompt) :], message)
-        if opened and kept and written.lstrip().startswith(END_THINK):
-            return self._ended(written, message)
+        if extends_prompt and kept and _is_valid_block(text[len(prompt) :], is_open=is_open):
+            return self._cut_at_end_token(text[len(prompt) :], message)
+        if is_open and kept and rendered.lstrip().startswith(END_THINK):
+            return self._cut_at_end_token(rendered, message)
         if not message.calls:
-            return self._as_given(message, prompt) + self._end_of_turn
+            return self._format_as_given(message, prompt) + self._end_of_turn
         if text.startswith(without_block):
             thinking = replace(message, content="".join(message.content.rpartition(END_THINK)[:2]))
-            calls = _LEADING.sub("", written, count=1).lstrip("\n")
-            return self._as_given(thinking, prompt) + self._ended(calls, message)
+            calls = _LEADING_BLOCK.sub("", rendered, count=1).lstrip("\n")
+            return self._format_as_given(thinking, prompt) + self._cut_at_end_token(calls, message)
         if origin:
             raise DataError(f"{self.title} renders tool calls differently{UNSTABLE}")
         return ""
 
-    def _kept(self, message: Message, written: str, origin: str) -> bool:
-        """Whether a rendered turn has the text of a message; with tool calls it may be omitted."""
-        if any(call["function"]["name"] not in written for call in message.calls):
+    def _keeps_turn(self, message: Message, rendered: str, origin: str) -> bool:
+        """Whether a rendered turn has the message's text, which it may omit with tool calls."""
+        if any(call["function"]["name"] not in rendered for call in message.calls):
             raise DataError(f"{self.title} omits tool calls next to text{NO_TOOLS}")
-        kept = _keeps(message, written)
+        kept = _has_message_text(message, rendered)
         if not kept:
-            self._report(origin, LOST_BESIDE_CALLS if message.calls else LOST_TEXT)
+            self._warn_once(origin, OMITS_TEXT_WITH_CALLS if message.calls else OMITS_TEXT)
         return kept or bool(message.calls)
 
-    def _common(self, messages: Messages, prompt: str, text: str) -> str:
+    def _common_prefix(self, messages: Messages, prompt: str, text: str) -> str:
         """The text before the last turn that a prompt and the full dialogue share."""
         if text.startswith(common := _without_block(prompt)):
             return common
@@ -358,35 +367,35 @@ class ChatFormat:
             return ""
         raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
 
-    def _as_given(self, message: Message, prompt: str) -> str:
+    def _format_as_given(self, message: Message, prompt: str) -> str:
         """The text of a turn as in the row, after a prompt that may open a thinking block."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
             text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
-        opened = _OPENED.search(prompt)
-        if not opened:
+        opening = _OPENING_TAG.search(prompt)
+        if not opening:
             return text
-        after = opened["space"]
+        space = opening["space"]
         if THINK not in text and END_THINK not in text:
-            return (END_OF_THINK.lstrip("\n") if after == "\n\n" else END_OF_THINK) + text
+            return (END_OF_THINK.lstrip("\n") if space == "\n\n" else END_OF_THINK) + text
         text = text.removeprefix(THINK)
         lines = len(text) - len(text.lstrip("\n"))
-        return text[min(lines, len(after)) :]  # without the line breaks of the prompt
+        return text[min(lines, len(space)) :]  # without the line breaks of the prompt
 
-    def _ended(self, region: str, message: Message) -> str:
-        """A last turn up to its end-of-turn token, which is added if the template has none."""
+    def _cut_at_end_token(self, rendered: str, message: Message) -> str:
+        """Cut a last turn after its end-of-turn token, which is added if the template has none."""
         if message.calls:
-            end = region.rfind(self._end_of_call)
-            return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_call
+            end = rendered.rfind(self._end_of_call)
+            return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_call
         answer = message.content.rpartition(END_THINK)[2].strip()  # thinking may differ
-        found = region.rfind(answer) if answer else -1
-        end = region.find(self._end_of_turn, found + len(answer) if found >= 0 else 0)
-        return (region[:end] if end >= 0 else region.rstrip()) + self._end_of_turn
+        start = rendered.rfind(answer) if answer else -1
+        end = rendered.find(self._end_of_turn, start + len(answer) if start >= 0 else 0)
+        return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_turn
 
-    def _report(self, origin: str, what: str) -> None:
-        if origin and what not in self._reported:
-            self._reported.add(what)
-            logger.warning("%s: %s %s", origin, self.title, what)
+    def _warn_once(self, origin: str, message: str) -> None:
+        if origin and message not in self._reported:
+            self._reported.add(message)
+            logger.warning("%s: %s %s", origin, self.title, message)
 
     def encode_prompt(
         self, messages: Messages, *, generation_prompt: bool = True, origin: str = ""
@@ -405,13 +414,13 @@ class ChatFormat:
         if not messages:
             raise DataError("a prompt must have a turn")
         continues = messages[-1].role == "assistant"
-        messages = self._unended(messages, origin)
+        messages = self._strip_end_tokens(messages, origin)
         before = messages[:-1] if continues else messages
-        with _named(origin):
+        with _add_origin_to_errors(origin):
             full = self.render(before, generation_prompt=True)
-            segments = self._history(before, full, origin)
+            segments = self._split_history(before, full, origin)
             if continues:
-                segments.append(Segment(self._prefill(messages, full), by_assistant=False))
+                segments.append(Segment(self._render_prefill(messages, full), by_assistant=False))
             elif not generation_prompt:
                 text, last = self.render(messages, generation_prompt=False), segments[-1].text
                 opening = full[len(text) :]
@@ -421,7 +430,7 @@ class ChatFormat:
                         " prompt; request it with the prompt"
                     )
                 segments[-1] = Segment(last[: len(last) - len(opening)], by_assistant=False)
-        return [token for ids in self._ids(segments) for token in ids]
+        return [token for ids in self._encode_segments(segments) for token in ids]
 
     def encode(
         self,
@@ -446,33 +455,33 @@ class ChatFormat:
             raise DataError("a response must end in an assistant turn")
         messages = [*prompt, *response]
         if prompt and prompt[-1].role == "assistant":
-            begun, rest = self._unended(prompt, origin)[-1], response[0]
-            text = begun.content + rest.content
-            whole = replace(begun, content=text, prefill=begun.content, trained=rest.trained)
-            messages = [*prompt[:-1], whole, *response[1:]]
-        with _named(origin):
-            segments = self.segments(self._unended(messages, origin), origin)
+            prefilled, rest = self._strip_end_tokens(prompt, origin)[-1], response[0]
+            text = prefilled.content + rest.content
+            full = replace(prefilled, content=text, prefill=prefilled.content, trained=rest.trained)
+            messages = [*prompt[:-1], full, *response[1:]]
+        with _add_origin_to_errors(origin):
+            segments = self.segments(self._strip_end_tokens(messages, origin), origin)
         input_ids: list[int] = []
         trained: list[bool] = []
-        for segment, ids in zip(segments, self._ids(segments), strict=True):
+        for segment, ids in zip(segments, self._encode_segments(segments), strict=True):
             input_ids += ids
-            learned = segment.trained and (segment.by_assistant or train_on == "all")
-            trained += [learned] * len(ids)
+            is_trained = segment.trained and (segment.by_assistant or train_on == "all")
+            trained += [is_trained] * len(ids)
         trained[0] = False
         return Encoded(input_ids, trained)
 
-    def _unended(self, messages: Messages, origin: str) -> Messages:
+    def _strip_end_tokens(self, messages: Messages, origin: str) -> Messages:
         """The dialogue without end tokens in the texts of rows, as the format adds its own."""
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
         end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s): in linear time
-        bare = [
+        stripped = [
             replace(turn, content=end.sub("", turn.content)) if turn.role == "assistant" else turn
             for turn in messages
         ]
-        if len(messages) == 1 or bare == [*messages]:
+        if len(messages) == 1 or stripped == [*messages]:
             return messages
-        self._report(origin, OWN_END)
-        return bare
+        self._warn_once(origin, DUPLICATE_END_TOKEN)
+        return stripped
 
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
         """Token ids of the turns that follow an answer, with the next generation prompt.
@@ -504,13 +513,15 @@ class ChatFormat:
                     f"{self.title} omits the {turn.role} turn after an answer; make it part of "
                     f"the user's turn, or choose another --format"
                 )
-        ends = [self._end_of_turn, *([self._end_in_history] if self._end_in_history else [])]
-        closed = next((end for end in ends if text.lstrip().startswith(end)), None)
-        return self._encoders[1](text.lstrip().removeprefix(closed) if closed else text)
+        for end in filter(None, (self._end_of_turn, self._end_of_earlier_turn)):
+            if text.lstrip().startswith(end):
+                text = text.lstrip().removeprefix(end)
+                break
+        return self._encoders[1](text)
 
-    def _ids(self, segments: Sequence[Segment]) -> list[list[int]]:
-        begin, go_on = self._encoders
-        return [begin(segments[0].text), *(go_on(segment.text) for segment in segments[1:])]
+    def _encode_segments(self, segments: Sequence[Segment]) -> list[list[int]]:
+        first, following = self._encoders
+        return [first(segments[0].text), *(following(segment.text) for segment in segments[1:])]
 
     @cached_property
     def _encoders(self) -> tuple[Encoder, Encoder]:
@@ -531,14 +542,14 @@ class ChatFormat:
         If the last turn has none, it is the token that begins the next turn (GLM's `<|user|>`), and
         otherwise the end-of-sequence token.
         """
-        return self._own_end or self._end_in_history or self._eos
+        return self._end_of_last_turn or self._end_of_earlier_turn or self._eos
 
     @cached_property
-    def _own_end(self) -> str:
+    def _end_of_last_turn(self) -> str:
         dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
         tail = dialogue.rpartition(PROBE_RESPONSE.content)[2]
-        found = [(tail.find(each), -len(each), each) for each in self._specials if each in tail]
-        return min(found)[2] if found else ""
+        matches = [token for token in self._specials if token in tail]
+        return min(matches, key=lambda token: (tail.find(token), -len(token)), default="")
 
     @cached_property
     def _end_of_call(self) -> str:
@@ -548,29 +559,29 @@ class ChatFormat:
         tail = text.rpartition("Seven.")[2]
         if self._end_of_turn in tail:
             return self._end_of_turn
-        if not self._own_end:
-            whole = self._render(PROBE_CALL, form.tools, form)
-            tail = whole.removeprefix(text).lstrip()
-            found = [token for token in self._specials if tail.startswith(token)]
+        if not self._end_of_last_turn:
+            full = self._render(PROBE_CALL, form.tools, form)
+            tail = full.removeprefix(text).lstrip()
+            matches = [token for token in self._specials if tail.startswith(token)]
         else:
-            found = [token for token in self._specials if tail.endswith(token)]
-        return max(found, key=len, default=self._end_of_turn)
+            matches = [token for token in self._specials if tail.endswith(token)]
+        return max(matches, key=len, default=self._end_of_turn)
 
     @cached_property
-    def _end_in_history(self) -> str:
+    def _end_of_earlier_turn(self) -> str:
         """The special token right after an earlier answer (`<|end|>` in Harmony), if any."""
         dialogue = self.render(PROBE_PROMPT, generation_prompt=True)
         tail = dialogue.rpartition(PROBE_PROMPT[1].content)[2].lstrip()
-        found = [token for token in self._specials if tail.startswith(token)]
-        return max(found, key=len, default="")
+        matches = [token for token in self._specials if tail.startswith(token)]
+        return max(matches, key=len, default="")
 
     @cached_property
     def _specials(self) -> tuple[str, ...]:
         """Special tokens that may end a turn."""
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         added.update(self.tokenizer.all_special_tokens, self.tokens)
-        own = {THINK, END_THINK, str(self.tokenizer.bos_token)} - {self._eos}
-        return tuple(sorted(added - own))
+        excluded = {THINK, END_THINK, str(self.tokenizer.bos_token)} - {self._eos}
+        return tuple(sorted(added - excluded))
 
     @property
     def _eos(self) -> str:
@@ -582,7 +593,7 @@ class ChatFormat:
 
 
 @contextmanager
-def _named(origin: str) -> Iterator[None]:
+def _add_origin_to_errors(origin: str) -> Iterator[None]:
     """Prefix errors with the origin of the row."""
     try:
         yield
@@ -630,22 +641,22 @@ def _without_block(prompt: str) -> str:
     return text.removesuffix(THINK) if text.endswith(THINK) else prompt
 
 
-def _block_fits(turn: str, *, opened: bool) -> bool:
+def _is_valid_block(turn: str, *, is_open: bool) -> bool:
     """Whether a rendered turn closes the block opened by its prompt, and opens no other."""
-    if opened:
+    if is_open:
         return END_THINK in turn and not turn.lstrip().startswith(THINK)
-    empty = _EMPTY.match(turn)
+    empty = _EMPTY_BLOCK.match(turn)
     return not (empty and END_THINK in turn[empty.end() :])
 
 
-def _keeps(message: Message, region: str) -> bool:
+def _has_message_text(message: Message, rendered: str) -> bool:
     """Whether a rendered turn has the text of a message, ignoring whitespace."""
     thinking, _, answer = message.content.rpartition(END_THINK)
     parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
-    return all(_has(region, part) for part in parts)
+    return all(_contains(rendered, part) for part in parts)
 
 
-def _has(text: str, part: str) -> bool:
+def _contains(text: str, part: str) -> bool:
     return part.strip() in text or "".join(part.split()) in "".join(text.split())
 
 
@@ -677,7 +688,7 @@ def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
             ids += declared if isinstance(declared, list) else [declared]
             break
     known = set(tokenizer.get_vocab().values())
-    return tuple(dict.fromkeys(each for each in ids if isinstance(each, int) and each in known))
+    return tuple(dict.fromkeys(id_ for id_ in ids if isinstance(id_, int) and id_ in known))
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

@@ -29,12 +29,12 @@ def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
     if backend is None:
         return beginning_encoder(tokenizer)
     state = json.loads(backend.to_str())
-    bare = {part: _without_prefix(state[part]) for part in ("normalizer", "pre_tokenizer")}
-    if all(bare[part] == state[part] for part in bare):
+    stripped = {part: _remove_prefix(state[part]) for part in ("normalizer", "pre_tokenizer")}
+    if all(stripped[part] == state[part] for part in stripped):
         return beginning_encoder(tokenizer)
     from tokenizers import Tokenizer
 
-    return partial(_encode, Tokenizer.from_str(json.dumps({**state, **bare})))
+    return partial(_encode, Tokenizer.from_str(json.dumps({**state, **stripped})))
 
 
 def _encode(backend: "Tokenizer", text: str) -> list[int]:
@@ -44,13 +44,13 @@ def _encode(backend: "Tokenizer", text: str) -> list[int]:
     return backend.encode(text, add_special_tokens=False).ids
 
 
-def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     """A normalizer or pre-tokenizer of tokenizer.json without its prefix for the start of text."""
     if part is None or part["type"] in ("Prepend", "Strip"):
         return None
     if part["type"] == "Sequence":
         name = "normalizers" if "normalizers" in part else "pretokenizers"
-        kept = [bare for inner in part[name] if (bare := _without_prefix(inner)) is not None]
+        kept = [stripped for inner in part[name] if (stripped := _remove_prefix(inner)) is not None]
         return {**part, name: kept} if kept else None
     if part["type"] == "Metaspace":
         return {**part, "prepend_scheme": "never"}

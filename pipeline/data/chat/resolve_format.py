@@ -85,11 +85,12 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
 """The Jinja text of each format, and the special tokens that it needs."""
 
 TODAY = date(2026, 1, 1)
-_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
-_OWN = ("messages", "add_generation_prompt", "tools", "documents")
+"""The date in templates that request it."""
+_STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
+_RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
 
 
-def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
+def set_default_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     """The template with defaults for variables that its caller does not set.
 
     A template that already has these defaults is returned unchanged.
@@ -99,9 +100,9 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     """
     lines = ""
     for name, value in arguments.items():
-        if not name.isidentifier() or iskeyword(name) or name in _OWN:
+        if not name.isidentifier() or iskeyword(name) or name in _RESERVED:
             raise ConfigError(f"data.template_args {name} can't be set: it is reserved or no name")
-        if never_read(template, [name]):
+        if unused_names(template, [name]):
             raise ConfigError(
                 f"data.template_args {name}: the chat template never reads it; remove it, or check"
                 " its spelling"
@@ -113,7 +114,7 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     return template if template.startswith(lines) else lines + template
 
 
-def never_read(template: str, names: Iterable[str]) -> list[str]:
+def unused_names(template: str, names: Iterable[str]) -> list[str]:
     """The names that the template never reads."""
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
@@ -144,10 +145,10 @@ def resolve_format(
         )
     if name == "auto":
         name = "tokenizer" if tokenizer.chat_template else "human_assistant"
-    template = _template(tokenizer, name)
+    template = _load_template(tokenizer, name)
     # Fix the date that a template requests, so that tokens don't depend on the day.
-    template = _CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call["form"])), template)
-    template = with_arguments(template, arguments or {})
+    template = _STRFTIME_NOW.sub(lambda call: json.dumps(TODAY.strftime(call["form"])), template)
+    template = set_default_arguments(template, arguments or {})
     chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
     text = chat_format.render(PROBE_PROMPT, generation_prompt=True)
@@ -162,7 +163,7 @@ def resolve_format(
     return chat_format
 
 
-def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
     """The Jinja text of a named format."""
     if name in FORMATS:
         return FORMATS[name][0]

@@ -156,7 +156,7 @@ class MixedStream:
         files = zip(self._files, self.weights, strict=True)
         behind = [(file.position + 0.5) / weight for file, weight in files]
         number = behind.index(min(behind))
-        return number, self._files[number].take(1)[0]
+        return number, self._files[number].next_rows(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Rows used from each file so far, over all passes."""
