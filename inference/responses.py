@@ -19,8 +19,8 @@ from inference.text import continuation, plain_text
 from pipeline.data.chat.chat_format import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from pipeline.data.rows.columns import LeftOut, turns, with_tools
-from pipeline.data.rows.sources import Row, require_characters
+from pipeline.data.rows.columns import SkipRow, add_tools, read_turns
+from pipeline.data.rows.sources import Row, reject_surrogates
 from pipeline.models.forward.forward import context_length
 from pipeline.system.errors import DataError, first_words
 from pipeline.system.logs import Progress
@@ -78,7 +78,7 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also huge numbers
         raise DataError(f"{origin} is not valid JSON: {first_words(error)}") from None
-    require_characters(row, origin)
+    reject_surrogates(row, origin)
     if not isinstance(row, Mapping) or ("prompt" in row) == ("messages" in row):
         raise DataError(f'{origin} must be an object with either "prompt" or "messages"')
     columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
@@ -97,8 +97,8 @@ def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...
     The last message is the user's or a tool's, or the beginning of the response.
     """
     try:
-        messages = with_tools(Row(row, origin), turns(Row(row, origin), "messages"))
-    except LeftOut as reason:
+        messages = add_tools(Row(row, origin), read_turns(Row(row, origin), "messages"))
+    except SkipRow as reason:
         raise DataError(f"{origin}: a dialogue {reason} can't be continued") from None
     if not messages or messages[-1].role == "system" or messages[-1].calls:
         raise DataError(f"{origin}: the last message must be the user's, or continue a response")

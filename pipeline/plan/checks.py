@@ -22,7 +22,7 @@ from pipeline.config import (
     StepConfig,
 )
 from pipeline.data.examples import Example
-from pipeline.data.rows.sources import PAIR_OF_FILES, is_pair_of_files
+from pipeline.data.rows.sources import LOCAL_JSONFILE, is_local_jsonfile
 from pipeline.data.sharing.steps import StageData, check_embedded, load_examples, of_one_kind
 from pipeline.models.hf.directory import check_model_directory
 from pipeline.plan.inputs import is_local, without_weight
@@ -229,8 +229,8 @@ def _unread(paths: Iterable[str]) -> str:
         if bare == EMBEDDED:
             continue
         local = Path(bare).expanduser()
-        if is_pair_of_files(bare):
-            files = PAIR_OF_FILES
+        if is_local_jsonfile(bare):
+            files = LOCAL_JSONFILE
         elif not is_local(bare):
             return ON_HUB
         else:

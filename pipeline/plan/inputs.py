@@ -8,9 +8,9 @@ from pathlib import Path
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.data.rows.sources import (
     HUB_NAME,
-    PAIR_OF_FILES,
+    LOCAL_JSONFILE,
     SUFFIXES,
-    is_pair_of_files,
+    is_local_jsonfile,
     split_name,
 )
 from pipeline.models.hf.directory import check_configuration
@@ -133,10 +133,10 @@ def _check_data(name: str, path: str) -> None:
     bare, _ = split_name(without_weight(path))
     if bare == EMBEDDED or Path(bare).expanduser().exists():
         return
-    if is_pair_of_files(bare):
-        missing = [str(file) for file in PAIR_OF_FILES if not file.is_file()]
+    if is_local_jsonfile(bare):
+        missing = [str(file) for file in LOCAL_JSONFILE if not file.is_file()]
         if missing:
-            both = " and ".join(map(str, PAIR_OF_FILES))
+            both = " and ".join(map(str, LOCAL_JSONFILE))
             raise DataError(
                 f"{name} {path} refers to {both} below the current directory, but there is no"
                 f" {' and no '.join(missing)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config import parse_literal
 from pipeline.data.examples import REASONING, Message, Role
-from pipeline.data.rows.sources import Row, require_characters
+from pipeline.data.rows.sources import Row, reject_surrogates
 from pipeline.system.errors import DataError
 
 Turns = tuple[Message, ...]
@@ -34,31 +34,31 @@ ROLES: dict[str, Role] = {
     "tool_call": "assistant",
     "function_call": "assistant",
 }
-_CALLS = ("tool_calls", "tool_call", "function_call")
+_CALL_KEYS = ("tool_calls", "tool_call", "function_call")
 """Keys of a turn with tool calls, and roles of turns whose content is a call."""
-_LEARNED = ("weight", "loss", "train", "training")
-"""Keys for whether a turn is trained on, in files for OpenAI, ms-swift and Axolotl."""
-_MASKS = re.compile("(^|_)(train|loss|mask|ignore)")
-"""Pattern of other keys that seem to have this meaning, which are refused."""
-_WITH_TEXT = {"content", "value", *_CALLS}
-_OF_TOOLS = ("name", "tool_call_id")
-_KEYS = {"role", "from", *_WITH_TEXT, *_LEARNED}
+_TRAIN_KEYS = ("weight", "loss", "train", "training")
+"""Keys that say whether a turn is trained on, in files for OpenAI, ms-swift and Axolotl."""
+_UNSUPPORTED_TRAIN_KEY = re.compile("(^|_)(train|loss|mask|ignore)")
+"""Pattern of other keys that seem to say so; they are refused."""
+_TEXT_KEYS = {"content", "value", *_CALL_KEYS}
+_TOOL_KEYS = ("name", "tool_call_id")
+_TURN_KEYS = {"role", "from", *_TEXT_KEYS, *_TRAIN_KEYS}
 
 FIX = "choose another column with --fields or fix the row"
-AS_LINES = "save the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
+SAVE_AS_LINES = "save the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
 NO_ANSWER = "with no assistant turn after a user turn"
 EMPTY_RESPONSE = "with an empty response"
 
 
-class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and counted
+class SkipRow(Exception):  # noqa: N818 - not an error: the row is skipped and counted
     """A row has nothing to train on; the message completes "rows ..."."""
 
 
 # The format of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
 _MARKER = re.compile(r"(?:\r?\n){2}(Human|Assistant):")
 # The format of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
-_WORD = re.compile(r"\s(Human|Assistant):")
-_LAST = re.compile(r"\s(Assistant):(?!.*\sAssistant:)", re.DOTALL)
+_INLINE_MARKER = re.compile(r"\s(Human|Assistant):")
+_LAST_ASSISTANT = re.compile(r"\s(Assistant):(?!.*\sAssistant:)", re.DOTALL)
 
 # The start of stringified turns: `[{"role": ...`, `{'content': ...`, `array([{'role': ...`.
 _TURNS_AS_TEXT = re.compile(
@@ -77,9 +77,9 @@ def parse_dialogue(text: str) -> Turns | None:
     if pieces[:1] != ["Human"] or (system and pieces[-2:] != ["Assistant", ""]):
         return None
     if len(pieces) == 2:
-        _, *words = _WORD.split(f" Human:{pieces[1]}")
-        in_turn = all(one != two for one, two in pairwise(words[::2]))
-        pieces = words if in_turn else ["Human", *_LAST.split(pieces[1])]
+        _, *words = _INLINE_MARKER.split(f" Human:{pieces[1]}")
+        alternates = all(first != second for first, second in pairwise(words[::2]))
+        pieces = words if alternates else ["Human", *_LAST_ASSISTANT.split(pieces[1])]
     messages = [
         Message("user" if name == "Human" else "assistant", content.strip())
         for name, content in zip(pieces[::2], pieces[1::2], strict=True)
@@ -110,7 +110,7 @@ def is_empty(turn: Message) -> bool:
     return turn.role == "assistant" and not turn.content.strip() and not turn.calls
 
 
-def last_response(turns: Turns) -> tuple[Turns, Turns]:
+def split_last_response(turns: Turns) -> tuple[Turns, Turns]:
     """Split a dialogue into prompt and response, its last assistant turn.
 
     A dialogue that ends in a user turn is a prompt without a response.
@@ -120,13 +120,13 @@ def last_response(turns: Turns) -> tuple[Turns, Turns]:
     return turns, ()
 
 
-def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
+def split_common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     """Split two full dialogues into (prompt, chosen, rejected); the prompt is their common prefix.
 
     The prompt ends in the turn of a user or a tool, and each response in an assistant turn.
 
     Raises:
-        LeftOut: they share no user turn, or one has no response to the last that they share.
+        SkipRow: they share no user turn, or one has no response to the last that they share.
     """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -137,75 +137,75 @@ def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     # shortened the prompt, the other's last shared turn would become a response.
     responses: list[Turns] = []
     for turns in (chosen[shared:], rejected[shared:]):
-        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
         responses.append(turns[: answers[-1] + 1] if answers else ())
     if not shared:
-        raise LeftOut("with two dialogues that share no prompt")
+        raise SkipRow("with two dialogues that share no prompt")
     if not all(responses):
-        raise LeftOut(NO_ANSWER)
+        raise SkipRow(NO_ANSWER)
     return chosen[:shared], responses[0], responses[1]
 
 
-def names(of: Collection[str]) -> str:
+def join_names(names: Collection[str]) -> str:
     """Names joined for a sentence."""
-    return ", ".join(sorted(of)) or "none"
+    return ", ".join(sorted(names)) or "none"
 
 
-def text(row: Row, name: str) -> str:
+def read_text(row: Row, name: str) -> str:
     """Return the text in a column."""
     value = row.columns.get(name)
     if not isinstance(value, str):
-        fix = AS_LINES if isinstance(value, dict) else FIX
+        fix = SAVE_AS_LINES if isinstance(value, dict) else FIX
         raise DataError(f"{row.origin}: {name} must be text, got {type(value).__name__}; {fix}")
     return value
 
 
-def _items(row: Row, name: str) -> list[Any] | None:
+def _turn_items(row: Row, name: str) -> list[Any] | None:
     """Return the turns in a column: a list or one turn, possibly as JSON; None for other text."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None
     if not isinstance(value, str):
         return value if isinstance(value, list) else None
-    begin = _TURNS_AS_TEXT.match(value)
-    if begin is None:
+    match = _TURNS_AS_TEXT.match(value)
+    if match is None:
         return None
     items = parse_literal(value)
     if not isinstance(items, str):
         items = list(items) if isinstance(items, list | tuple) else [items]
         keys = [set(item) if isinstance(item, dict) else set[str]() for item in items]
-        if not all(each & {"role", "from"} and each & _WITH_TEXT for each in keys):
+        if not all(item & {"role", "from"} and item & _TEXT_KEYS for item in keys):
             return None
-        require_characters(items, row.origin)
+        reject_surrogates(items, row.origin)
         return items
-    if begin["key"] not in _KEYS.union(REASONING):
+    if match["key"] not in _TURN_KEYS.union(REASONING):
         return None
     raise DataError(
         f"{row.origin}: {name} has turns as a string that is neither JSON nor a Python literal;"
-        f" {AS_LINES}"
+        f" {SAVE_AS_LINES}"
     )
 
 
-def turns(row: Row, name: str) -> Turns:
+def read_turns(row: Row, name: str) -> Turns:
     """Return the turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
 
     Raises:
-        LeftOut: only some of several adjacent assistant turns are trained.
+        SkipRow: only some of several adjacent assistant turns are trained.
         DataError: the column holds something else.
     """
-    items = _items(row, name)
+    items = _turn_items(row, name)
     if items is None:
         raise DataError(
             f"{row.origin}: {name} must be a list of turns, got {type(row.columns[name]).__name__};"
             f" {FIX}"
         )
-    joined = join_turns([_turn(row, name, turn) for turn in items])
-    if any(one.role == two.role != "tool" for one, two in pairwise(joined)):
-        raise LeftOut("with adjacent assistant turns of different weight")
+    joined = join_turns([_parse_turn(row, name, turn) for turn in items])
+    if any(first.role == second.role != "tool" for first, second in pairwise(joined)):
+        raise SkipRow("with adjacent assistant turns of different weight")
     return joined
 
 
-def from_first_user(row: Row, dialogue: Turns) -> Turns:
+def drop_leading_assistant(row: Row, dialogue: Turns) -> Turns:
     """The dialogue without an assistant turn at its start, which has no prompt."""
     system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
     rest = dialogue[len(system) :]
@@ -215,52 +215,52 @@ def from_first_user(row: Row, dialogue: Turns) -> Turns:
     return (*system, *rest[1:])
 
 
-def _turn(row: Row, name: str, item: object) -> Message:
+def _parse_turn(row: Row, name: str, item: object) -> Message:
     turn: dict[str, Any] = item if isinstance(item, dict) else {"": item}
-    given = str(turn.get("role", turn.get("from")))
-    role = ROLES.get(given.lower())
-    calls, turn = _calls(row, turn, given)
-    content, reasoning = _texts(turn)
+    role_name = str(turn.get("role", turn.get("from")))
+    role = ROLES.get(role_name.lower())
+    calls, turn = _parse_calls(row, turn, role_name)
+    content, reasoning = _content_and_reasoning(turn)
     if role is None or content is None or reasoning is None:
-        wanted = f"a role of {names(ROLES)}" if role is None else "a string as content"
+        expected = f"a role of {join_names(ROLES)}" if role is None else "a string as content"
         raise DataError(
             f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
-            f' {{"from": ..., "value": ...}} with {wanted}, got {str(item)[:80]}'
+            f' {{"from": ..., "value": ...}} with {expected}, got {str(item)[:80]}'
         )
-    further = {"assistant": {*REASONING}, "tool": {*_OF_TOOLS}}.get(role, set[str]())
-    unknown = {key for key in turn.keys() - _KEYS - further if turn[key] is not None}
-    if masks := [key for key in unknown if _MASKS.search(str(key))]:
+    role_keys = {"assistant": {*REASONING}, "tool": {*_TOOL_KEYS}}.get(role, set[str]())
+    unknown = {key for key in turn.keys() - _TURN_KEYS - role_keys if turn[key] is not None}
+    if masks := [key for key in unknown if _UNSUPPORTED_TRAIN_KEY.search(str(key))]:
         raise DataError(
             f"{row.origin}: {name} has a turn with the key {masks[0]}, which is not supported;"
             ' mark turns that are not trained on with "weight": 0, or remove the key'
         )
     row.unused.update(f"{name}[].{key}" for key in unknown)
-    learned = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
-    wrong = [f"{key} {value!r}" for key, value in learned.items() if value not in (0, 1)]
-    if wrong:
+    train_flags = {key: turn[key] for key in _TRAIN_KEYS if turn.get(key) is not None}
+    invalid = [f"{key} {value!r}" for key, value in train_flags.items() if value not in (0, 1)]
+    if invalid:
         raise DataError(
-            f"{row.origin}: {name} has a turn of {wrong[0]}; a turn is trained on (1 or true) or"
+            f"{row.origin}: {name} has a turn of {invalid[0]}; a turn is trained on (1 or true) or"
             " not (0 or false)"
         )
     if role == "assistant":
-        keys = _as_json(row, {"tool_calls": calls}) if calls else ""
-        return Message(role, content, all(learned.values()), reasoning, keys=keys)
-    if any(learned.values()):
+        keys = _dump_json(row, {"tool_calls": calls}) if calls else ""
+        return Message(role, content, all(train_flags.values()), reasoning, keys=keys)
+    if any(train_flags.values()):
         row.remarks.add(f"turns of the {role} are marked as trained, but only the assistant's are")
-    of_tool = {key: turn[key] for key in _OF_TOOLS if role == "tool" and turn.get(key)}
-    return Message(role, content, keys=json.dumps(of_tool) if of_tool else "")
+    tool_keys = {key: turn[key] for key in _TOOL_KEYS if role == "tool" and turn.get(key)}
+    return Message(role, content, keys=json.dumps(tool_keys) if tool_keys else "")
 
 
-def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
+def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
     """The tool calls of a turn, in the form of `tool_calls`, and the turn with its text."""
-    found = [turn[key] for key in _CALLS if turn.get(key)]
-    if role in _CALLS:
-        found, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
-    elif found and turn.get("content", turn.get("value")) is None:
+    values = [turn[key] for key in _CALL_KEYS if turn.get(key)]
+    if role in _CALL_KEYS:
+        values, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
+    elif values and turn.get("content", turn.get("value")) is None:
         turn = {**turn, "content": ""}
-    given = _without_null(parse_literal(found[0])) if found else []
+    parsed = _drop_nulls(parse_literal(values[0])) if values else []
     calls: list[dict[str, Any]] = []
-    for call in given if isinstance(given, list) else [given]:
+    for call in parsed if isinstance(parsed, list) else [parsed]:
         function = call.get("function", call) if isinstance(call, dict) else {}
         arguments = parse_literal(function.get("arguments") or {})
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
@@ -269,14 +269,14 @@ def _calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[s
                 f' "arguments": {{...}}}}, got {str(call)[:80]}'
             )
         function = {"name": function["name"], "arguments": arguments}
-        known = {"id": call["id"]} if call.get("id") else {}
-        calls.append({**known, "type": "function", "function": function})
+        id_ = {"id": call["id"]} if call.get("id") else {}
+        calls.append({**id_, "type": "function", "function": function})
     return calls, turn
 
 
-def with_tools(row: Row, dialogue: Turns) -> Turns:
+def add_tools(row: Row, dialogue: Turns) -> Turns:
     """The dialogue with the row's `tools`, as JSON schemas, in its first turn."""
-    tools = _without_null(parse_literal(row.columns.get("tools") or []))
+    tools = _drop_nulls(parse_literal(row.columns.get("tools") or []))
     if not tools or not dialogue:
         return dialogue
     tools = tools if isinstance(tools, list) else [tools]
@@ -289,23 +289,23 @@ def with_tools(row: Row, dialogue: Turns) -> Turns:
     schemas = [{"type": "function", "function": function} for function in functions]
     first, *rest = dialogue
     keys = {**json.loads(first.keys or "{}"), "tools": schemas}
-    return (replace(first, keys=_as_json(row, keys)), *rest)
+    return (replace(first, keys=_dump_json(row, keys)), *rest)
 
 
-def _as_json(row: Row, value: object) -> str:
+def _dump_json(row: Row, value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    require_characters(text, row.origin)  # escapes inside JSON that a column has as text
+    reject_surrogates(text, row.origin)  # escapes inside JSON that a column has as text
     return text
 
 
-def _without_null(value: object) -> Any:  # noqa: ANN401
+def _drop_nulls(value: object) -> Any:  # noqa: ANN401
     """The value without nulls: in tables, every object has the keys of all rows."""
     if isinstance(value, dict):
-        return {key: _without_null(of) for key, of in value.items() if of is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _content_and_reasoning(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Content and reasoning of a turn, possibly in typed parts; None for what is not text."""
     content = turn.get("content", turn.get("value"))
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
@@ -317,59 +317,59 @@ def _texts(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
             if part.get("type") in REASONING
         ]
         texts = [part.get("text") for part in parts if part.get("type") not in REASONING]
-        if not all(isinstance(each, str) for each in (*thoughts, *texts)):
+        if not all(isinstance(part, str) for part in (*thoughts, *texts)):
             return None, None
         content, reasoning = "".join(map(str, texts)), reasoning or "".join(map(str, thoughts))
-    both = isinstance(content, str) and isinstance(reasoning, str)
-    return (content, reasoning) if both else (None, None)
+    are_text = isinstance(content, str) and isinstance(reasoning, str)
+    return (content, reasoning) if are_text else (None, None)
 
 
-def prompt(row: Row, name: str = "prompt") -> Turns:
+def read_prompt(row: Row, name: str = "prompt") -> Turns:
     """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text.
 
     An assistant turn at its end is the beginning of the response; it is not trained on.
     """
-    if _items(row, name) is not None:
-        found = turns(row, name)
+    if _turn_items(row, name) is not None:
+        turns = read_turns(row, name)
     else:
-        question = text(row, name)
-        found = parse_dialogue(question) or (Message("user", question),)
-    found = with_system(row, from_first_user(row, found))
-    if not found or found[-1].role != "assistant":
-        return found
-    *before, begun = found
-    if begun.calls or (begun.reasoning and is_empty(begun)):
-        raise LeftOut("whose prompt ends with reasoning or a tool call alone")
-    if is_empty(begun):
+        text = read_text(row, name)
+        turns = parse_dialogue(text) or (Message("user", text),)
+    turns = add_system(row, drop_leading_assistant(row, turns))
+    if not turns or turns[-1].role != "assistant":
+        return turns
+    *before, prefill = turns
+    if prefill.calls or (prefill.reasoning and is_empty(prefill)):
+        raise SkipRow("whose prompt ends with reasoning or a tool call alone")
+    if is_empty(prefill):
         return tuple(before)
     row.remarks.add("the prompt ends with an assistant turn, which the response continues")
-    return (*before, replace(begun, trained=False))
+    return (*before, replace(prefill, trained=False))
 
 
-def with_system(row: Row, dialogue: Turns) -> Turns:
+def add_system(row: Row, dialogue: Turns) -> Turns:
     """Begin the dialogue with the column `system` if the row has one."""
     if not row.columns.get("system"):
         return dialogue
-    system = Message("system", text(row, "system"))
+    system = Message("system", read_text(row, "system"))
     return dialogue if dialogue[:1] == (system,) else join_turns((system, *dialogue))
 
 
-def response(row: Row, name: str, question: Turns) -> Turns:
-    """Return a response column: turns, without `question` before them, or one turn's text."""
-    if _items(row, name) is not None:
-        found = turns(row, name)
-        return found[len(question) :] if found[: len(question)] == question else found
-    content = text(row, name).rstrip()
-    begun = bool(question) and question[-1].role == "assistant"
-    return (Message("assistant", content if begun else content.lstrip()),)
+def read_response(row: Row, name: str, prompt: Turns) -> Turns:
+    """Return a response column: turns, without `prompt` before them, or one turn's text."""
+    if _turn_items(row, name) is not None:
+        turns = read_turns(row, name)
+        return turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
+    content = read_text(row, name).rstrip()
+    continues = bool(prompt) and prompt[-1].role == "assistant"
+    return (Message("assistant", content if continues else content.lstrip()),)
 
 
-def dialogue(row: Row, name: str) -> Turns | None:
+def read_dialogue(row: Row, name: str) -> Turns | None:
     """Return the column as a full dialogue that begins with a user turn; None for a response."""
-    if _items(row, name) is not None:
-        found = turns(row, name)
-        return found if found and found[0].role != "assistant" else None
-    return parse_dialogue(text(row, name))
+    if _turn_items(row, name) is not None:
+        turns = read_turns(row, name)
+        return turns if turns and turns[0].role != "assistant" else None
+    return parse_dialogue(read_text(row, name))
 
 
 Label = bool | int | float | str
@@ -412,16 +412,16 @@ def _parse_label(word: str) -> Label:
     return number if math.isfinite(number) else word
 
 
-def number(row: Row, name: str) -> float:
+def read_number(row: Row, name: str) -> float:
     """Return the finite number in a column."""
     value = row.columns[name]
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(f"{row.origin}: {name} must be a finite number, got {value!r}")
-    return found
+    return number
 
 
 def read_tie(row: Row) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config import RowColumns
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.columns import Turns, join_turns, last_response, parse_dialogue
+from pipeline.data.rows.columns import Turns, join_turns, parse_dialogue, split_last_response
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError
 
@@ -64,7 +64,7 @@ def _pair(
     return Example(turns, _assistant(chosen), _assistant(rejected) if rejected else ())
 
 
-def _columns(*names: str) -> NamedSet:
+def _from_columns(*names: str) -> NamedSet:
     """A set with its prompt and responses in these columns; a row without one is dropped."""
 
     def to_example(row: Columns) -> Example | None:
@@ -122,7 +122,7 @@ def _sharegpt_vicuna(row: Columns) -> Example | None:
     ]
     if turns and turns[-1] == Message("assistant", ""):
         turns.pop()
-    prompt, answered = last_response(join_turns(turns or _user(row["prompt"] or "")))
+    prompt, answered = split_last_response(join_turns(turns or _user(row["prompt"] or "")))
     return None if answered else _pair(prompt, row["label"])
 
 
@@ -157,18 +157,18 @@ _MIRACL = NamedSet(_miracl, has_rejected=True)
 NAMED = {
     "Dahoas/rm-static": NamedSet(_prompt_chosen_rejected, has_rejected=True),
     "Dahoas/full-hh-rlhf": NamedSet(_prompt_chosen_rejected, has_rejected=True),
-    "Dahoas/synthetic-instruct-gptj-pairwise": _columns("prompt", "chosen", "rejected"),
+    "Dahoas/synthetic-instruct-gptj-pairwise": _from_columns("prompt", "chosen", "rejected"),
     "yitingxie/rlhf-reward-datasets": NamedSet(_reward_datasets, has_rejected=True),
     "openai/webgpt_comparisons": NamedSet(_webgpt, has_rejected=True),
     "stanfordnlp/SHP": NamedSet(_shp, has_rejected=True),
     "pvduy/sharegpt_alpaca_oa_vicuna_format": NamedSet(_sharegpt_vicuna),
-    "wangrui6/Zhihu-KOL": _columns("INSTRUCTION", "RESPONSE"),
+    "wangrui6/Zhihu-KOL": _from_columns("INSTRUCTION", "RESPONSE"),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
     "Cohere/miracl-ja-queries-22-12": _MIRACL,
     "Cohere/miracl-ja": _MIRACL,
     "Hello-SimpleAI/HC3-Chinese": NamedSet(_hc3_chinese),
     "mkqa-Chinese": NamedSet(_mkqa("zh_cn")),
     "mkqa-Japanese": NamedSet(_mkqa("ja")),
-    "lmqg/qg_jaquad": _columns("question", "sentence"),
+    "lmqg/qg_jaquad": _from_columns("question", "sentence"),
     "lmqg/qag_jaquad": NamedSet(_qag_jaquad),
 }

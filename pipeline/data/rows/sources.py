@@ -28,7 +28,7 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXE
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files of `datasets` and LLaMA-Factory, next to rows but without any."""
 
-PAIR_OF_FILES = (Path("data/train.json"), Path("data/eval.json"))
+LOCAL_JSONFILE = (Path("data/train.json"), Path("data/eval.json"))
 """Training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
 
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
@@ -100,20 +100,20 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     Raises:
         DataError: the data doesn't exist or can't be read, or the split is ambiguous.
     """
-    bare, weight = split_weight(spec)
-    name, wanted = split_name(bare)
+    name_and_split, weight = split_weight(spec)
+    name, requested = split_name(name_and_split)
     path = Path(name).expanduser()
-    if is_pair_of_files(name):
-        splits = {TRAIN: _read_files(PAIR_OF_FILES[:1]), "test": _read_files(PAIR_OF_FILES[1:])}
+    if is_local_jsonfile(name):
+        splits = {TRAIN: _read_files(LOCAL_JSONFILE[:1]), "test": _read_files(LOCAL_JSONFILE[1:])}
     elif path.is_dir():
-        splits = _splits_of_directory(path, wanted)
+        splits = _find_directory_splits(path, requested)
     elif path.exists():
         splits = {TRAIN: _read_files([path])}
     elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise DataError(f"data path {name}: no such file or directory")
     else:
-        splits = _splits_of_hub_set(name)
-    train, test = choose_splits(name, splits, step=step, wanted=wanted)
+        splits = _load_hub_splits(name)
+    train, test = choose_splits(name, splits, step=step, requested=requested)
     described = f"{train}, for evaluation {', '.join(test)}" if test else train
     return Source(
         name,
@@ -124,32 +124,32 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     )
 
 
-def _splits_of_directory(directory: Path, wanted: str | None) -> dict[str, Iterator[Row]]:
+def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, Iterator[Row]]:
     """Rows of a directory's files by split, read lazily.
 
     `train_sft-00000-of-00003.parquet` belongs to train_sft, `test/a.jsonl` to test, any other file
-    to train. Suffixes that name no step are ignored, as in train_b, unless a split is `wanted`.
+    to train. Suffixes that name no step are ignored, as in train_b, unless a split is `requested`.
     """
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.rglob("*")):
         parts = file.relative_to(directory).parts
-        hidden = file.name in METADATA or any(part.startswith(".") for part in parts)
-        if hidden or not file.name.endswith(SUFFIXES):
+        is_ignored = file.name in METADATA or any(part.startswith(".") for part in parts)
+        if is_ignored or not file.name.endswith(SUFFIXES):
             continue
         split = TRAIN
         for part in reversed(parts):  # the outermost directory wins
             word, *rest = re.split(r"[-_.]", part.lower().split(".")[0])
-            ending = "_".join(w for w in rest if w and not w.isdigit() and w != "of")
+            suffix = "_".join(w for w in rest if w and not w.isdigit() and w != "of")
             if word != TRAIN and word not in TEST_WORDS:
                 continue
-            if ending and (wanted or any(ending in names for names in STEP_WORDS.values())):
-                split = f"{word}_{ending}"
+            if suffix and (requested or any(suffix in names for names in STEP_WORDS.values())):
+                split = f"{word}_{suffix}"
             else:
-                split = word if wanted or word == TRAIN else "test"
+                split = word if requested or word == TRAIN else "test"
         splits.setdefault(split, []).append(file)
     if not splits:
         raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} file")
-    if wanted is None and not any(split.startswith(TRAIN) for split in splits):
+    if requested is None and not any(split.startswith(TRAIN) for split in splits):
         splits = {TRAIN: [file for files in splits.values() for file in files]}
     return {split: _read_files(files) for split, files in splits.items()}
 
@@ -159,8 +159,8 @@ def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
         yield from _read_file(path)
 
 
-def is_pair_of_files(name: str) -> bool:
-    """Whether a data path means `PAIR_OF_FILES`; a file of that name takes precedence."""
+def is_local_jsonfile(name: str) -> bool:
+    """Whether a data path means `LOCAL_JSONFILE`; a file of that name takes precedence."""
     return name == "local/jsonfile" and not Path(name).exists()
 
 
@@ -215,7 +215,7 @@ def _read_parquet(path: Path) -> list[Row]:
     return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Read the text of a file, compressed or not."""
     try:
         data = path.read_bytes()  # browsers may decompress a .gz file
@@ -233,7 +233,7 @@ def _text(path: Path) -> str:
 
 def _read_json(path: Path) -> Iterator[Row]:
     """Read the rows of a JSON list, or of consecutive objects, one per line or indented."""
-    text = _text(path)
+    text = _read_text(path)
     values, word = _parse_values(path, text), "line"
     if text.lstrip()[:1] == "[":
         (_, items), *others = values
@@ -251,62 +251,62 @@ def _read_json(path: Path) -> Iterator[Row]:
                 f"{origin}: a row must be an object with named fields, got {type(item).__name__}"
             )
         if has_escapes:
-            require_characters(item, origin)
+            reject_surrogates(item, origin)
         yield Row(item, origin)
 
 
 def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     """The JSON values in a text, each with the line on which it starts."""
-    place, line = 0, 1
+    position, line = 0, 1
     while True:
-        begin = cast("re.Match[str]", _SPACE.match(text, place)).end()
-        line += text.count("\n", place, begin)
+        begin = cast("re.Match[str]", _SPACE.match(text, position)).end()
+        line += text.count("\n", position, begin)
         if begin == len(text):
             return
-        item, place = _parse(path, text, begin, line)
+        item, position = _parse_value(path, text, begin, line)
         yield line, item
-        line += text.count("\n", begin, place)
+        line += text.count("\n", begin, position)
 
 
-def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # a duplicate key would be lost silently
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):  # a duplicate key would be lost silently
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {duplicate!r} twice")
+    return result
 
 
 _DECODER = json.JSONDecoder(  # NaN is a missing value
-    object_pairs_hook=_as_object,
+    object_pairs_hook=_reject_duplicate_keys,
     parse_constant=lambda name: None if name == "NaN" else float(name),
 )
 
 
-def _parse(path: Path, text: str, place: int, line: int) -> tuple[Any, int]:
-    """Return the JSON value at `place`, which is on `line`, and its end."""
+def _parse_value(path: Path, text: str, position: int, line: int) -> tuple[Any, int]:
+    """Return the JSON value at `position`, which is on `line`, and its end."""
     try:
-        return _DECODER.raw_decode(text, place)
+        return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
-        line = error.lineno if text[place] == "[" else line
+        line = error.lineno if text[position] == "[" else line
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         reason = first_words(error).partition(";")[0]
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
 
 
-def require_characters(value: object, origin: str) -> None:
+def reject_surrogates(value: object, origin: str) -> None:
     """Raise DataError if a text in `value` has an unpaired surrogate, as from a truncated emoji."""
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False, default=str)
-    half = _SURROGATE.search(value)
-    if half:
+    match = _SURROGATE.search(value)
+    if match:
         raise DataError(
-            f"{origin} has {half[0]!a}, an unpaired surrogate; write the pair or remove it"
+            f"{origin} has {match[0]!a}, an unpaired surrogate; write the pair or remove it"
         )
 
 
-def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
+def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
     """Rows of a Hub data set by split, read lazily."""
     import datasets
     from datasets.config import HF_DATASETS_CACHE
@@ -315,8 +315,8 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
     repository, config = "/".join(owner_name[:2]), "/".join(owner_name[2:]) or None
     cache = Path(HF_DATASETS_CACHE, repository.replace("/", "___"))
     if not cache.is_dir():
-        sentence = f"data path {name} is neither a file or directory here nor in the Hub's cache"
-        require_reachable(sentence, DataError, instead="a local file")
+        message = f"data path {name} is neither a file or directory here nor in the Hub's cache"
+        require_reachable(message, DataError, instead="a local file")
     try:  # without a split, the name loads all of them
         splits = cast("datasets.DatasetDict", datasets.load_dataset(repository, config))
     # The loader runs many readers, which raise different exceptions.
@@ -334,27 +334,27 @@ def _splits_of_hub_set(name: str) -> dict[str, Iterator[Row]]:
 
 
 def choose_splits(
-    name: str, splits: Collection[str], *, step: int | None, wanted: str | None = None
+    name: str, splits: Collection[str], *, step: int | None, requested: str | None = None
 ) -> tuple[str, list[str]]:
     """Return the training split that `step` reads, and the matching test splits, if any.
 
-    The training split is `wanted`, else `train`, else the only one whose name starts with it, else
-    the one named for the step. The test split has the same suffix or none; without such a split,
-    all test splits are read if there is a single training split, and none otherwise.
+    The training split is `requested`, else `train`, else the only one whose name starts with it,
+    else the one named for the step. The test split has the same suffix or none; without such a
+    split, all test splits are read if there is a single training split, and none otherwise.
 
     Raises:
         DataError: there is no training split, or several and none named for the step.
     """
     all_train = [split for split in splits if split.startswith(TRAIN)]
-    train = [wanted] if wanted else all_train or (list(splits) if len(splits) == 1 else [])
+    train = [requested] if requested else all_train or (list(splits) if len(splits) == 1 else [])
     if TRAIN in train:
         train = [TRAIN]
     if len(train) > 1:
         words = STEP_WORDS.get(step or 0, ())
         train = [split for split in train if split.removeprefix(TRAIN).strip("_-") in words]
     if len(train) != 1 or train[0] not in splits:
-        problem = f"no split {wanted}" if wanted else "no training split"
-        if not wanted and all_train:
+        problem = f"no split {requested}" if requested else "no training split"
+        if not requested and all_train:
             problem = "several training splits" + (
                 f", none of them for step {step}" if step else ""
             )
@@ -365,8 +365,8 @@ def choose_splits(
     test = [split for split in splits if re.split(r"[-_.]", split.lower())[0] in TEST_WORDS]
     if train[0] in test:
         return train[0], []
-    for ending in (train[0].removeprefix(TRAIN), ""):
-        same = [word + ending for word in TEST_WORDS if word + ending in test]
+    for suffix in (train[0].removeprefix(TRAIN), ""):
+        same = [word + suffix for word in TEST_WORDS if word + suffix in test]
         if same:
             return train[0], same[:1]
     return train[0], test if set(all_train) <= {train[0]} else []
@@ -381,10 +381,10 @@ def _read_csv(path: Path) -> Iterator[Row]:
     Raises:
         DataError: a row has more or fewer cells than the first line, or a quote is never closed.
     """
-    text = _text(path)
+    text = _read_text(path)
     first = text.lstrip().partition("\n")[0]
     separators = "\t" if ".tsv" in path.suffixes else ",;\t"
-    delimiter = next((each for each in separators if each in first), separators[0])
+    delimiter = next((separator for separator in separators if separator in first), separators[0])
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -405,7 +405,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                     f"{origin} has {len(cells)} cells, but the header has {len(header)} columns;"
                     " quote text with separators or line breaks"
                 )
-            known = (None if cell.strip() in ("", "NaN", "nan") else cell for cell in cells)
-            yield Row(dict(zip(header, known, strict=True)), origin)
+            values = (None if cell.strip() in ("", "NaN", "nan") else cell for cell in cells)
+            yield Row(dict(zip(header, values, strict=True)), origin)
     except csv.Error as error:
         raise DataError(f"{path} line {line} is not valid CSV ({error}); fix it") from error

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.reading import ReadPath, num_rows, read_paths
+from pipeline.data.rows.reading import PathExamples, format_rows, read_paths
 from pipeline.data.rows.shapes import check_columns
 from pipeline.data.sharing.prompts import (
     Hashes,
@@ -229,7 +229,7 @@ class _Sharing:
     drops: bool
     """Whether the step drops held-out rows that are too long."""
 
-    def mix(self, paths: Sequence[ReadPath]) -> list[list[Example]]:
+    def mix(self, paths: Sequence[PathExamples]) -> list[list[Example]]:
         """Return the training rows of each path, in proportion to the weights if there are any.
 
         No row is repeated: the path that is smallest relative to its weight is used in full, the
@@ -243,7 +243,9 @@ class _Sharing:
         for path, weight in zip(paths, weights, strict=True):
             rows, count = path.train, max(1, round(unit * weight))
             if count < len(rows):
-                self.notes.append(f"{path.name}: {count} of {num_rows(len(rows))}, by its weight")
+                self.notes.append(
+                    f"{path.name}: {count} of {format_rows(len(rows))}, by its weight"
+                )
                 rows = self.in_drawn_order(rows, "mixture")[:count]
             mixed.append(rows)
         return mixed
@@ -316,9 +318,9 @@ class _Sharing:
     ) -> list[Example]:
         drop = contained([row.prompt_hash for row in rows], prompts)
         if any(drop):
-            self.notes.append(f"dropped {num_rows(sum(drop))} {why}")
+            self.notes.append(f"dropped {format_rows(sum(drop))} {why}")
         if rows and all(drop):
-            raise DataError(f"nothing remains without the {num_rows(len(rows))} {why}; {fix}")
+            raise DataError(f"nothing remains without the {format_rows(len(rows))} {why}; {fix}")
         return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
 
     def own_rows(self, rows: Sequence[Example]) -> list[Example]:
@@ -337,7 +339,7 @@ class _Sharing:
             )
         if others := len(rows) - len(usable):
             or_tied = ", or with a tie," if any(row.tie for row in rows) else ""
-            self.notes.append(f"{num_rows(others)} without {needs}{or_tied} left to other steps")
+            self.notes.append(f"{format_rows(others)} without {needs}{or_tied} left to other steps")
         steps: dict[int, set[int]] = {}
         for row in rows:
             of_row = {number for number, use in self.uses.items() if is_usable(row, use)}
@@ -351,13 +353,13 @@ class _Sharing:
         if not mine:
             raise DataError(
                 f"--data-split {split} leaves step {step} without rows: {len(usable)} of"
-                f" {num_rows(len(rows))} are usable in it; add rows or raise the step's share"
+                f" {format_rows(len(rows))} are usable in it; add rows or raise the step's share"
             )
         mine = self.in_drawn_order(mine, "order")
         mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
         parts = "part " if len(self.share.split_steps) == 1 else "parts "
         parts += ", ".join(map(str, self.share.split_steps))
-        of = f" of {num_rows(len(rows))} ({parts} of data_split {split})"
+        of = f" of {format_rows(len(rows))} ({parts} of data_split {split})"
         of = of if len(mine) < len(rows) else " rows"
         self.notes.append(f"step {step} trains on {len(mine)}{of}")
         return mine
@@ -369,15 +371,15 @@ class _Sharing:
         usable = [row for row in held_out if is_usable(row, use)]
         if not usable:
             raise DataError(
-                f"none of the {num_rows(len(held_out))} for evaluation has what step {self.step}"
+                f"none of the {format_rows(len(held_out))} for evaluation has what step {self.step}"
                 f" needs, {NEEDS[use]}; pass --eval-path with such rows"
             )
         usable = self.in_drawn_order(usable, "evaluation order")
         usable = _unique_prompts(usable) if use == "prompts" else usable
         evaluated = usable[: self.config.max_eval_rows]
         notes.append(
-            f"step {self.step} is evaluated on {len(evaluated)} of {num_rows(len(held_out))} held"
-            " out"
+            f"step {self.step} is evaluated on {len(evaluated)} of {format_rows(len(held_out))}"
+            " held out"
         )
         return usable if self.drops or use == "prompts" else evaluated
 
