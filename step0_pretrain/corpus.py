@@ -130,17 +130,19 @@ def _hold_out(
     most, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(most * weight / total)) for weight in weights]
     draws = [_smallest_draws(rows, count, data) for rows, count in zip(files, counts, strict=True)]
-    up_to = max(data.eval_fraction, min(number for of_file in draws for number in of_file.values()))
+    threshold = max(
+        data.eval_fraction, min(number for of_file in draws for number in of_file.values())
+    )
     eval_rows: list[TokenRow] = []
     num_chosen = 0
     for rows, count, of_file in zip(files, counts, draws, strict=True):
-        documents = [document for document, number in of_file.items() if number <= up_to]
-        eval_rows += islice(rows.of_documents(documents), count)
+        documents = [document for document, number in of_file.items() if number <= threshold]
+        eval_rows += islice(rows.fill_with(documents), count)
         num_chosen += len(documents)
     if num_chosen == sum(rows.file.documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
         raise DataError(f"{names}: all documents would be held out for evaluation; add documents")
-    return eval_rows[:most], HeldOut(seed=data.seed, up_to=up_to)
+    return eval_rows[:most], HeldOut(seed=data.seed, threshold=threshold)
 
 
 def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:

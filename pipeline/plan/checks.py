@@ -23,7 +23,7 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Example
 from pipeline.data.rows.sources import LOCAL_JSONFILE, is_local_jsonfile
-from pipeline.data.sharing.steps import StageData, check_embedded, load_examples, of_one_kind
+from pipeline.data.sharing.steps import StageData, check_embedded, load_examples, select_rows
 from pipeline.models.hf.directory import check_model_directory
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.plan import Plan
@@ -215,7 +215,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
         load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
         for data, step, kept, share in wanted
     ]
-    return Preview(of_one_kind(first, config))
+    return Preview(select_rows(first, config))
 
 
 ON_HUB = "on the Hub, read when the run starts"

@@ -47,7 +47,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def as_hashes(numbers: Iterable[int]) -> Hashes:
+def unique_hashes(numbers: Iterable[int]) -> Hashes:
     """Sort the hashes and remove duplicates."""
     return np.unique(np.fromiter(numbers, np.uint64))
 
@@ -56,8 +56,8 @@ def as_hashes(numbers: Iterable[int]) -> Hashes:
 class PromptRecord:
     """Hashes of the prompts that steps train on and hold out, each sorted."""
 
-    trained: Hashes = field(default_factory=lambda: as_hashes(()))
-    held_out: Hashes = field(default_factory=lambda: as_hashes(()))
+    trained: Hashes = field(default_factory=lambda: unique_hashes(()))
+    held_out: Hashes = field(default_factory=lambda: unique_hashes(()))
 
     def __or__(self, other: "PromptRecord") -> "PromptRecord":
         """The union."""
@@ -90,7 +90,7 @@ def _read(path: Path) -> Hashes:
     return np.unique(np.frombuffer(body, "<u8").astype(np.uint64))
 
 
-def earlier_prompts(config: StepConfig) -> PromptRecord:
+def read_earlier_prompts(config: StepConfig) -> PromptRecord:
     """Read the prompt records of all steps before this one.
 
     They are looked up in the directories of the models that the step reads (and the parents of
@@ -111,15 +111,15 @@ def _directories(config: StepConfig) -> Iterator[Path]:
             yield path
             if path.name in _EXPORTS:
                 yield path.parent
-    own = _STEP_DIRECTORY.fullmatch(config.output_dir.name)
-    if own is None or not config.output_dir.parent.is_dir():
+    this_step = _STEP_DIRECTORY.fullmatch(config.output_dir.name)
+    if this_step is None or not config.output_dir.parent.is_dir():
         return
     for path in sorted(config.output_dir.parent.iterdir()):
-        other = _STEP_DIRECTORY.fullmatch(path.name)
-        if other is not None and other[1] < own[1]:
+        other_step = _STEP_DIRECTORY.fullmatch(path.name)
+        if other_step is not None and other_step[1] < this_step[1]:
             yield path
 
 
-def contained(hashes: Sequence[int], known: Hashes) -> list[bool]:
+def isin(hashes: Sequence[int], known: Hashes) -> list[bool]:
     """Whether each hash is among `known`."""
     return np.isin(np.array(hashes, np.uint64), known).tolist()

@@ -20,17 +20,17 @@ from pipeline.data.rows.shapes import check_columns
 from pipeline.data.sharing.prompts import (
     Hashes,
     PromptRecord,
-    as_hashes,
-    contained,
     draw,
-    earlier_prompts,
+    isin,
+    read_earlier_prompts,
+    unique_hashes,
 )
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
+STEP_USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
 """The part of a row that each step reads, by its number."""
 
 NEEDS: Mapping[RowUse, str] = {
@@ -69,7 +69,7 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
         DataError: as `load_examples`; or the record of an earlier step is damaged.
     """
     mesh = current_mesh()  # other machines may lack the directories
-    earlier = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
+    earlier = mesh.world.gather_objects(read_earlier_prompts(config) if mesh.is_main else None)[0]
     data = load_examples(
         config.data,
         step=step,
@@ -78,7 +78,7 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
         kept=config.row_columns,
         share=config.row_share,
     )
-    return of_one_kind(data, config)
+    return select_rows(data, config)
 
 
 def record_prompts(prompts: PromptRecord, config: StepConfig) -> None:
@@ -116,16 +116,16 @@ def load_examples(
     if step != 2:
         kept = replace(kept, known_labels=config.labels)
     if EMBEDDED in (*config.path, *config.eval_path):
-        data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
+        data = _load_embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:
-        data = _read_and_share(config, kept, earlier, step=step, share=share)
+        data = _load_user_rows(config, kept, earlier, step=step, share=share)
     for note in data.notes:
         begin = "" if note.startswith("step ") else f"data for step {step}: "
         logger.info("%s%s", begin, note)
     return data
 
 
-def of_one_kind(data: StageData, config: StepConfig) -> StageData:
+def select_rows(data: StageData, config: StepConfig) -> StageData:
     """Keep the rows that the step's settings select.
 
     Raises:
@@ -187,7 +187,7 @@ def check_embedded(config: DataConfig, kept: RowColumns) -> None:
     check_columns([{"answer": ""}], {}, kept)
 
 
-def _embedded(
+def _load_embedded(
     config: DataConfig,
     kept: RowColumns,
     earlier: PromptRecord,
@@ -202,16 +202,16 @@ def _embedded(
         step=step, seed=seed, split_steps=share.split_steps if share else None
     )
     by_prompt = {example.prompt: example for example in train}  # each prompt occurs many times
-    record = earlier | _recorded(by_prompt.values(), held_out)
+    record = earlier | _make_record(by_prompt.values(), held_out)
     held_out = held_out[: config.max_eval_rows]
     if share is not None:
         prompts = embedded_examples(step=3, seed=seed)[1][: config.max_eval_rows]
-        train, held_out = (_as_used(rows, share.use) for rows in (train, held_out))
+        train, held_out = (_split_responses(rows, share.use) for rows in (train, held_out))
     return StageData(train, held_out, [], record, prompts)
 
 
 @dataclass
-class _Sharing:
+class _RowSelector:
     """Selection of the rows of one step."""
 
     config: DataConfig
@@ -226,7 +226,7 @@ class _Sharing:
     notes: list[str]
     """Receives notes on what was dropped."""
 
-    drops: bool
+    drops_long_rows: bool
     """Whether the step drops held-out rows that are too long."""
 
     def mix(self, paths: Sequence[PathExamples]) -> list[list[Example]]:
@@ -246,11 +246,11 @@ class _Sharing:
                 self.notes.append(
                     f"{path.name}: {count} of {format_rows(len(rows))}, by its weight"
                 )
-                rows = self.in_drawn_order(rows, "mixture")[:count]
+                rows = self.shuffle_by_hash(rows, "mixture")[:count]
             mixed.append(rows)
         return mixed
 
-    def in_drawn_order(self, rows: Sequence[Example], purpose: str) -> list[Example]:
+    def shuffle_by_hash(self, rows: Sequence[Example], purpose: str) -> list[Example]:
         """Sort the rows into an order that does not depend on the current one."""
         seed = self.config.seed
         draws = {
@@ -278,10 +278,10 @@ class _Sharing:
                 " evaluation; add more rows, or pass --eval-path"
             )
         config = self.config
-        chosen = held_out_prompts(prompts, fraction=config.eval_fraction, seed=config.seed)
+        chosen = draw_held_out(prompts, fraction=config.eval_fraction, seed=config.seed)
         return [row for row in rows if row.prompt_hash in chosen]
 
-    def separate(
+    def drop_overlaps(
         self, train: Sequence[Example], held_out: Sequence[Example], earlier: PromptRecord
     ) -> tuple[list[Example], list[Example]]:
         """Remove training rows that this or an earlier step holds out.
@@ -291,21 +291,21 @@ class _Sharing:
         Raises:
             DataError: no training rows or no held-out rows are left.
         """
-        cut_here = set(map(id, held_out))
-        train = self._leave_out(
-            [row for row in train if id(row) not in cut_here],
-            as_hashes(row.prompt_hash for row in held_out),
+        held_out_ids = set(map(id, held_out))
+        train = self._drop_prompts(
+            [row for row in train if id(row) not in held_out_ids],
+            unique_hashes(row.prompt_hash for row in held_out),
             "whose prompt is in the evaluation rows",
             "pass another --eval-path",
         )
-        held_out = self._leave_out(
+        held_out = self._drop_prompts(
             held_out,
             earlier.trained,
             "for evaluation whose prompt an earlier step trained on",
             "pass --eval-path with other prompts, or the earlier steps' data.seed and"
             " data.eval_fraction",
         )
-        train = self._leave_out(
+        train = self._drop_prompts(
             train,
             earlier.held_out,
             "whose prompt an earlier step holds out for evaluation",
@@ -313,17 +313,17 @@ class _Sharing:
         )
         return train, held_out
 
-    def _leave_out(
-        self, rows: Sequence[Example], prompts: Hashes, why: str, fix: str
+    def _drop_prompts(
+        self, rows: Sequence[Example], prompts: Hashes, reason: str, fix: str
     ) -> list[Example]:
-        drop = contained([row.prompt_hash for row in rows], prompts)
+        drop = isin([row.prompt_hash for row in rows], prompts)
         if any(drop):
-            self.notes.append(f"dropped {format_rows(sum(drop))} {why}")
+            self.notes.append(f"dropped {format_rows(sum(drop))} {reason}")
         if rows and all(drop):
-            raise DataError(f"nothing remains without the {format_rows(len(rows))} {why}; {fix}")
+            raise DataError(f"nothing remains without the {format_rows(len(rows))} {reason}; {fix}")
         return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
 
-    def own_rows(self, rows: Sequence[Example]) -> list[Example]:
+    def select_train_rows(self, rows: Sequence[Example]) -> list[Example]:
         """Return the rows of the step; other steps get other prompts.
 
         Each prompt goes, with all its rows, to one of the steps that can use any of the rows, in
@@ -338,33 +338,33 @@ class _Sharing:
                 f" {step}"
             )
         if others := len(rows) - len(usable):
-            or_tied = ", or with a tie," if any(row.tie for row in rows) else ""
-            self.notes.append(f"{format_rows(others)} without {needs}{or_tied} left to other steps")
+            tie = ", or with a tie," if any(row.tie for row in rows) else ""
+            self.notes.append(f"{format_rows(others)} without {needs}{tie} left to other steps")
         steps: dict[int, set[int]] = {}
         for row in rows:
-            of_row = {number for number, use in self.uses.items() if is_usable(row, use)}
-            steps.setdefault(row.prompt_hash, set()).update(of_row)
+            row_steps = {number for number, use in self.uses.items() if is_usable(row, use)}
+            steps.setdefault(row.prompt_hash, set()).update(row_steps)
         owners = {
-            prompt: step_of_prompt(prompt, sorted(able), split=config.split, seed=config.seed)
-            for prompt, able in steps.items()
+            prompt: assign_step(prompt, sorted(candidates), split=config.split, seed=config.seed)
+            for prompt, candidates in steps.items()
         }
-        mine = [row for row in usable if owners[row.prompt_hash] in self.share.split_steps]
+        selected = [row for row in usable if owners[row.prompt_hash] in self.share.split_steps]
         split = ",".join(f"{share:g}" for share in config.split)
-        if not mine:
+        if not selected:
             raise DataError(
                 f"--data-split {split} leaves step {step} without rows: {len(usable)} of"
                 f" {format_rows(len(rows))} are usable in it; add rows or raise the step's share"
             )
-        mine = self.in_drawn_order(mine, "order")
-        mine = _unique_prompts(mine) if self.share.use == "prompts" else mine
+        selected = self.shuffle_by_hash(selected, "order")
+        selected = _unique_prompts(selected) if self.share.use == "prompts" else selected
         parts = "part " if len(self.share.split_steps) == 1 else "parts "
         parts += ", ".join(map(str, self.share.split_steps))
-        of = f" of {format_rows(len(rows))} ({parts} of data_split {split})"
-        of = of if len(mine) < len(rows) else " rows"
-        self.notes.append(f"step {step} trains on {len(mine)}{of}")
-        return mine
+        total = f"of {format_rows(len(rows))} ({parts} of data_split {split})"
+        total = total if len(selected) < len(rows) else "rows"
+        self.notes.append(f"step {step} trains on {len(selected)} {total}")
+        return selected
 
-    def eval_rows(
+    def select_eval_rows(
         self, held_out: Sequence[Example], use: RowUse, notes: list[str]
     ) -> list[Example]:
         """Return the held-out rows that the step evaluates."""
@@ -374,17 +374,17 @@ class _Sharing:
                 f"none of the {format_rows(len(held_out))} for evaluation has what step {self.step}"
                 f" needs, {NEEDS[use]}; pass --eval-path with such rows"
             )
-        usable = self.in_drawn_order(usable, "evaluation order")
+        usable = self.shuffle_by_hash(usable, "evaluation order")
         usable = _unique_prompts(usable) if use == "prompts" else usable
         evaluated = usable[: self.config.max_eval_rows]
         notes.append(
             f"step {self.step} is evaluated on {len(evaluated)} of {format_rows(len(held_out))}"
             " held out"
         )
-        return usable if self.drops or use == "prompts" else evaluated
+        return usable if self.drops_long_rows or use == "prompts" else evaluated
 
 
-def _read_and_share(
+def _load_user_rows(
     config: DataConfig,
     kept: RowColumns,
     earlier: PromptRecord,
@@ -394,12 +394,12 @@ def _read_and_share(
 ) -> StageData:
     notes: list[str] = []
     labelled = kept.labels or kept.known_labels
-    uses: Mapping[int, RowUse] = {**USES, 2: "labels"} if labelled else USES
+    uses: Mapping[int, RowUse] = {**STEP_USES, 2: "labels"} if labelled else STEP_USES
     part = share or RowShare(uses[step], (step,))
-    sharing = _Sharing(config, step, part, uses, notes, drops=share is not None)
+    selector = _RowSelector(config, step, part, uses, notes, drops_long_rows=share is not None)
     read = partial(read_paths, fields=config.fields, kept=kept, step=step, notes=notes)
     paths = read(config.path)
-    mixed = sharing.mix(paths)
+    mixed = selector.mix(paths)
     train = [row for rows in mixed for row in rows]
     if config.eval_path:
         given = read(config.eval_path, optional=True)
@@ -407,24 +407,24 @@ def _read_and_share(
     else:
         held_out = [row for path in paths for row in path.eval]
         uncut = [rows for path, rows in zip(paths, mixed, strict=True) if not path.eval]
-        held_out += sharing.hold_out([row for rows in uncut for row in rows])
-    train, held_out = sharing.separate(train, held_out, earlier)
-    mine = sharing.own_rows(train)
-    evaluated = sharing.eval_rows(held_out, part.use, notes)
-    prompts = [] if share is None else sharing.eval_rows(held_out, "prompts", [])
-    own = _recorded(mine, held_out)
-    if repeated := sum(contained(own.trained.tolist(), earlier.trained)):
+        held_out += selector.hold_out([row for rows in uncut for row in rows])
+    train, held_out = selector.drop_overlaps(train, held_out, earlier)
+    selected = selector.select_train_rows(train)
+    evaluated = selector.select_eval_rows(held_out, part.use, notes)
+    prompts = [] if share is None else selector.select_eval_rows(held_out, "prompts", [])
+    record = _make_record(selected, held_out)
+    if repeated := sum(isin(record.trained.tolist(), earlier.trained)):
         notes.append(
-            f"{repeated} of its {len(own.trained)} prompts were also trained on by an earlier step;"
-            " use the same paths, data.seed and split in all steps to avoid this"
+            f"{repeated} of its {len(record.trained)} prompts were also trained on by an earlier"
+            " step; use the same paths, data.seed and split in all steps to avoid this"
         )
-    return StageData(
-        _as_used(mine, part.use), _as_used(evaluated, part.use), notes, earlier | own, prompts
-    )
+    train, held_out = (_split_responses(rows, part.use) for rows in (selected, evaluated))
+    return StageData(train, held_out, notes, earlier | record, prompts)
 
 
-def _recorded(train: Iterable[Example], held_out: Iterable[Example]) -> PromptRecord:
-    return PromptRecord(*(as_hashes(row.prompt_hash for row in rows) for rows in (train, held_out)))
+def _make_record(train: Iterable[Example], held_out: Iterable[Example]) -> PromptRecord:
+    trained, evaluated = ([row.prompt_hash for row in rows] for rows in (train, held_out))
+    return PromptRecord(unique_hashes(trained), unique_hashes(evaluated))
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
@@ -443,31 +443,32 @@ def is_usable(example: Example, use: RowUse) -> bool:
             return bool(example.prompt)
 
 
-def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
+def _split_responses(examples: Sequence[Example], use: RowUse) -> list[Example]:
     """The examples; each pair becomes two if responses are read separately."""
     if use != "responses":
         return list(examples)
     return [
-        each
+        single
         for example in examples
-        for each in (replace(example, rejected=()), replace(example, chosen=()))
-        if each.chosen or each.rejected
+        for single in (replace(example, rejected=()), replace(example, chosen=()))
+        if single.chosen or single.rejected
     ]
 
 
-def held_out_prompts(prompts: Collection[int], *, fraction: float, seed: int) -> set[int]:
+def draw_held_out(prompts: Collection[int], *, fraction: float, seed: int) -> set[int]:
     """Return the prompts whose draw is below `fraction`.
 
     If that is none or all of them, as may happen with few rows, return the one with the smallest
     draw; of a single prompt, none.
     """
     draws = {prompt: draw(prompt, seed=seed, purpose="held out") for prompt in prompts}
-    found = {prompt for prompt, number in draws.items() if number < fraction}
-    ordered = sorted(draws, key=lambda prompt: draws[prompt])
-    return found if found and len(found) < len(draws) else set(ordered[: len(ordered) > 1])
+    selected = {prompt for prompt, number in draws.items() if number < fraction}
+    if selected and len(selected) < len(draws):
+        return selected
+    return {min(draws, key=lambda prompt: draws[prompt])} if len(draws) > 1 else set()
 
 
-def step_of_prompt(
+def assign_step(
     prompt: int, steps: Iterable[int], *, split: Sequence[float], seed: int
 ) -> int | None:
     """Return which of `steps` gets the prompt, in proportion to `split`; None if all are 0.
@@ -476,12 +477,12 @@ def step_of_prompt(
     variate whose rate is its share, and the smallest wins. If a step is removed from `steps` or its
     share changes, no prompt moves between the others.
     """
-    numbers = [
+    variates = [
         (-math.log(draw(prompt, seed=seed, purpose=f"step {step}")) / split[step - 1], step)
         for step in steps
         if split[step - 1] > 0
     ]
-    return min(numbers)[1] if numbers else None
+    return min(variates)[1] if variates else None
 
 
 def _unique_prompts(rows: Sequence[Example]) -> list[Example]:

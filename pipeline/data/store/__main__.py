@@ -31,37 +31,38 @@ def main(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(function: object, files: str) -> argparse.ArgumentParser:
-        name, about = getattr(function, "__name__", ""), (function.__doc__ or "").strip()
-        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        name, text = getattr(function, "__name__", ""), (function.__doc__ or "").strip()
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("files", nargs="+", metavar="FILE", help=files)
         command.set_defaults(run=function)
         return command
 
-    packs = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
-    shows, _ = add(show, "token files"), add(verify, "token files")
-    merges, shuffles = add(merge, "token files of one tokenizer"), add(shuffle, "one token file")
-    for command in (packs, merges, shuffles):
+    pack_command = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
+    show_command, _ = add(show, "token files"), add(verify, "token files")
+    merge_command = add(merge, "token files of one tokenizer")
+    shuffle_command = add(shuffle, "one token file")
+    for command in (pack_command, merge_command, shuffle_command):
         command.add_argument(
             "--out",
             type=Path,
             required=True,
             help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
         )
-    packs.add_argument("--tokenizer", required=True, help="model id or local directory")
-    packs.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    packs.add_argument("--field", default="text", help="field of each row with its text")
-    packs.add_argument(
+    pack_command.add_argument("--tokenizer", required=True, help="model id or local directory")
+    pack_command.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    pack_command.add_argument("--field", default="text", help="field of each row with its text")
+    pack_command.add_argument(
         "--on-bad-row",
         choices=("stop", "skip"),
         default="stop",
         help="stop at a row that can't be used, or log and skip it",
     )
-    packs.add_argument(
+    pack_command.add_argument(
         "--resume", action="store_true", help="continue an interrupted pack; keep finished pieces"
     )
-    shows.add_argument("--document", type=int, help="print this document, counted from 0")
-    shows.add_argument("--tokenizer", help="decodes the document; default: the file's")
-    shuffles.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
+    show_command.add_argument("--document", type=int, help="print this document, counted from 0")
+    show_command.add_argument("--tokenizer", help="decodes the document; default: the file's")
+    shuffle_command.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     options = parser.parse_args(list(argv))
     if "out" in options:
         options.out = without_suffix(options.out)
@@ -77,14 +78,14 @@ def pack(options: argparse.Namespace) -> None:
 
     from pipeline.config import FrozenModelConfig
     from pipeline.data.store.pack import find_sources
-    from pipeline.data.store.pack import pack as write
+    from pipeline.data.store.pack import pack as pack_files
     from pipeline.models.hf.load import load_tokenizer
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
     sources = find_sources(options.files)
     tokenizer = load_tokenizer(FrozenModelConfig(path=options.tokenizer))
-    file = write(
+    file = pack_files(
         sources,
         read_vocabulary(tokenizer, options.tokenizer),
         options.out,
@@ -136,7 +137,7 @@ def verify(options: argparse.Namespace) -> None:
     for name in options.files:
         try:
             file = TokenFile(name)
-            _check(file)
+            _verify_checksums(file)
             print_output(f"{file}; no errors found")
         except DataError as error:
             print_output(str(error))
@@ -145,7 +146,7 @@ def verify(options: argparse.Namespace) -> None:
         raise SystemExit(EXIT_USER_ERROR)
 
 
-def _check(file: TokenFile) -> None:
+def _verify_checksums(file: TokenFile) -> None:
     checksums = part_path(file.path, "sha256")
     for line in checksums.read_text().splitlines() if checksums.exists() else ():
         digest, name = line.split(maxsplit=1)
@@ -159,7 +160,7 @@ def merge(options: argparse.Namespace) -> None:
     files = [TokenFile(name) for name in options.files]
     if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
         raise DataError(f"{' '.join(options.files)} have different tokenizers; use one for all")
-    with TokenWriter(options.out, _widest_type(files)) as writer:
+    with TokenWriter(options.out, _widest_dtype(files)) as writer:
         for file in files:
             for ids, lengths in file.chunks():
                 writer.append(ids, lengths)
@@ -172,7 +173,7 @@ def shuffle(options: argparse.Namespace) -> None:
         raise ConfigError(f"shuffle takes one file, got {len(options.files)}; merge them first")
     file = TokenFile(options.files[0])
     order = np.random.default_rng(options.seed).permutation(file.documents)
-    with TokenWriter(options.out, _widest_type([file])) as writer:
+    with TokenWriter(options.out, _widest_dtype([file])) as writer:
         for first in range(0, file.documents, CHUNK):
             documents = [file.tokens(int(number)) for number in order[first : first + CHUNK]]
             writer.append(np.concatenate(documents), np.array([len(ids) for ids in documents]))
@@ -180,7 +181,7 @@ def shuffle(options: argparse.Namespace) -> None:
         print_output(str(writer.finish(file.origin)))
 
 
-def _widest_type(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":
+def _widest_dtype(files: Sequence[TokenFile]) -> "np.dtype[np.generic]":
     return max((file.dtype for file in files), key=lambda dtype: dtype.itemsize)
 
 

@@ -16,7 +16,7 @@ from pipeline.data.sharing.prompts import draw
 from pipeline.data.store.token_file import TokenFile, part_path
 from pipeline.system.errors import DataError
 
-HASHED = 4096
+HASHED_TOKENS = 4096
 """Number of leading tokens of a document that its hash covers."""
 
 
@@ -35,11 +35,11 @@ def find_paths(data: TextDataConfig) -> list[CorpusPath]:
         DataError: a path doesn't exist, or is a directory or a file of another kind.
     """
     if not data.path:
-        raise DataError(f"data.path has no corpus; pass token files, {_WRITTEN_BY}")
+        raise DataError(f"data.path has no corpus; pass token files, {_HOW_TO_PACK}")
     return [_find(spec) for spec in data.path]
 
 
-_WRITTEN_BY = "which `python -m pipeline.data.store pack` creates from text"
+_HOW_TO_PACK = "which `python -m pipeline.data.store pack` creates from text"
 
 
 def _find(spec: str) -> CorpusPath:
@@ -55,21 +55,21 @@ def _find(spec: str) -> CorpusPath:
     if not all(file.endswith((".bin", ".idx")) for file in names):
         raise DataError(
             f"data.path {name} is not a token file (Megatron's .bin and .idx); use one,"
-            f" {_WRITTEN_BY}"
+            f" {_HOW_TO_PACK}"
         )
     return CorpusPath(weight, tuple(sorted({Path(file).with_suffix(".bin") for file in names})))
 
 
 class HeldOut:
-    """Held-out documents: those with a draw of at most `up_to`."""
+    """Held-out documents: those with a draw of at most `threshold`."""
 
-    def __init__(self, *, seed: int, up_to: float = 0.0) -> None:
-        self.seed, self.up_to = seed, up_to
+    def __init__(self, *, seed: int, threshold: float = 0.0) -> None:
+        self.seed, self.threshold = seed, threshold
         self.contains = lru_cache(maxsize=2**16)(self._contains)
         """Whether a document of a file is held out."""
 
     def _contains(self, file: TokenFile, document: int) -> bool:
-        return self.draw(document_hash(file, document)) <= self.up_to
+        return self.draw(document_hash(file, document)) <= self.threshold
 
     def draw(self, number: int) -> float:
         """Uniform number in (0, 1) for a document's hash."""
@@ -77,7 +77,7 @@ class HeldOut:
 
 
 def document_hash(file: TokenFile, document: int) -> int:
-    """A 64-bit hash of the document's first `HASHED` tokens alone."""
+    """A 64-bit hash of the document's first `HASHED_TOKENS` tokens alone."""
     start, end = file.span(document)
-    ids = file.slice(start, min(end, start + HASHED)).astype("<u4")
+    ids = file.slice(start, min(end, start + HASHED_TOKENS)).astype("<u4")
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")

@@ -32,7 +32,7 @@ from pipeline.data.store.token_file import (
     TokenWriter,
     Vocabulary,
     part_path,
-    token_type,
+    token_dtype,
 )
 from pipeline.files.lock import RunLock
 from pipeline.system.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ PIECE_BYTES = 16 * 2**20
 BATCH_BYTES = 256 * 2**10
 """Bytes of text passed to the tokenizer at a time; its result takes about 300 bytes per token."""
 
-NAMED_BAD_ROWS = 100
+MAX_LOGGED_BAD_ROWS = 100
 """Number of bad rows that are logged; others are only counted."""
 
 
@@ -57,7 +57,7 @@ class Piece:
     """Lines of a .jsonl file that start between two offsets, or another file as a whole."""
 
     source: Path
-    begin: int
+    start: int
     end: int
     target: Path
     """File of the tokens."""
@@ -69,7 +69,7 @@ def find_sources(patterns: Sequence[str]) -> list[Path]:
     Raises:
         DataError: a pattern matches nothing, a directory, or an unsupported file.
     """
-    found: dict[Path, None] = {}
+    sources: dict[Path, None] = {}
     for pattern in patterns:
         names = [pattern] if Path(pattern).exists() else sorted(glob(pattern, recursive=True))  # noqa: PTH207
         if not names or not all(name.endswith(SUFFIXES) and Path(name).is_file() for name in names):
@@ -77,8 +77,8 @@ def find_sources(patterns: Sequence[str]) -> list[Path]:
                 f"{pattern} can't be packed; pass {', '.join(SUFFIXES)} files, as in"
                 " 'directory/*.jsonl'"
             )
-        found |= dict.fromkeys(map(Path, names))
-    return list(found)
+        sources |= dict.fromkeys(map(Path, names))
+    return list(sources)
 
 
 def pack(
@@ -98,26 +98,27 @@ def pack(
             differ.
         DataError: a row is bad (without `skip_bad_rows`), a file changed, or there is no text.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     if part_path(out, "idx").exists():
         raise ConfigError(f"{out} already exists; choose another file, or remove it")
     with RunLock(out.with_name(f"{out.name}.lock")):
         directory = out.with_name(f"{out.name}.pieces")
         plan = _plan(sources, vocabulary, field)
-        _begin_or_resume(directory, plan, resume=resume)
-        pieces = list(_cut(sources, directory))
+        _start_or_resume(directory, plan, resume=resume)
+        pieces = list(_split_into_pieces(sources, directory))
         progress = Progress("pack, pieces:", len(pieces))
         progress.start()
         bad_rows = lines = 0
         try:
-            summaries = _encode_all(pieces, vocabulary, field, workers)
+            summaries = _encode_pieces(pieces, vocabulary, field, workers)
             for number, (piece, (num_lines, bad)) in enumerate(zip(pieces, summaries, strict=True)):
-                lines = lines if piece.begin else 0
+                lines = lines if piece.start else 0
                 for line, reason in bad:
                     bad_rows += 1
-                    _report(f"{piece.source}:{lines + line}: {reason}", bad_rows, skip_bad_rows)
+                    bad_row = f"{piece.source}:{lines + line}: {reason}"
+                    _skip_or_raise(bad_row, bad_rows, skip_bad_rows)
                 lines += num_lines
-                progress.update(number + 1, {}, seconds=time.perf_counter() - began)
+                progress.update(number + 1, {}, seconds=time.perf_counter() - start)
         finally:
             progress.stop()
         if _plan(sources, vocabulary, field) != plan:
@@ -127,12 +128,12 @@ def pack(
     return file
 
 
-def _report(bad_row: str, count: int, skips: bool) -> None:  # noqa: FBT001
-    if not skips:
+def _skip_or_raise(bad_row: str, count: int, skip: bool) -> None:  # noqa: FBT001
+    if not skip:
         raise DataError(
             f"{bad_row}; fix the row, or skip such rows with --on-bad-row skip --resume"
         )
-    if count <= NAMED_BAD_ROWS:
+    if count <= MAX_LOGGED_BAD_ROWS:
         logger.warning("skipped %s", bad_row)
 
 
@@ -143,7 +144,7 @@ def _plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
     return json.dumps(plan)
 
 
-def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
+def _start_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
     path = directory / "plan.json"
     if path.exists():
         if not resume:
@@ -158,21 +159,21 @@ def _begin_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
     path.write_text(plan)
 
 
-def _cut(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
+def _split_into_pieces(sources: Sequence[Path], directory: Path) -> Iterator[Piece]:
     """Split the files into pieces, in order; .gz and .txt files are one piece each."""
     number = 0
     for source in sources:
         size = source.stat().st_size
         step = PIECE_BYTES if source.suffix == ".jsonl" else max(1, size)
-        for begin in range(0, max(1, size), step):
+        for start in range(0, max(1, size), step):
             target = directory / f"{number:08}.npz"
-            yield Piece(source, begin, min(begin + step, size), target)
+            yield Piece(source, start, min(start + step, size), target)
             number += 1
 
 
 def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: int) -> TokenFile:
     documents = 0
-    with TokenWriter(out, token_type(vocabulary.size)) as writer:
+    with TokenWriter(out, token_dtype(vocabulary.size)) as writer:
         for piece in pieces:
             with np.load(piece.target) as content:
                 writer.append(content["ids"], content["lengths"])
@@ -186,7 +187,7 @@ Summary = tuple[int, list[tuple[int, str]]]
 """Number of lines of a piece; (line counted from 1, reason) of each bad row."""
 
 
-def _encode_all(
+def _encode_pieces(
     pieces: Sequence[Piece], vocabulary: Vocabulary, field: str, workers: int
 ) -> Iterator[Summary]:
     """Tokenize the pieces that have no file yet, and yield the summaries of all pieces in order.
@@ -194,11 +195,11 @@ def _encode_all(
     Raises:
         DataError: a file can't be read, or a worker was killed.
     """
-    work = partial(_encode, vocabulary=vocabulary, field=field)
+    work = partial(_encode_piece, vocabulary=vocabulary, field=field)
     if workers == 1:
         yield from map(work, pieces)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _init_worker)
     try:
         yield from pool.map(work, pieces)
     except BrokenProcessPool as error:
@@ -210,7 +211,7 @@ def _encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def _init_worker() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -224,7 +225,7 @@ def _exit_with_parent() -> None:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(definition: str) -> "Tokenizer":
+def _load_tokenizer(definition: str) -> "Tokenizer":
     """The tokenizer; special tokens in a text are read as ordinary text."""
     from tokenizers import Tokenizer
 
@@ -235,7 +236,7 @@ def _tokenizer(definition: str) -> "Tokenizer":
     return tokenizer
 
 
-def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
+def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
     """Write a piece's tokens, with eos after each document, unless done; return its summary.
 
     Raises:
@@ -250,16 +251,16 @@ def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
     size = line = 0
 
     def flush() -> None:
-        tokenizer = _tokenizer(vocabulary.definition)
+        tokenizer = _load_tokenizer(vocabulary.definition)
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             lengths.append(len(encoding.ids) + 1)
             ids.fromlist(encoding.ids)
             ids.append(vocabulary.eos)
         texts.clear()
 
-    for line, content in enumerate(_lines(piece), 1):
+    for line, content in enumerate(_read_lines(piece), 1):
         try:
-            text = _text(content, piece, field)
+            text = _parse_text(content, piece, field)
         except (ValueError, RecursionError) as error:
             bad.append((line, str(error)))
             continue
@@ -270,7 +271,7 @@ def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
             flush()
             size = 0
     flush()
-    tokens = np.frombuffer(ids, np.uint32).astype(token_type(vocabulary.size))
+    tokens = np.frombuffer(ids, np.uint32).astype(token_dtype(vocabulary.size))
     temporary = piece.target.with_suffix(".writing")
     with temporary.open("wb") as file:
         summary = json.dumps((line, bad))
@@ -280,7 +281,7 @@ def _encode(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
     return line, bad
 
 
-def _lines(piece: Piece) -> Iterator[bytes]:
+def _read_lines(piece: Piece) -> Iterator[bytes]:
     """The lines of a piece; a .txt file counts as one line."""
     try:
         if piece.source.suffix == ".txt":
@@ -290,8 +291,8 @@ def _lines(piece: Piece) -> Iterator[bytes]:
                 yield from cast("BinaryIO", unzipped)
         else:
             with piece.source.open("rb") as file:
-                file.seek(max(0, piece.begin - 1))
-                if piece.begin:
+                file.seek(max(0, piece.start - 1))
+                if piece.start:
                     file.readline()
                 while file.tell() < piece.end:
                     yield file.readline()
@@ -299,9 +300,9 @@ def _lines(piece: Piece) -> Iterator[bytes]:
         raise DataError(f"{piece.source} can't be read ({error}); copy it again") from error
 
 
-def _text(line: bytes, piece: Piece, field: str) -> str | None:
+def _parse_text(line: bytes, piece: Piece, field: str) -> str | None:
     """Return the text of a line; None if it is empty. Raise ValueError for a bad row."""
-    if line.startswith(b"\xef\xbb\xbf") and piece.begin == 0:
+    if line.startswith(b"\xef\xbb\xbf") and piece.start == 0:
         line = line[3:]
     if not line.strip():
         return None

@@ -60,8 +60,8 @@ class TokenRow:
         """Tokens of each span."""
         for span in self.spans:
             ids = self.file.slice(span.start, span.end)
-            begins = span.is_first and self.bos is not None
-            yield np.concatenate([np.array([self.bos], ids.dtype), ids]) if begins else ids
+            has_bos = span.is_first and self.bos is not None
+            yield np.concatenate([np.array([self.bos], ids.dtype), ids]) if has_bos else ids
 
 
 class Windows:
@@ -75,16 +75,16 @@ class Windows:
 
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
         self.file, self.bos = file, bos
-        self.room = max_length - (bos is not None)
+        self.capacity = max_length - (bos is not None)
         """Tokens per row that come from the file."""
 
     def __len__(self) -> int:
-        return math.ceil(len(self.file.ids) / self.room)
+        return math.ceil(len(self.file.ids) / self.capacity)
 
     def __getitem__(self, row: int) -> TokenRow:
         """A row, including held-out documents."""
-        start = self.room * row
-        end = min(start + self.room, len(self.file.ids))
+        start = self.capacity * row
+        end = min(start + self.capacity, len(self.file.ids))
         spans: list[Span] = []
         position, document = start, self.file.document_at(start)
         while position < end:
@@ -95,19 +95,19 @@ class Windows:
             position, document = last, document + 1
         return TokenRow(self.file, tuple(spans), self.bos)
 
-    def of_documents(self, documents: Sequence[int]) -> Iterator[TokenRow]:
+    def fill_with(self, documents: Sequence[int]) -> Iterator[TokenRow]:
         """Rows filled with these documents alone, split at row boundaries."""
-        spans, room = list[Span](), self.room
+        spans, capacity = list[Span](), self.capacity
         for document in documents:
             first, last = self.file.span(document)
             start = first
             while start < last:
-                end = min(last, start + room)
+                end = min(last, start + capacity)
                 spans.append(Span(document, start, end, start == first))
-                room, start = room - (end - start), end
-                if not room:
+                capacity, start = capacity - (end - start), end
+                if not capacity:
                     yield TokenRow(self.file, tuple(spans), self.bos)
-                    spans, room = [], self.room
+                    spans, capacity = [], self.capacity
         if spans:
             yield TokenRow(self.file, tuple(spans), self.bos)
 
@@ -154,8 +154,8 @@ class MixedStream:
 
     def _next_row(self) -> tuple[int, int]:
         files = zip(self._files, self.weights, strict=True)
-        behind = [(file.position + 0.5) / weight for file, weight in files]
-        number = behind.index(min(behind))
+        progress = [(file.position + 0.5) / weight for file, weight in files]
+        number = progress.index(min(progress))
         return number, self._files[number].next_rows(1)[0]
 
     def state_dict(self) -> dict[str, Any]:

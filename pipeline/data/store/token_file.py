@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAGIC = b"MMIDIDX\x00\x00"
-TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 SMALL_VOCABULARY = 65500
 """Vocabulary size below which Megatron stores tokens as u16, otherwise as i32."""
 
@@ -109,7 +109,7 @@ class TokenFile:
             raise
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"token file {self.path} can't be read: {error}") from error
-        self.documents = len(self.begins) - 1
+        self.documents = len(self.starts) - 1
 
     def __str__(self) -> str:
         return f"{self.path}: {self.documents:,} documents, {len(self.ids):,} tokens"
@@ -120,9 +120,9 @@ class TokenFile:
         if len(content) < _HEADER.size or not content.startswith(MAGIC):
             raise DataError(f"{index} is not a Megatron index; pack the texts again")
         _, version, code, sequences, documents = _HEADER.unpack_from(content)
-        if version != 1 or code not in TYPES:
+        if version != 1 or code not in DTYPES:
             raise DataError(f"{index} has the unknown version {version} or token type {code}")
-        self.dtype = np.dtype(TYPES[code])
+        self.dtype = np.dtype(DTYPES[code])
         size = data.stat().st_size
         if len(content) < _HEADER.size + 12 * sequences + 8 * documents:
             raise DataError(f"{index} was not copied completely; copy it again")
@@ -130,19 +130,20 @@ class TokenFile:
         offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
         firsts = np.frombuffer(content, "<i8", documents, _HEADER.size + 12 * sequences)
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        fits = (lengths >= 0).all() and np.array_equal(offsets, bounds[:-1] * self.dtype.itemsize)
-        ordered = len(firsts) and (np.diff(firsts) >= 0).all() and firsts[0] == 0
-        if not fits or not ordered or firsts[-1] != sequences:
+        expected = bounds[:-1] * self.dtype.itemsize
+        is_dense = (lengths >= 0).all() and np.array_equal(offsets, expected)
+        is_sorted = len(firsts) and (np.diff(firsts) >= 0).all() and firsts[0] == 0
+        if not is_dense or not is_sorted or firsts[-1] != sequences:
             raise DataError(f"{index} has documents that are not consecutive; copy it again")
         if bounds[-1] * self.dtype.itemsize != size:
             raise DataError(f"{index} does not match {data}; copy both again")
         if not size:
             raise DataError(f"{self.path} has no tokens; pack it again")
-        self.begins = bounds[firsts]
-        self._map = _map(data)
-        self.ids = np.frombuffer(self._map, self.dtype)
-        if (about := part_path(self.path, "json")).exists():
-            self.origin = Origin(**json.loads(about.read_bytes()))
+        self.starts = bounds[firsts]
+        self._mapping = _map_file(data)
+        self.ids = np.frombuffer(self._mapping, self.dtype)
+        if (origin_file := part_path(self.path, "json")).exists():
+            self.origin = Origin(**json.loads(origin_file.read_bytes()))
 
     def span(self, document: int) -> tuple[int, int]:
         """Positions of a document's first token and of the one after its last.
@@ -152,7 +153,7 @@ class TokenFile:
         """
         if not 0 <= document < self.documents:
             raise IndexError(f"{self.path} has {self.documents:,} documents, not {document}")
-        return int(self.begins[document]), int(self.begins[document + 1])
+        return int(self.starts[document]), int(self.starts[document + 1])
 
     def tokens(self, document: int) -> NDArray[Any]:
         """Tokens of a document, a read-only view.
@@ -168,13 +169,13 @@ class TokenFile:
 
     def document_at(self, token: int) -> int:
         """Index of the document that contains a token."""
-        return int(np.searchsorted(self.begins, token, side="right")) - 1
+        return int(np.searchsorted(self.starts, token, side="right")) - 1
 
     def chunks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
         """Tokens and lengths of consecutive documents, in file order."""
         for first in range(0, self.documents, CHUNK):
-            begins = self.begins[first : first + CHUNK + 1]
-            yield self.slice(int(begins[0]), int(begins[-1])), np.diff(begins)
+            starts = self.starts[first : first + CHUNK + 1]
+            yield self.slice(int(starts[0]), int(starts[-1])), np.diff(starts)
             self.release()
 
     def fingerprint(self) -> str:
@@ -187,7 +188,7 @@ class TokenFile:
 
     def release(self) -> None:
         """Drop the pages read so far from memory; they are read again on access."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class TokenWriter:
@@ -245,7 +246,7 @@ class TokenWriter:
 
     def _index(self) -> bytes:
         lengths = np.concatenate([np.zeros(0, "<i4"), *self._lengths])
-        code = next(code for code, name in TYPES.items() if np.dtype(name) == self.dtype)
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         count = len(lengths)
         head = _HEADER.pack(MAGIC, 1, code, count, count + 1)
         offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self.dtype.itemsize
@@ -256,9 +257,9 @@ class TokenWriter:
         return part_path(self.prefix, f"{suffix}.writing")
 
 
-def token_type(vocabulary: int) -> "np.dtype[Any]":
+def token_dtype(vocabulary: int) -> "np.dtype[Any]":
     """Token type for a vocabulary of this size."""
-    return np.dtype(TYPES[8 if vocabulary < SMALL_VOCABULARY else 4])
+    return np.dtype(DTYPES[8 if vocabulary < SMALL_VOCABULARY else 4])
 
 
 def without_suffix(path: Path) -> Path:
@@ -271,6 +272,6 @@ def part_path(prefix: Path, suffix: str) -> Path:
     return Path(f"{prefix}.{suffix}")
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
