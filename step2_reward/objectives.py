@@ -20,7 +20,7 @@ from pipeline.models.passes import evaluating
 from pipeline.parallel.device import to_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError
-from pipeline.system.logs import reported
+from pipeline.system.logs import log_progress
 from step2_reward.config import RewardConfig
 from step2_reward.lab.figures import (
     PredictedSteps,
@@ -75,7 +75,7 @@ def compute_outputs(
     """
     found: list[tuple[int, list[list[float]]]] = []
     with evaluating(scorer):
-        for batch in reported(cut_rows(rows, config), "scored micro-batches of held-out rows"):
+        for batch in log_progress(cut_rows(rows, config), "scored micro-batches of held-out rows"):
             outputs: Tensor = scorer(batch.tokens, labels=True)[batch.positions]
             observe(outputs, batch)
             present = [rows[number] for number in batch.numbers]

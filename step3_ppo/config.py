@@ -20,7 +20,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.guards.settings import check_guards, completed
+from pipeline.guards.settings import check_guards, with_defaults
 from pipeline.system.errors import require
 from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
 from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Grouped, Needs
@@ -474,15 +474,21 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     def _complete_guards(self) -> None:
         """Add the default guards to the given ones, and reject guards that could never trip."""
-        object.__setattr__(self, "guards", completed(self.guards, WARNING))
-        lacking = unmeasured(
+        object.__setattr__(self, "guards", with_defaults(self.guards, WARNING))
+        requirements = unmeasured(
             gold=self.gold is not None,
             critic=self.has_critic,
             reference=self.reference_role == "reference",
             groups=self.group_size > 1,
             sources=bool(self.rewards),
         )
-        check_guards(self.guards, WARNING, section="ppo", lacking=lacking, every=self.save_interval)
+        check_guards(
+            self.guards,
+            WARNING,
+            section="ppo",
+            requirements=requirements,
+            interval=self.save_interval,
+        )
 
 
 def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:

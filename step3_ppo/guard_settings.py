@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pipeline.guards.settings import Action, Guard, words
+from pipeline.guards.settings import Action, Guard, guard_presets
 
 Signal = Literal[
     "kl",
@@ -47,7 +47,7 @@ class GuardConfig(Guard):
     RELATIVE = ("entropy", "response_length")
     LOWER = ("explained_variance",)
     TRENDS = ("divergence",)
-    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = words(USUAL)
+    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
     """Guards by keyword."""
 
     signal: Signal
@@ -84,7 +84,7 @@ class GuardSettings:
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
         """The guards that may end the run or roll it back."""
-        return tuple(guard for guard in self.guards if guard.acts)
+        return tuple(guard for guard in self.guards if guard.can_act)
 
 
 def unmeasured(

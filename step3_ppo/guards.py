@@ -14,7 +14,7 @@ LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tok
 """The limits of an episode, by the metric for the fraction of episodes that each one ended."""
 
 
-SENTENCES: Mapping[str, str] = {
+MESSAGES: Mapping[str, str] = {
     "kl": "the KL to the reference is {kl:.3g} nats per response, above {limit:g}; raise"
     " ppo.kl_coef or lower ppo.actor.{rate}",
     "kl_per_token": "the KL to the reference is {value:.3g} nats per token, above {limit:g}: the"
@@ -55,11 +55,11 @@ class RLSignals(Signals):
     responses: int = 256
     """Number of responses of a rollout."""
 
-    OF_THE_START = ("entropy", "response_length", "stop_rate")
-    OF_TRENDS = OF_DIVERGENCE
+    INITIAL_METRICS = ("entropy", "response_length", "stop_rate")
+    TREND_METRICS = OF_DIVERGENCE
     UNIT = "iteration"
-    SLOWER = "half the learning rate and twice kl_coef"
-    SENTENCES = SENTENCES
+    ROLLBACK_CHANGES = "half the learning rate and twice kl_coef"
+    MESSAGES = MESSAGES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None if it was not measured."""
@@ -75,11 +75,11 @@ class RLSignals(Signals):
             case _:
                 return metrics.get(signal)
 
-    def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
+    def has_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
         """Whether the trained reward and gold diverge."""
         return diverges(history, errors=guard.limit)
 
-    def format_sentence(
+    def format_message(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
         """Return a sentence with the problem and its fix."""
@@ -90,7 +90,7 @@ class RLSignals(Signals):
             "remedy": _ends(metrics, scores_ends=self.scores_ends),
             "critic_rate": self.critic_rate,
         }
-        return super().format_sentence(guard, {**metrics, **more}, first, history)
+        return super().format_message(guard, {**metrics, **more}, first, history)
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:

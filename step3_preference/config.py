@@ -18,7 +18,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.guards.settings import Action, Guard, check_guards, completed, words
+from pipeline.guards.settings import Action, Guard, check_guards, guard_presets, with_defaults
 from pipeline.system.errors import require
 
 
@@ -73,7 +73,7 @@ class GuardConfig(Guard):
     """A signal, its limit, and the action when it is exceeded."""
 
     RELATIVE = ("response_length",)
-    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = words(USUAL)
+    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
     """Guards by keyword."""
 
     signal: Signal
@@ -108,7 +108,7 @@ class GuardSettings:
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
         """The guards that may end the run or roll it back."""
-        return tuple(guard for guard in self.guards if guard.acts)
+        return tuple(guard for guard in self.guards if guard.can_act)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +302,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             " preference.label_smoothing",
         )
         self._check_loss()
-        object.__setattr__(self, "guards", completed(self.guards, WARNING))
+        object.__setattr__(self, "guards", with_defaults(self.guards, WARNING))
         self._check_guards()
 
     def _check_guards(self) -> None:
@@ -312,8 +312,8 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             self.guards,
             WARNING,
             section="preference",
-            lacking={} if self.eval_prompts else unanswered,
-            every=self.save_interval,
+            requirements={} if self.eval_prompts else unanswered,
+            interval=self.save_interval,
             unit="steps",
         )
         for guard in self.acting_guards[:1]:

@@ -7,7 +7,7 @@ from pipeline.guards.guards import Metrics, Signals, significant_decrease
 
 REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.{rate}"
 
-SENTENCES: Mapping[str, str] = {
+MESSAGES: Mapping[str, str] = {
     "kl": "the KL to the initial actor is {kl:.3g} nats per response, above {limit:g}; raise"
     " preference.beta or lower preference.model.{rate}",
     "kl_per_token": "the KL to the initial actor is {value:.3g} nats per token, above {limit:g}: it"
@@ -34,10 +34,10 @@ class PreferenceSignals(Signals):
     prompts: int = 256
     """Number of sampled responses."""
 
-    OF_THE_START = ("logp_chosen", "sampled_length", "sampled_stop_rate")
+    INITIAL_METRICS = ("logp_chosen", "sampled_length", "sampled_stop_rate")
     UNIT = "step"
-    SLOWER = "half the learning rate"
-    SENTENCES = SENTENCES
+    ROLLBACK_CHANGES = "half the learning rate"
+    MESSAGES = MESSAGES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """The signal in the unit of its limit; None if no prompt was answered."""

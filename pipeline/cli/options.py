@@ -38,7 +38,7 @@ from types import FrameType
 from typing import NoReturn, TypeVar
 
 from pipeline.cli.help import help_entry, settings_help, step_help
-from pipeline.files.durable import publish
+from pipeline.files.durable import write_atomically
 from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config, method_layer, read_settings
 from pipeline.settings.fields import Option, config_yaml, did_you_mean, list_settings
@@ -172,7 +172,7 @@ def load_layers(paths: Sequence[str]) -> list[Layer]:
 def write_config(config: object, path: Path) -> None:
     """Write the settings so that `--config path` repeats the run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, config_yaml(config).encode())
+    write_atomically(path, config_yaml(config).encode())
 
 
 def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.files.durable import check_output, discard, rename_durably, settle
+from pipeline.files.durable import check_output, discard, rename_durably, sync_tree
 from pipeline.models.hf.directory import (
     ADAPTER,
     TOKENIZER_FILES,
@@ -111,7 +111,7 @@ def written_aside(out: Path) -> Iterator[Path]:
         discard(partial)
         partial.mkdir(parents=True)
         yield partial
-        settle(partial)
+        sync_tree(partial)
         rename_durably(partial, out)
     except OSError as error:
         discard(partial)

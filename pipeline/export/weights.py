@@ -20,7 +20,7 @@ from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.adapters.lora import without_advice
 from pipeline.models.hf.directory import ADAPTER, check_configuration
 from pipeline.models.hf.export import ADAPTER_DIR, unties
-from pipeline.system.errors import ModelError, first_words
+from pipeline.system.errors import ModelError, first_paragraph
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -159,8 +159,8 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
             known = get_peft_model_state_dict(adapted).keys()
     except Exception as error:  # noqa: BLE001  # peft and safetensors may raise anything
         raise ModelError(
-            f"the adapter in {adapter} can't be applied to {name}: {first_words(error)}; pass its"
-            " base with --base"
+            f"the adapter in {adapter} can't be applied to {name}: {first_paragraph(error)}; pass"
+            " its base with --base"
         ) from None
     if unused := tensors.keys() - known:
         raise ModelError(

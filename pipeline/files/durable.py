@@ -44,7 +44,7 @@ def replace_durably(path: Path, content: bytes, *, temporary: Path | None = None
     sync(path.parent)
 
 
-def publish(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a small file atomically, but without flushing it to disk."""
     temporary = path.with_name(f"{path.name}.partial")
     temporary.write_bytes(content)
@@ -60,7 +60,7 @@ def discard(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def settle(directory: Path) -> None:
+def sync_tree(directory: Path) -> None:
     """Flush all files below a directory to disk, with default permissions.
 
     Libraries that write through a temporary file leave it readable only by its owner.
@@ -88,13 +88,13 @@ def check_output(path: Path, *, option: str) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; pass a file name")
-    above = path.absolute().parent
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir():
-        raise ConfigError(f"{option} {path} can't be written: {above} is a file")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path} can't be written: {above} is not writable")
+    ancestor = path.absolute().parent
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        raise ConfigError(f"{option} {path} can't be written: {ancestor} is a file")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path} can't be written: {ancestor} is not writable")
 
 
 def write_output(texts: Mapping[Path, str], *, option: str) -> None:

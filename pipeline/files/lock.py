@@ -14,7 +14,7 @@ from pipeline.system.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+UNSUPPORTED_ERRORS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class RunLock:
@@ -57,11 +57,11 @@ class RunLock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in UNSUPPORTED_ERRORS:
                 os.close(self._file)
                 raise ConfigError(
-                    f"{self.path.parent} is in use by {_holder(self.path)}; wait for it, stop it,"
-                    " or choose another directory"
+                    f"{self.path.parent} is in use by {_describe_holder(self.path)}; wait for it,"
+                    " stop it, or choose another directory"
                 ) from None
             logger.warning(
                 "%s can't be locked (%s): a second job could also use %s",
@@ -78,9 +78,9 @@ class RunLock:
             return False
 
 
-def _holder(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     try:
-        other = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {other['pid']} on {other['host']} since {other['since']}"
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

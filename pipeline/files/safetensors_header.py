@@ -20,7 +20,7 @@ class StoredTensor:
     """Location of one tensor."""
 
     file: Path
-    position: int
+    offset: int
     """Offset of its first byte in the file."""
 
     shape: tuple[int, ...]
@@ -44,18 +44,18 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         )
     weight_map = _weight_map(index)
     stored: dict[str, StoredTensor] = {}
-    for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard:
-            raise ModelError(f"{index} refers to {shard}, which is outside its directory")
-        if not (directory / shard).is_file():
+    for shard_name in sorted(set(weight_map.values())):
+        if Path(shard_name).name != shard_name:
+            raise ModelError(f"{index} refers to {shard_name}, which is outside its directory")
+        if not (directory / shard_name).is_file():
             raise ModelError(
-                f"{directory / shard} can't be read: it is listed in {INDEX} but missing; copy it,"
-                " or download the model again"
+                f"{directory / shard_name} can't be read: it is listed in {INDEX} but missing; copy"
+                " it, or download the model again"
             )
-        stored |= read_header(directory / shard)
-    absent = weight_map.keys() - stored.keys()
-    if absent:
-        name = min(absent)
+        stored |= read_header(directory / shard_name)
+    missing = weight_map.keys() - stored.keys()
+    if missing:
+        name = min(missing)
         raise ModelError(f"{index} lists {name} in {weight_map[name]}, which lacks it")
     return stored
 
@@ -68,11 +68,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    require_no_pointer(file)
+    reject_lfs_pointer(file)
     try:
-        with safe_open(file, "np"), file.open("rb") as opened:  # safe_open checks header and size
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+        with safe_open(file, "np"), file.open("rb") as stream:  # safe_open checks header and size
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{file} can't be read as safetensors: {error}; copy or download it again"
@@ -86,11 +86,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     }
 
 
-def require_no_pointer(file: Path, error: type[UserError] = ModelError) -> None:
+def reject_lfs_pointer(file: Path, error: type[UserError] = ModelError) -> None:
     """Raise `error` if a file is a Git LFS pointer in place of a large file."""
     try:
-        with file.open("rb") as opened:
-            is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
     except OSError:
         return  # reading the content gives a better error
     if is_pointer:
@@ -100,7 +100,7 @@ def require_no_pointer(file: Path, error: type[UserError] = ModelError) -> None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    require_no_pointer(index)
+    reject_lfs_pointer(index)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -11,31 +11,31 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def read_at(file: int, part: memoryview, position: int) -> None:
-    """Fill `part` with the bytes of the open file from `position` on.
+def read_at(file: int, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer` with the bytes of the open file from `offset` on.
 
     Raises:
         EOFError: the file ends too early.
         OSError: the system can't read.
     """
-    while part.nbytes:
-        count = os.preadv(file, [part], position)
+    while buffer.nbytes:
+        count = os.preadv(file, [buffer], offset)
         if count == 0:
             raise EOFError(f"the file ends at byte {os.fstat(file).st_size}")
-        position += count
-        part = part[count:]
+        offset += count
+        buffer = buffer[count:]
 
 
-def write_at(file: int, part: memoryview, position: int) -> None:
-    """Write `part` to the open file at `position`.
+def write_at(file: int, buffer: memoryview, offset: int) -> None:
+    """Write `buffer` to the open file at `offset`.
 
     Raises:
         OSError: the system can't write.
     """
-    while part.nbytes:
-        count = os.pwrite(file, part, position)
-        position += count
-        part = part[count:]
+    while buffer.nbytes:
+        count = os.pwrite(file, buffer, offset)
+        offset += count
+        buffer = buffer[count:]
 
 
 DTYPES = {

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from pipeline.guards.settings import FEWEST, Action, Guard
+from pipeline.guards.settings import MIN_TREND_CHECKS, Action, Guard
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.system.errors import CheckpointError, DivergedError
 
 Metrics = Mapping[str, float]
 
-QUIET = 5
+COOLDOWN = 5
 """Checks within the limit before a guard may warn again, since metrics fluctuate."""
 
 MAX_ROLLBACKS = 2
@@ -34,19 +34,19 @@ def significant_decrease(before: float, now: float, count: int) -> float:
 class Signals(ABC):
     """The signals of a step: their values and messages."""
 
-    OF_THE_START: ClassVar[Sequence[str]]
+    INITIAL_METRICS: ClassVar[Sequence[str]]
     """Names of the metrics that are compared with their initial values."""
 
-    OF_TRENDS: ClassVar[Sequence[str]] = ()
+    TREND_METRICS: ClassVar[Sequence[str]] = ()
     """Names of the metrics whose trend over several checks is a signal."""
 
     UNIT: ClassVar[str]
     """Name of a training step in messages: iteration, step."""
 
-    SLOWER: ClassVar[str]
-    """Description of the changes made by a rollback."""
+    ROLLBACK_CHANGES: ClassVar[str]
+    """Description of the changes that a rollback makes."""
 
-    SENTENCES: ClassVar[Mapping[str, str]]
+    MESSAGES: ClassVar[Mapping[str, str]]
     """Messages by signal, with the problem and what may help: format strings with the metrics,
     `first` (the initial metrics), `limit`, `value` and `rate` as fields."""
 
@@ -57,12 +57,12 @@ class Signals(ABC):
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
         """Return a signal's value in the unit of its limit; None if it was not measured."""
 
-    def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
+    def has_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
         """Return whether the trend signal is beyond its limit; most steps have no trend signals."""
         del guard, history
         return False
 
-    def format_sentence(
+    def format_message(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
         """Return a sentence with the problem and its fix; `history` has a trend's last checks."""
@@ -70,7 +70,7 @@ class Signals(ABC):
         value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
         numbers["rate"] = self.rate
-        return self.SENTENCES[guard.signal].format_map(numbers)
+        return self.MESSAGES[guard.signal].format_map(numbers)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Guards:
     """Steps from one check to the next."""
 
     first: dict[str, float] = field(default_factory=dict)
-    """Values of the metrics in `signals.OF_THE_START`: as given, or those of the first check."""
+    """Values of the metrics in `signals.INITIAL_METRICS`: as given, or those of the first check."""
 
     step: int = 0
     """The step of the last check."""
@@ -115,43 +115,43 @@ class Guards:
     """Step of the last check at which a guard had exceeded its limit for its window, by guard."""
 
     history: list[dict[str, float]] = field(default_factory=list)
-    """Values of the metrics in `signals.OF_TRENDS` at the last checks, oldest first."""
+    """Values of the metrics in `signals.TREND_METRICS` at the last checks, oldest first."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
     """One entry per rollback: the trip, and `to`, the step after which the run continued."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
         """The guards that trip after `step`, most severe first; only the first one acts."""
-        self.first = self.first or {name: metrics[name] for name in self.signals.OF_THE_START}
+        self.first = self.first or {name: metrics[name] for name in self.signals.INITIAL_METRICS}
         self.step = step
-        longest = max((each.window for each in self.guards), default=1)
-        seen = {name: metrics[name] for name in self.signals.OF_TRENDS if name in metrics}
-        self.history = [*self.history, seen][-longest:]
+        max_window = max((guard.window for guard in self.guards), default=1)
+        measured = {name: metrics[name] for name in self.signals.TREND_METRICS if name in metrics}
+        self.history = [*self.history, measured][-max_window:]
         trips = [trip for guard in self.guards if (trip := self._check(guard, metrics))]
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
         """The guard's trip; None if it is off or in range, or only warns and tripped before."""
         name, step = str(guard), self.step
-        if guard.action == "none" or not self._is_out_of_order(guard, metrics):
+        if guard.action == "none" or not self._is_beyond_limit(guard, metrics):
             return None
-        quiet = QUIET * self.interval
-        before, self.tripped[name] = self.tripped.get(name, -quiet), step
-        if not guard.acts and step - before <= quiet:
+        cooldown = COOLDOWN * self.interval
+        before, self.tripped[name] = self.tripped.get(name, -cooldown), step
+        if not guard.can_act and step - before <= cooldown:
             return None
-        sentence = self.signals.format_sentence(
+        sentence = self.signals.format_message(
             guard, metrics, self.first, self.history[-guard.window :]
         )
         is_last = guard.action == "rollback" and len(self.acted) >= MAX_ROLLBACKS
         action = "stop" if is_last else guard.action
-        return Trip(step, guard.signal, action, sentence, self._steps(guard), self.signals.UNIT)
+        return Trip(step, guard.signal, action, sentence, self._num_steps(guard), self.signals.UNIT)
 
-    def _is_out_of_order(self, guard: Guard, metrics: Mapping[str, float]) -> bool:
+    def _is_beyond_limit(self, guard: Guard, metrics: Mapping[str, float]) -> bool:
         """Whether the signal has been beyond the limit for the whole window."""
         name = str(guard)
         if guard.signal in guard.TRENDS:
             window = self.history[-guard.window :]
-            return len(window) >= FEWEST and self.signals.shows_trend(guard, window)
+            return len(window) >= MIN_TREND_CHECKS and self.signals.has_trend(guard, window)
         value = self.signals.compute_value(guard.signal, metrics, self.first)
         if value is None or not (value < guard.limit if guard.is_lower else value > guard.limit):
             self.in_a_row[name] = 0
@@ -164,28 +164,29 @@ class Guards:
     def is_healthy(self) -> bool:
         """Whether no acting guard has been beyond its limit within its window."""
         return all(
-            self.step - self.beyond.get(str(guard), -self._steps(guard)) >= self._steps(guard)
+            self.step - self.beyond.get(str(guard), -self._num_steps(guard))
+            >= self._num_steps(guard)
             for guard in self.guards
-            if guard.acts
+            if guard.can_act
         )
 
     @property
     def window(self) -> int | None:
         """Minimum number of steps undone by a rollback; None if no guard acts."""
-        return max((self._steps(guard) for guard in self.guards if guard.acts), default=None)
+        return max((self._num_steps(guard) for guard in self.guards if guard.can_act), default=None)
 
-    def _steps(self, guard: Guard) -> int:
+    def _num_steps(self, guard: Guard) -> int:
         return guard.window * self.interval
 
     @property
     def rollbacks(self) -> int:
         """Number of rollbacks after which the run continued at a lower learning rate."""
-        return sum(each["action"] == "rollback" for each in self.acted)
+        return sum(trip["action"] == "rollback" for trip in self.acted)
 
     @property
     def stopped(self) -> bool:
         """Whether a guard has ended the run."""
-        return any(each["action"] == "stop" for each in self.acted)
+        return any(trip["action"] == "stop" for trip in self.acted)
 
     def watch(
         self, checkpoints: Checkpoints, step: int, metrics: Metrics, slow_down: Callable[[], None]
@@ -212,26 +213,26 @@ class Guards:
         except CheckpointError as error:
             raise DivergedError(f"{trip.sentence}; and {error}") from error
         checkpoints.run.note(trip.step, "guard", {**asdict(trip), "to": checkpoint.step})
-        checkpoints.go_back(checkpoint, {"guards": self.after(trip, to=checkpoint.step)})
+        checkpoints.go_back(checkpoint, {"guards": self.state_after(trip, to=checkpoint.step)})
         slow_down()
-        at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
-        follows = f"stopping with the actor of {at}"
+        resumed_at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
+        consequence = f"stopping with the actor of {resumed_at}"
         if trip.action != "stop":
-            follows = (
-                f"rolling back to {at}, with {self.signals.SLOWER} (rollback {self.rollbacks} of at"
-                f" most {MAX_ROLLBACKS})"
+            consequence = (
+                f"rolling back to {resumed_at}, with {self.signals.ROLLBACK_CHANGES} (rollback"
+                f" {self.rollbacks} of at most {MAX_ROLLBACKS})"
             )
-        logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, follows)
+        logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, consequence)
 
-    def after(self, trip: Trip, *, to: int) -> dict[str, Any]:
+    def state_after(self, trip: Trip, *, to: int) -> dict[str, Any]:
         """The guards' state after `trip` rolled the run back to step `to`; windows are empty."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
-        new = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
-        return new.state_dict()
+        guards = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
+        return guards.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """The state to resume from."""
-        names = {each.name for each in fields(self)} - {"guards", "signals", "interval"}
+        names = {item.name for item in fields(self)} - {"guards", "signals", "interval"}
         return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pipeline.system.errors import require
 
 Action = Literal["none", "warn", "stop", "rollback"]
 
-FEWEST = 3
+MIN_TREND_CHECKS = 3
 """Minimum number of checks for a trend."""
 
 
@@ -36,14 +36,16 @@ class Guard:
     action: Action = "warn"
 
     def __post_init__(self) -> None:
-        where = f"guards.{self.signal}"
+        setting = f"guards.{self.signal}"
         is_trend = self.signal in self.TRENDS
-        least = FEWEST if is_trend else 1
-        require(math.isfinite(self.limit), f"{where}.limit must be finite, got {self.limit}")
-        require(self.window >= least, f"{where}.window must be at least {least}, got {self.window}")
+        least = MIN_TREND_CHECKS if is_trend else 1
+        require(math.isfinite(self.limit), f"{setting}.limit must be finite, got {self.limit}")
+        require(
+            self.window >= least, f"{setting}.window must be at least {least}, got {self.window}"
+        )
         require(
             self.limit > 0 or (self.signal not in self.RELATIVE and not is_trend),
-            f"{where}.limit must be above 0, got {self.limit}",
+            f"{setting}.limit must be above 0, got {self.limit}",
         )
 
     def __str__(self) -> str:
@@ -56,65 +58,65 @@ class Guard:
         return self.signal in self.LOWER or (self.signal in self.RELATIVE and self.limit < 1)
 
     @property
-    def acts(self) -> bool:
+    def can_act(self) -> bool:
         """Whether the guard may end the run or roll it back."""
         return self.action in ("stop", "rollback")
 
 
-G = TypeVar("G", bound=Guard)
+GuardT = TypeVar("GuardT", bound=Guard)
 
 
-def words(usual: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
-    """The guards for `warn`, `strict` and `none`, given signals, limits and windows.
+def guard_presets(defaults: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
+    """The guards of the keywords `warn`, `strict` and `none`, given signals, limits and windows.
 
     With `strict`, guards with a window of one check only warn.
     """
     actions = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
     return {
-        word: [
+        keyword: [
             {"signal": signal, "limit": limit, "window": window, "action": action[window > 1]}
-            for signal, limit, window in usual
+            for signal, limit, window in defaults
         ]
-        for word, action in actions.items()
+        for keyword, action in actions.items()
     }
 
 
-def completed(guards: Sequence[G], usual: Sequence[G]) -> tuple[G, ...]:
+def with_defaults(guards: Sequence[GuardT], defaults: Sequence[GuardT]) -> tuple[GuardT, ...]:
     """The default guards, overridden by given ones with the same signal and kind of bound."""
-    return tuple({(g.signal, g.is_lower): g for g in (*usual, *guards)}.values())
+    return tuple({(g.signal, g.is_lower): g for g in (*defaults, *guards)}.values())
 
 
 def check_guards(
     guards: Sequence[Guard],
-    usual: Sequence[Guard],
+    defaults: Sequence[Guard],
     *,
     section: str,
-    lacking: Mapping[str, str],
-    every: SaveInterval | None,
+    requirements: Mapping[str, str],
+    interval: SaveInterval | None,
     unit: str = "iterations",
 ) -> None:
     """Reject guards that can't work.
 
     Args:
         guards: the run's guards.
-        usual: guards that are ignored if their signal is not measured.
+        defaults: guards that are ignored if their signal is not measured.
         section: section of the step's settings, for the message.
-        lacking: the requirement of each signal that this run does not measure.
-        every: when the state is saved.
+        requirements: the requirement of each signal that this run does not measure.
+        interval: interval between checkpoints.
         unit: name of the step's steps, in the plural.
 
     Raises:
         ConfigError: a guard can't work; the message names the setting.
     """
     for guard in guards:
-        is_usual = replace(guard, action="warn") in usual
+        is_default = replace(guard, action="warn") in defaults
         require(
-            guard.signal not in lacking or is_usual or guard.action == "none",
+            guard.signal not in requirements or is_default or guard.action == "none",
             f"{section}.guards: {guard.signal} can't be measured without"
-            f" {lacking.get(guard.signal)}",
+            f" {requirements.get(guard.signal)}",
         )
         require(
-            not guard.acts or (every is not None and every.steps is not None),
+            not guard.can_act or (interval is not None and interval.steps is not None),
             f"{section}.guards: {guard.signal} with action {guard.action} needs checkpoints that"
             f" don't depend on time; set save_every to a number of {unit}, such as 5",
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine, option_name
 from pipeline.launch.local import list_gpus
 from pipeline.system.installation import ROOT
-from pipeline.system.threads import share_of_cores, shorten_spinning
+from pipeline.system.threads import cores_per_process, shorten_spinning
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
 REMOTE = (sys.executable, "-m", "pipeline.launch.remote")
@@ -130,7 +130,7 @@ def step_environment(layout: Layout, deployment: Deployment) -> Mapping[str, str
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     if layout.launcher == "process":
-        environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))
+        environment.setdefault("OMP_NUM_THREADS", str(cores_per_process(1)))
     shorten_spinning(environment)
     if layout.launcher == "node" and (
         deployment.host_filter or not layout.hosts[0].has_first_slots

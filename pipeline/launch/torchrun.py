@@ -20,7 +20,7 @@ import psutil
 
 from pipeline.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, print_error
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
-from pipeline.system.threads import share_of_cores
+from pipeline.system.threads import cores_per_process
 
 GRACE_SECONDS = 600
 """Seconds until processes that got a stop signal are killed; schedulers wait less."""
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             " pass the number of processes (NUM_PROCESSES of the scripts)"
         )
         return EXIT_USER_ERROR
-    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(processes)))  # pyrefly: ignore[bad-argument-type]
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))  # pyrefly: ignore[bad-argument-type]
     _use_route_to_first_node(options)
     if hasattr(options, "signals_to_handle"):
         options.signals_to_handle += ",SIGUSR1"

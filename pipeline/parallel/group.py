@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.parallel.device import local_device
-from pipeline.system.position import HERE, SAME_ORDER, DesyncError
+from pipeline.system.position import POSITION, SAME_ORDER, DesyncError
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Group:
         """Wait until every process has called it."""
         if self.process_group is not None:
             self._enter_collective("barrier")
-            with HERE.waiting(self.other_ranks):
+            with POSITION.waiting(self.other_ranks):
                 dist.barrier(group=self.process_group)
 
     def sums(self, values: Sequence[int | float]) -> list[float]:
@@ -88,7 +88,7 @@ class Group:
             return [value]
         values: list[T | None] = [None] * self.size
         self._enter_collective("all_gather", "objects")
-        with HERE.waiting(self.other_ranks):
+        with POSITION.waiting(self.other_ranks):
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # all entries are filled  # pyrefly: ignore[bad-return]
 
@@ -101,7 +101,7 @@ class Group:
             return [torch.empty_like(local) for _ in self.ranks]
         self._enter_collective("all_gather", label)
         parts = [torch.empty_like(local) for _ in self.ranks]
-        with HERE.waiting(self.other_ranks):
+        with POSITION.waiting(self.other_ranks):
             dist.all_gather(parts, local, group=self.process_group)
         return parts
 
@@ -112,7 +112,7 @@ class Group:
         self._enter_collective("all_to_all", label)
         local = slices.detach().contiguous()
         received = torch.empty_like(local)
-        with HERE.waiting(self.other_ranks):
+        with POSITION.waiting(self.other_ranks):
             dist.all_to_all_single(received, local, group=self.process_group)
         return received
 
@@ -132,7 +132,7 @@ class Group:
         Each fingerprint is nonzero on one process only, so its sum and maximum are exact.
         """
         fingerprints = values.new_zeros(self.size)
-        fingerprints[self.rank] = HERE.fingerprint if self.same_collectives else 0
+        fingerprints[self.rank] = POSITION.fingerprint if self.same_collectives else 0
         return torch.cat([values, fingerprints])
 
     def check_fingerprints(self, packed: Tensor) -> Tensor:
@@ -152,18 +152,20 @@ class Group:
         local = torch.tensor(values, dtype=torch.float64, device=local_device())
         self._enter_collective("all_reduce", "a few values", local.nbytes)
         packed = self.append_fingerprints(local)
-        with HERE.waiting(self.other_ranks):
+        with POSITION.waiting(self.other_ranks):
             dist.all_reduce(packed, op=op, group=self.process_group)
         return self.check_fingerprints(packed).tolist()
 
     def _enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         if self.is_tracked:
             # Pipelines read different rows, so message sizes between stages differ.
-            HERE.enter_collective(kind, unit, num_bytes if self.same_collectives else 0)
+            POSITION.enter_collective(kind, unit, num_bytes if self.same_collectives else 0)
 
     def _describe_desync(self) -> str:
         """The first collective at which two processes differ. A collective itself."""
-        histories = self.gather_objects({entry.number: str(entry) for entry in list(HERE.recent)})
+        histories = self.gather_objects(
+            {entry.number: str(entry) for entry in list(POSITION.recent)}
+        )
         local = histories[self.rank]
         for number in sorted(local):
             for other, remote in zip(self.ranks, histories, strict=True):

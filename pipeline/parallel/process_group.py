@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import collective_timeout, current_mesh
 from pipeline.system.errors import ConfigError, JobFailed
-from pipeline.system.signals import ended_by_ctrl_c
+from pipeline.system.signals import default_sigint
 
 Watchdog = Callable[[float], AbstractContextManager[None]]
 """Given the timeout in seconds, a context that watches the processes of the job."""
@@ -41,7 +41,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
         gpu = torch.device("cuda", index)
         torch.cuda.set_device(gpu)
     backend = "gloo" if gpu is None else "nccl"
-    with ended_by_ctrl_c():
+    with default_sigint():
         # Otherwise NCCL guesses the GPU, and a wrong guess fails only at the first collective.
         timeout = collective_timeout(timeout_seconds, launched.world_size())
         dist.init_process_group(backend, timeout=timeout, device_id=gpu)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.group import TRANSFER_KINDS, Group, StageGroup, TransferKind
-from pipeline.system.position import HERE
+from pipeline.system.position import POSITION
 
 TAGS = {kind: number for number, kind in enumerate(TRANSFER_KINDS, start=1)}
 """The tag of each kind of tensor, for backends that have tags."""
@@ -41,7 +41,7 @@ class Transfers:
         rank = self._stages.ranks[source]
         with self._waiting(rank, f"{kind} of micro-batch {micro_batch}"):
             dist.recv(out, rank, group=self._group(kind), tag=TAGS[kind])
-        HERE.transfers += 1
+        POSITION.transfers += 1
         return out
 
     def wait(self, *, except_last: int = 0) -> None:
@@ -60,7 +60,7 @@ class Transfers:
     @contextmanager
     def _waiting(self, rank: int, reason: str) -> Iterator[None]:
         start = time.perf_counter()
-        with HERE.waiting([rank], reason):
+        with POSITION.waiting([rank], reason):
             yield
         self.wait_seconds += time.perf_counter() - start
 
@@ -82,7 +82,7 @@ def receive_tensors(
     group, rank = stages.process_group, stages.ranks[from_stage]
     while True:
         headers: list[tuple[str, tuple[int, ...], torch.dtype] | None] = [None]
-        with HERE.waiting([rank], "weights for an export"):
+        with POSITION.waiting([rank], "weights for an export"):
             dist.recv_object_list(headers, rank, group=group)
             (header,) = headers
             if header is None:
@@ -90,5 +90,5 @@ def receive_tensors(
             name, shape, dtype = header
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(tensor, rank, group=group)
-        HERE.transfers += 1
+        POSITION.transfers += 1
         yield name, tensor

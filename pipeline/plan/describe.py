@@ -28,7 +28,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.settings.fields import as_options, nested
 from pipeline.system.installation import ROOT
-from pipeline.system.threads import share_of_cores
+from pipeline.system.threads import cores_per_process
 
 RESPONSE = 0.6
 """Mean length of a response, as a fraction of the maximum."""
@@ -58,7 +58,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
         return EFFICIENCY * peak, f"{share} the {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
     peak = measure_flops()
     basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches here now"
-    return EFFICIENCY * peak / max(plan.machine.processes / share_of_cores(1), 1.0), basis
+    return EFFICIENCY * peak / max(plan.machine.processes / cores_per_process(1), 1.0), basis
 
 
 def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float | str:

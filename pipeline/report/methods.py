@@ -33,7 +33,7 @@ from pipeline.report.results import (
     mean,
     numbers,
 )
-from pipeline.system.logs import duration
+from pipeline.system.logs import format_duration
 
 FIGURES = {
     "judge": "correct and polite",
@@ -300,7 +300,7 @@ def _row(method: Method, comparison: Comparison) -> tuple[str, ...]:
         DASH if kl is None else nats(kl),
         DASH if length is None else f"{length:.1f}",
         DASH if stops is None else percent(stops),
-        duration(step.seconds) if step.finished else DASH,
+        format_duration(step.seconds) if step.finished else DASH,
         f"{step.samples:,}" if step.samples else DASH,
     ]
     if comparison.equal:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.files.durable import publish
+from pipeline.files.durable import write_atomically
 from pipeline.report.charts import step_charts
 from pipeline.report.figures import BASE, before_after, listed, pass_rates, score, title
 from pipeline.report.findings import findings
 from pipeline.report.methods import compare_methods, heads, kl_chart, rows
 from pipeline.report.results import Results, model_directory, model_to_talk_to, read_results
 from pipeline.system.installation import CHAT
-from pipeline.system.logs import duration
+from pipeline.system.logs import format_duration
 
 
 def write_report(out: Path) -> Path:
@@ -25,7 +25,7 @@ def write_report(out: Path) -> Path:
         DataError: `out` has no results, or a file can't be read.
     """
     report = out / "report.html"
-    publish(report, render(read_results(out), out).encode())
+    write_atomically(report, render(read_results(out), out).encode())
     return report
 
 
@@ -47,7 +47,7 @@ def render(results: Results, out: Path) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(duration=duration, count=count, score=score, setting=setting)
+    environment.filters.update(duration=format_duration, count=count, score=score, setting=setting)
     return environment.get_template("report.html").render(
         findings=findings(results),
         results=results,

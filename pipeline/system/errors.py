@@ -70,39 +70,39 @@ def exit_code(error: BaseException) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the machine is out of memory."""
-    kind = type(error).__name__  # avoids importing torch
-    of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or of_torch
+    type_name = type(error).__name__  # avoids importing torch
+    is_torch_error = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or type_name == "OutOfMemoryError" or is_torch_error
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a disk, or the user's quota, is full."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return full or os.strerror(errno.ENOSPC) in str(error)  # safetensors raises its own error
+    has_errno = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return has_errno or os.strerror(errno.ENOSPC) in str(error)  # safetensors raises its own error
 
 
-LONGEST_REASON = 200
+MAX_REASON_LENGTH = 200
 """Maximum characters of a library's message within an error message."""
 
 
-def first_words(error: Exception) -> str:
+def first_paragraph(error: Exception) -> str:
     """An error's first paragraph in one line, with its type if it is a KeyError or has no text."""
     lines = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not lines:
         lines = f"{type(error).__name__} {lines}".strip()
-    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."
+    return lines if len(lines) <= MAX_REASON_LENGTH else lines[:MAX_REASON_LENGTH].rstrip() + " ..."
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: a similar name, or all known names."""
-    by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    if close:
-        return f"did you mean {by_lower[close[0]]}?"
+    by_lower = {known_name.lower(): known_name for known_name in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    if matches:
+        return f"did you mean {by_lower[matches[0]]}?"
     return f"available: {', '.join(sorted(by_lower.values())) or 'none'}"
 
 
-def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
-    """Raise `ConfigError(sentence)` unless `condition` holds."""
+def require(condition: bool, message: str) -> None:  # noqa: FBT001
+    """Raise `ConfigError(message)` unless `condition` holds."""
     if not condition:
-        raise ConfigError(sentence)
+        raise ConfigError(message)

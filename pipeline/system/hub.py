@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.system.errors import ConfigError, UserError, first_words, require
+from pipeline.system.errors import ConfigError, UserError, first_paragraph, require
 
-ADDRESS = "https://huggingface.co"
+HUB_URL = "https://huggingface.co"
 TIMEOUT_SECONDS = 10.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
@@ -25,29 +25,29 @@ def cached_file(name: str, file: str) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, file)
+        path = try_to_load_from_cache(name, file)
     except HFValidationError:
         return None
-    return found if isinstance(found, str) else None
+    return path if isinstance(path, str) else None
 
 
 def download_settings(name: str) -> None:
     """Download the settings and tokenizer of the model `name`, unless cached or unreachable."""
     from huggingface_hub import snapshot_download
 
-    if cached_file(name, "config.json") is None and why_unreachable() is None:
+    if cached_file(name, "config.json") is None and unreachable_reason() is None:
         with suppress(OSError, ValueError):  # loading the model reports the error
             snapshot_download(name, allow_patterns=["*.json", "*.jinja"])
 
 
-def why_unreachable() -> str | None:
+def unreachable_reason() -> str | None:
     """The reason why the Hub can't be used; None if it responds, or if only its client can tell.
 
     The latter holds behind a proxy, or if the user has set the client to offline mode.
     """
     if any(os.environ.get(name) for name in PROXIES) or os.environ.get("HF_HUB_OFFLINE"):
         return None
-    address = urlsplit(os.environ.get("HF_ENDPOINT") or ADDRESS)
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or HUB_URL)
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         with socket.create_connection((address.hostname or "", port), timeout=TIMEOUT_SECONDS):
@@ -56,20 +56,21 @@ def why_unreachable() -> str | None:
         return f"{address.hostname} can't be reached: {error.strerror or error}"
 
 
-def require_reachable(sentence: str, error: type[UserError], *, instead: str) -> None:
+def require_reachable(message: str, error: type[UserError], *, alternative: str) -> None:
     """Raise an error if the Hub can't be used.
 
     Args:
-        sentence: sentence that says what was not found on this machine.
+        message: sentence that says what was not found on this machine.
         error: type of error to raise.
-        instead: what the user may pass instead of a Hub name.
+        alternative: what the user may pass instead of a Hub name.
 
     Raises:
         UserError: of that type; the message has the reason and the fix.
     """
-    reason = why_unreachable()
+    reason = unreachable_reason()
     if reason is not None:
-        raise error(f"{sentence} ({reason}); check the name and the connection, or use {instead}")
+        hint = f"check the name and the connection, or use {alternative}"
+        raise error(f"{message} ({reason}); {hint}")
 
 
 def check_push(name: str, *, online: bool) -> None:
@@ -81,9 +82,9 @@ def check_push(name: str, *, online: bool) -> None:
     from huggingface_hub import HfApi, constants, get_token
 
     option = f"--push-to-hub {name}"
-    is_name = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
-    require(is_name is not None, f"{option} is not the name of a repository, such as OWNER/NAME")
-    reason = why_unreachable() if online else None
+    is_valid = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
+    require(is_valid is not None, f"{option} is not the name of a repository, such as OWNER/NAME")
+    reason = unreachable_reason() if online else None
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
     require(reason is None, f"{option}: {reason}; omit it, and run `hf upload` afterwards")
     require(get_token() is not None, f"{option} needs a token; run `hf auth login` or set HF_TOKEN")
@@ -92,10 +93,11 @@ def check_push(name: str, *, online: bool) -> None:
     try:
         user: Mapping[str, Any] = HfApi().whoami()
     except Exception as error:  # noqa: BLE001  # the client may raise anything
-        raise ConfigError(f"{option}: the token can't be checked: {first_words(error)}") from None
+        reason = first_paragraph(error)
+        raise ConfigError(f"{option}: the token can't be checked: {reason}") from None
     token = user.get("auth", {}).get("accessToken", {"role": "write"})
-    writes = token["role"] == "write"
-    owners = [user["name"], *(each["name"] for each in user.get("orgs", ()))]
-    is_owner = name.rpartition("/")[0] in ("", *owners) or not writes  # others may see no orgs
-    require(writes or "repo.write" in str(token), f"{option} needs a token that can write")
+    can_write = token["role"] == "write"
+    owners = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
+    is_owner = name.rpartition("/")[0] in ("", *owners) or not can_write  # others may see no orgs
+    require(can_write or "repo.write" in str(token), f"{option} needs a token that can write")
     require(is_owner, f"{option}: {user['name']} can only write to {', '.join(owners)}")

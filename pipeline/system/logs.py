@@ -16,7 +16,7 @@ from pipeline.system.installation import OWN_PACKAGES
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 
 
 def configure_logging(*, is_main: bool) -> None:
@@ -46,10 +46,10 @@ class _StderrHandler(logging.Handler):
             sys.stderr.write(self.format(record) + "\n")
 
 
-PLAIN_LINES = 20
+MAX_LOG_LINES = 20
 """Approximate number of lines if standard error is not a terminal."""
 
-SHOWN = ("score", "kl", "loss", "accuracy")
+SHOWN_METRICS = ("score", "kl", "loss", "accuracy")
 """Metrics shown while a step runs; metrics.jsonl has all of them."""
 
 
@@ -59,7 +59,7 @@ class Progress:
     def __init__(self, name: str, total_steps: int) -> None:
         self.name = name
         self.total_steps = total_steps
-        self._every = math.ceil(total_steps / PLAIN_LINES)
+        self._every = math.ceil(total_steps / MAX_LOG_LINES)
         self._bar: RichProgress | None = None
 
     def start(self) -> None:
@@ -93,26 +93,27 @@ class Progress:
 
     def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
         """Text next to the step number: the metrics in SHOWN, speed, time left."""
-        parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+        parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN_METRICS if name in metrics]
         if metrics.get("tokens_per_second"):
             parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
         left = seconds / step * (self.total_steps - step)
-        parts.append(f"{duration(left)} left" if left else f"took {duration(seconds)}")
+        took = f"took {format_duration(seconds)}"
+        parts.append(f"{format_duration(left)} left" if left else took)
         return "  ".join(parts)
 
 
-def reported(items: Sequence[T], name: str, *, every: float = 30.0) -> Iterator[T]:
+def log_progress(items: Sequence[ItemT], name: str, *, every: float = 30.0) -> Iterator[ItemT]:
     """Yield `items`, and log the progress at most once in `every` seconds."""
     start = last = time.perf_counter()
     for done, item in enumerate(items):
         now = time.perf_counter()
         if done and now - last >= every:
             last, left = now, (now - start) / done * (len(items) - done)
-            logger.info("%s %d/%d  %s left", name, done, len(items), duration(left))
+            logger.info("%s %d/%d  %s left", name, done, len(items), format_duration(left))
         yield item
 
 
-def duration(seconds: int | float) -> str:
+def format_duration(seconds: int | float) -> str:
     """Seconds formatted as `m:ss`, or `h:mm:ss` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

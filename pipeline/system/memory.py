@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Names of the files with a control group's limit and usage, for versions 2 and 1."""
 
 
@@ -16,8 +16,9 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
         groups: directories of the control groups that may limit this process; by default its own
             group and its parents.
     """
-    found = [_room_in(group) for group in (own_groups() if groups is None else groups)]
-    return min([psutil.virtual_memory().available, *(room for room in found if room is not None)])
+    in_groups = map(_available_in, control_groups() if groups is None else groups)
+    limits = (available for available in in_groups if available is not None)
+    return min([psutil.virtual_memory().available, *limits])
 
 
 def count_memory_kills() -> int:
@@ -26,22 +27,22 @@ def count_memory_kills() -> int:
     return next((int(value) for name, _, value in counters if name == "oom_kill"), 0)
 
 
-def own_groups() -> list[Path]:
+def control_groups() -> list[Path]:
     """The control groups of this process, innermost first, of versions 1 and 2."""
     groups: list[Path] = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, kinds, path = line.split(":", 2)
-        if kinds in ("", "memory"):
-            top = Path("/sys/fs/cgroup") / kinds
-            own = top / path.lstrip("/")
-            groups += [each for each in (own, *own.parents) if each.is_relative_to(top)]
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            top = Path("/sys/fs/cgroup") / controllers
+            group = top / path.lstrip("/")
+            groups += [parent for parent in (group, *group.parents) if parent.is_relative_to(top)]
     return groups
 
 
-def _room_in(group: Path) -> int | None:
+def _available_in(group: Path) -> int | None:
     """Bytes left below a control group's limit; None if it has no limit."""
-    for most, used in LIMITS:
-        limit, usage = _read(group / most), _read(group / used)
+    for limit_file, usage_file in LIMIT_FILES:
+        limit, usage = _read(group / limit_file), _read(group / usage_file)
         if limit.isdigit() and usage.isdigit():
             stat = (line.partition(" ") for line in _read(group / "memory.stat").splitlines())
             values = {name: value for name, _, value in stat}

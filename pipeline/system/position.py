@@ -73,5 +73,5 @@ class Position:
             self.waits_for, self.waits_at = (), ""
 
 
-HERE = Position()
+POSITION = Position()
 """The position of this process."""

@@ -20,12 +20,12 @@ EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as in shells."""
 
-SAME_SECONDS = 0.3
+DUPLICATE_SECONDS = 0.3
 """Seconds within which equal signals count once: `timeout` signals both the process and its group,
 and a launcher forwards signals that the process has already received."""
 
-END = b"\0"
-"""Number that ends the thread; not a signal."""
+STOP_BYTE = b"\0"
+"""Byte that ends the thread; it is not the number of a signal."""
 
 
 class StopSignals:
@@ -46,18 +46,18 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._announce = announce
         self._first_at: float | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._previous_handlers: dict[signal.Signals, object] = {}
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in (*INTERRUPTS, *STOP_SIGNALS):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._previous_handlers[number] = signal.signal(number, self._record)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -67,46 +67,47 @@ class StopSignals:
             return
         # A process that exits because others got a signal may still get its own: ignore that.
         if self.received is not None or kind is not SystemExit:
-            for number, handler in self._before.items():
+            for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.write(self._writing, END)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.write(self._write_end, STOP_BYTE)
         self._thread.join(1)  # it may be blocked on a stopped terminal
         self._thread = None
-        os.close(self._reading)
-        os.close(self._writing)
+        os.close(self._read_end)
+        os.close(self._write_end)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Handler in the main thread, which only records the signal for the current step."""
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal in the main thread: only record it for the current step."""
         self.received = self.received or signal.Signals(number)
 
     def _listen(self) -> None:
-        """Loop of another thread, which reads the signal numbers that the system writes."""
-        while (number := os.read(self._reading, 1)) != END:
-            if number[0] in self._before:
-                self._hear(signal.Signals(number[0]))
+        """Read, in another thread, the signal numbers that the system writes."""
+        while (number := os.read(self._read_end, 1)) != STOP_BYTE:
+            if number[0] in self._previous_handlers:
+                self._handle(signal.Signals(number[0]))
 
-    def _hear(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         self.received = first = self.received or number
         if self._first_at is None:
             self._first_at = now
             self._announce(number, aborts=False)
             return
-        is_again = number is signal.SIGINT or first is signal.SIGINT
-        if is_again and number is not signal.SIGHUP and now - self._first_at >= SAME_SECONDS:
+        is_ctrl_c = number is signal.SIGINT or first is signal.SIGINT
+        is_abort = is_ctrl_c and number is not signal.SIGHUP
+        if is_abort and now - self._first_at >= DUPLICATE_SECONDS:
             self._announce(number, aborts=True)
             os._exit(EXIT_INTERRUPTED)
 
 
 @contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
+def default_sigint() -> Iterator[None]:
     """Context for a wait in which Python runs no handlers: Ctrl-C ends the process, as in C.
 
     Otherwise it would keep waiting for processes that the same Ctrl-C has ended.
     """
-    on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -125,21 +126,21 @@ class ExitOnSignal:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._heard: list[signal.Signals] = []
+        self._installed: list[signal.Signals] = []
 
     def __enter__(self) -> "ExitOnSignal":
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    signal.signal(number, self._leave)
-                    self._heard.append(number)
+                    signal.signal(number, self._exit_to_requeue)
+                    self._installed.append(number)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for number in self._heard:
+        for number in self._installed:
             signal.signal(number, signal.SIG_DFL)
 
-    def _leave(self, number: int, _frame: FrameType | None) -> None:
+    def _exit_to_requeue(self, number: int, _frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
             raise SystemExit(EXIT_REQUEUE)

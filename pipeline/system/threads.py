@@ -8,10 +8,10 @@ import psutil
 
 from pipeline.system.errors import ConfigError
 
-THREADS = "RLHF_THREADS"
+THREADS_VARIABLE = "RLHF_THREADS"
 """Environment variable with the threads of each process, used if the setting `threads` is null."""
 
-SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """Environment variables that determine how OpenMP's threads wait."""
 
 BUSY_PERCENT = 25.0
@@ -24,9 +24,9 @@ def set_compute_threads(number: int | None) -> None:
     Raises:
         ConfigError: the number is not above 0.
     """
-    text = os.environ.get(THREADS) or None if number is None else str(number)
+    text = os.environ.get(THREADS_VARIABLE) or None if number is None else str(number)
     if text is not None and (not text.isdecimal() or int(text) == 0):
-        name = THREADS if number is None else "threads"
+        name = THREADS_VARIABLE if number is None else "threads"
         raise ConfigError(f"{name} must be a number of threads above 0, got {text!r}")
     if "torch" not in sys.modules:
         shorten_spinning(os.environ)
@@ -42,12 +42,12 @@ def shorten_spinning(environment: MutableMapping[str, str]) -> None:
     programs use the cores. With a short spin the threads are still awake for the next operator; if
     other programs are busy now, threads sleep immediately. The user's own settings are kept.
     """
-    if not SPINNING.intersection(environment):
+    if not SPIN_VARIABLES.intersection(environment):
         busy = psutil.cpu_percent(interval=0.2)
         environment["GOMP_SPINCOUNT"] = "0" if busy > BUSY_PERCENT else "10000"
 
 
-def share_of_cores(processes: int) -> int:
+def cores_per_process(processes: int) -> int:
     """Number of cores for each of a number of processes on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)

@@ -43,10 +43,10 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     Operators without such a kernel warn; `pipeline.models.forward.attention` handles attention,
     whose backward pass uses one only if others are disallowed.
     """
-    before = torch.backends.cuda.matmul.allow_tf32
+    previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    in_order = torch.cuda.is_available() and deterministic
-    if in_order:
+    is_deterministic = torch.cuda.is_available() and deterministic
+    if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Our code writes every buffer before reading it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]
@@ -54,8 +54,8 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-        if in_order:
+        torch.backends.cuda.matmul.allow_tf32 = previous
+        if is_deterministic:
             torch.use_deterministic_algorithms(mode=False)
 
 
@@ -78,8 +78,8 @@ def random_state() -> dict[str, Tensor]:
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    both = [random.getstate(), np.random.get_state(legacy=False)]  # noqa: NPY002
-    text = json.dumps(both, default=np.ndarray.tolist)
+    states = [random.getstate(), np.random.get_state(legacy=False)]  # noqa: NPY002
+    text = json.dumps(states, default=np.ndarray.tolist)
     state["python_and_numpy"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     return state
 

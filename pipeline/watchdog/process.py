@@ -41,7 +41,7 @@ from pipeline.system.errors import (
     UserError,
     exit_code,
 )
-from pipeline.system.position import HERE, DesyncError
+from pipeline.system.position import POSITION, DesyncError
 
 T = TypeVar("T")
 
@@ -294,7 +294,7 @@ class Watchdog:
             if failure is None:
                 message = str(error)
                 if not isinstance(error, DesyncError):
-                    message = f"rank {self.rank} failed at {HERE.last}: {_summary(error)}"
+                    message = f"rank {self.rank} failed at {POSITION.last}: {_summary(error)}"
                 failure = self.store.report(Failure(self.rank, message, 1, stacks=True))
             self._print_failure(failure, error)
             return failure.code
@@ -338,19 +338,19 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _publish_heartbeat(self, *, exited: bool = False) -> None:
-        now, last = time.monotonic(), HERE.last
-        if (last.number, HERE.transfers) != self._position:
-            self._position, self._position_since = (last.number, HERE.transfers), now
+        now, last = time.monotonic(), POSITION.last
+        if (last.number, POSITION.transfers) != self._position:
+            self._position, self._position_since = (last.number, POSITION.transfers), now
         self._num_heartbeats += 1
         in_stages = current_mesh().stages.size > 1
         self.store.publish(
             Heartbeat(
                 number=last.number,
-                label=HERE.waits_at or str(last),
+                label=POSITION.waits_at or str(last),
                 seconds=round(now - self._position_since, 3),
                 beat=self._num_heartbeats,
                 exited=exited,
-                waits_for=HERE.waits_for if in_stages else (),
+                waits_for=POSITION.waits_for if in_stages else (),
             )
         )
 
@@ -371,14 +371,16 @@ class Watchdog:
                 message = (
                     f"rank {rank} was lost (killed? out of memory?) while rank {self.rank} was"
                 )
-                return self.store.report(Failure(rank, f"{message} at {HERE.last}", 1))
+                return self.store.report(Failure(rank, f"{message} at {POSITION.last}", 1))
         return None
 
     def _find_exited(self) -> Failure | None:
         """A process that exited normally while this one waited for it."""
         for rank, heartbeat in self.store.heartbeats(range(self.store.world_size)).items():
             if heartbeat.exited:
-                message = f"rank {rank} exited while rank {self.rank} waited for it at {HERE.last}"
+                message = (
+                    f"rank {rank} exited while rank {self.rank} waited for it at {POSITION.last}"
+                )
                 return self.store.report(Failure(rank, message, 1))
         return None
 
@@ -392,7 +394,7 @@ class Watchdog:
             self._last_heartbeats.clear()
             return None
         if self.store.is_disconnected and stalled_seconds >= HEARTBEAT_TIMEOUT_SECONDS:
-            message = f"rank 0 was lost: rank {self.rank} lost its store while at {HERE.last}"
+            message = f"rank 0 was lost: rank {self.rank} lost its store while at {POSITION.last}"
             return Failure(0, message, 1, stacks=True)
         if self.rank >= OBSERVERS:
             return None

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from pipeline.files.safetensors_header import require_no_pointer
-from pipeline.system.errors import DataError, first_words
+from pipeline.files.safetensors_header import reject_lfs_pointer
+from pipeline.system.errors import DataError, first_paragraph
 from pipeline.system.hub import require_reachable
 
 CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -187,7 +187,7 @@ def _read_file(path: Path) -> list[Row]:
     """Read the rows of one file; raise DataError if it is missing, broken or empty."""
     if not path.is_file():
         raise DataError(f"data path {path}: no such file")
-    require_no_pointer(path, DataError)
+    reject_lfs_pointer(path, DataError)
     if path.name.endswith(".parquet"):
         rows = _read_parquet(path)
     elif path.name.endswith(CSV_SUFFIXES):
@@ -211,7 +211,9 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         columns = parquet.read_table(path).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {first_words(error)}") from error
+        raise DataError(
+            f"{path} is not a readable parquet file: {first_paragraph(error)}"
+        ) from error
     return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
 
 
@@ -223,11 +225,11 @@ def _read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} can't be read: {first_words(error)}; copy or download it again"
+            f"{path} can't be read: {first_paragraph(error)}; copy or download it again"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text: {first_words(error)}; save it as UTF-8"
+            f"{path} is not UTF-8 text: {first_paragraph(error)}; save it as UTF-8"
         ) from error
 
 
@@ -291,7 +293,7 @@ def _parse_value(path: Path, text: str, position: int, line: int) -> tuple[Any, 
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
         line = error.lineno if text[position] == "[" else line
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-        reason = first_words(error).partition(";")[0]
+        reason = first_paragraph(error).partition(";")[0]
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
 
 
@@ -316,14 +318,15 @@ def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
     cache = Path(HF_DATASETS_CACHE, repository.replace("/", "___"))
     if not cache.is_dir():
         message = f"data path {name} is neither a file or directory here nor in the Hub's cache"
-        require_reachable(message, DataError, instead="a local file")
+        require_reachable(message, DataError, alternative="a local file")
     try:  # without a split, the name loads all of them
         splits = cast("datasets.DatasetDict", datasets.load_dataset(repository, config))
     # The loader runs many readers, which raise different exceptions.
     except Exception as error:
         raise DataError(
             f"data path {name} is neither a file or directory here nor a readable data set of the"
-            f" Hub ({first_words(error)}); check the name and the connection, or use a local file"
+            f" Hub ({first_paragraph(error)}); check the name and the connection, or use a local"
+            " file"
         ) from error
 
     def rows(split: str) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.data.examples import Example
-from pipeline.files.durable import publish
+from pipeline.files.durable import write_atomically
 from pipeline.system.errors import DataError
 
 TRAINED = "trained_prompts.hashes"
@@ -68,7 +68,7 @@ class PromptRecord:
     def write(self, directory: Path) -> None:
         """Write both files, each atomically."""
         for name, hashes in ((TRAINED, self.trained), (HELD_OUT, self.held_out)):
-            publish(directory / name, MAGIC + hashes.astype("<u8").tobytes())
+            write_atomically(directory / name, MAGIC + hashes.astype("<u8").tobytes())
 
     @classmethod
     def read(cls, directory: Path) -> "PromptRecord":

@@ -37,7 +37,7 @@ from pipeline.engine.checkpoint.format import (
     step_name,
 )
 from pipeline.engine.checkpoint.history import list_rollback_targets, update_latest
-from pipeline.files.durable import discard, publish, rename_durably, sync, write_durably
+from pipeline.files.durable import discard, rename_durably, sync, write_atomically, write_durably
 from pipeline.files.tensor_io import DTYPES, view_bytes
 from pipeline.system.errors import CheckpointError, ConfigError, require
 from pipeline.system.faults import fault_point
@@ -196,7 +196,7 @@ class CheckpointWriter:
         """Write this process's file and report it."""
         directory.mkdir(exist_ok=True)
         stored = write_file(directory / file_name(self._rank, self._world_size), fragments)
-        publish(_report_path(directory, self._rank), json.dumps(vars(stored)).encode())
+        write_atomically(_report_path(directory, self._rank), json.dumps(vars(stored)).encode())
 
     def _collect(self, directory: Path) -> dict[str, StoredFile]:
         """All processes' files by name.
@@ -282,7 +282,7 @@ class CheckpointWriter:
             discard(directory / file_name(self._rank, self._world_size))
             try:
                 content = json.dumps({"failed": reason}).encode()
-                publish(_report_path(directory, self._rank), content)
+                write_atomically(_report_path(directory, self._rank), content)
             except OSError:
                 discard(directory)  # rank 0 notices the missing directory
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.group import Group, all_gather, reduce_scatter
-from pipeline.system.position import HERE
+from pipeline.system.position import POSITION
 
 SUM_BLOCK = 65536
 """Elements converted to fp32 and added at once: they fit in a core's cache."""
@@ -69,7 +69,7 @@ class Collectives:
 
     def enter(self, kind: str, unit: str, num_bytes: int) -> None:
         """Record that this process enters a collective of a unit."""
-        HERE.enter_collective(kind, f"{unit} ({self.owner})" if unit else self.owner, num_bytes)
+        POSITION.enter_collective(kind, f"{unit} ({self.owner})" if unit else self.owner, num_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector, pinned if it is offloaded from a GPU."""
@@ -209,7 +209,7 @@ class GroupWork:
 
     def wait(self) -> None:
         """Return when the result may be used, on a GPU by the compute stream."""
-        with HERE.waiting(self.group.other_ranks):
+        with POSITION.waiting(self.group.other_ranks):
             self.work.wait()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.files.safetensors_header import INDEX, SINGLE, require_no_pointer, stored_tensors
+from pipeline.files.safetensors_header import INDEX, SINGLE, reject_lfs_pointer, stored_tensors
 from pipeline.system.errors import ModelError
 
 ADAPTER = "adapter_config.json"
@@ -135,7 +135,7 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled and not has_safetensors:
         for file in pickled:
-            require_no_pointer(file)
+            reject_lfs_pointer(file)
         if not allow_pickle:
             raise ModelError(
                 f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code;"
@@ -159,14 +159,14 @@ def check_tokenizer(directory: Path) -> None:
             " them from the original model, or save the tokenizer there (save_pretrained)"
         )
     for file in found:
-        require_no_pointer(file)
+        reject_lfs_pointer(file)
     for name in JSON_FILES:
         if (directory / name).is_file():
             _read_json(directory / name)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    require_no_pointer(file)
+    reject_lfs_pointer(file)
     again = "download it again, or copy it from the original model"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

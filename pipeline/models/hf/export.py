@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from pipeline.engine.sharding.tensor_parallel import get_shard
-from pipeline.files.durable import replace_durably, settle, sync
+from pipeline.files.durable import replace_durably, sync, sync_tree
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.adapters.lora import merged, without_advice
 from pipeline.models.adapters.quantized import (
@@ -140,7 +140,7 @@ def _replace(shards: _Shards, directory: Path) -> None:
     single, index = directory / SINGLE, directory / INDEX
     stale = {path for path in directory.iterdir() if SHARD.fullmatch(path.name)}
     count = len(shards.files)
-    settle(shards.scratch)
+    sync_tree(shards.scratch)
     if count == 1:
         shards.files[0].replace(single)
         sync(directory)
@@ -372,7 +372,7 @@ def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
 
 def _move_in(staging: Path, directory: Path) -> None:
     """Move staged files into a model's directory once they are on disk."""
-    settle(staging)
+    sync_tree(staging)
     for path in sorted(staging.iterdir()):
         target = directory / path.name
         if target.is_dir():
