@@ -14,7 +14,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades
 from pipeline import __version__
 from pipeline.report.figures import Interval, share_interval
-from pipeline.settings.fields import plain
+from pipeline.settings.fields import to_plain
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def document(
             for each in figures
         ],
         "settings": {
-            **plain(config),
+            **to_plain(config),
             "samples": config.num_samples,
             "temperature": config.sampling_temperature,
         },

@@ -19,7 +19,7 @@ from evaluation.comparison import Match
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.config import RowColumns
 from pipeline.files.durable import check_output, write_output
-from pipeline.settings.fields import plain
+from pipeline.settings.fields import to_plain
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_spec
@@ -190,7 +190,7 @@ def _document(found: Sequence[Match], config: WinrateConfig) -> dict[str, Any]:
             }
             for match in found
         ],
-        "settings": plain(config),
+        "settings": to_plain(config),
     }
 
 

@@ -47,7 +47,7 @@ class GuardConfig(Guard):
     RELATIVE = ("entropy", "response_length")
     LOWER = ("explained_variance",)
     TRENDS = ("divergence",)
-    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
+    PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
     """Guards by keyword."""
 
     signal: Signal
@@ -69,7 +69,7 @@ class GuardConfig(Guard):
     twice; none disables the guard."""
 
 
-WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
+WARNING = tuple(GuardConfig(**each) for each in GuardConfig.PRESETS["warn"])
 
 
 @dataclass(frozen=True, kw_only=True)

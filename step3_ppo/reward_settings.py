@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RowColumns
-from pipeline.settings.fields import plain
+from pipeline.settings.fields import to_plain
 from pipeline.system.errors import require
 from rewards.config import RewardConfig, read_spec
 
@@ -177,4 +177,4 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
                 f"--reward-function {word}: use FILE.py:NAME",
             )
             sources.append(read_spec(word, [source.name for source in sources]))
-    return plain(sources)
+    return to_plain(sources)

@@ -73,7 +73,7 @@ class GuardConfig(Guard):
     """A signal, its limit, and the action when it is exceeded."""
 
     RELATIVE = ("response_length",)
-    WORDS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
+    PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
     """Guards by keyword."""
 
     signal: Signal
@@ -93,7 +93,7 @@ class GuardConfig(Guard):
     the guard."""
 
 
-WARNING = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["warn"])
+WARNING = tuple(GuardConfig(**each) for each in GuardConfig.PRESETS["warn"])
 
 
 @dataclass(frozen=True, kw_only=True)

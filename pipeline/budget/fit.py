@@ -19,7 +19,7 @@ from pipeline.cli.options import print_output
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
 from pipeline.launch.local import PLANNED, list_gpus
 from pipeline.parallel import launched
-from pipeline.settings.fields import nested
+from pipeline.settings.fields import unflatten
 from pipeline.system.errors import ConfigError, ModelError
 
 ConfigT = TypeVar("ConfigT")
@@ -315,7 +315,7 @@ def for_trained_models(config: StepConfig, settings: Settings) -> dict[str, Any]
 
 def replace_settings(config: ConfigT, settings: Settings) -> ConfigT:
     """A copy of the settings with other values; null sections are created as needed."""
-    values = nested(settings)
+    values = unflatten(settings)
     for name, value in values.items():
         section = getattr(config, name) or (LoraConfig() if name == "lora" else None)
         if isinstance(value, dict) and not isinstance(section, dict):

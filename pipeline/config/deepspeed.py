@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.config.model import TrainedModelConfig
 from pipeline.config.step import Tracker
 from pipeline.settings.build import Layer
-from pipeline.settings.fields import nested, section_class
+from pipeline.settings.fields import section_class, unflatten
 from pipeline.system.errors import ConfigError, require, suggestion
 
 AUTO = "auto"
@@ -171,7 +171,7 @@ def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
         **_convert_optimizer(file),
         **_convert_schedule(file),
     }
-    settings: dict[str, Any] = {role: nested(model_settings) for role in roles}
+    settings: dict[str, Any] = {role: unflatten(model_settings) for role in roles}
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}
     return Layer({**settings, **_convert_batch_sizes(file, world)}, str(path), is_file=True)

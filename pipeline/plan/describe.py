@@ -26,7 +26,7 @@ from pipeline.plan.checks import Preview
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
-from pipeline.settings.fields import as_options, nested
+from pipeline.settings.fields import to_options, unflatten
 from pipeline.system.installation import ROOT
 from pipeline.system.threads import cores_per_process
 
@@ -193,7 +193,7 @@ def chosen_settings(plan: Plan) -> Iterator[str]:
     """The choice of `--plan auto` as a settings file."""
     yield "chosen by --plan auto; as a file for --config:"
     dotted = {f"{at}.{name}": v for at, each in plan.chosen.items() for name, v in each.items()}
-    text = yaml.safe_dump(nested(dotted), sort_keys=False)
+    text = yaml.safe_dump(unflatten(dotted), sort_keys=False)
     yield from (f"  {each}" for each in text.splitlines())
 
 
@@ -272,7 +272,7 @@ def _commands(plan: Plan) -> Iterator[str]:
         config = plan.configs[stage.name]
         options = [
             word
-            for name, words in as_options(config)
+            for name, words in to_options(config)
             if name.partition(".")[0] not in config.unused_roles
             for word in (f"--{name}", *words)
         ]

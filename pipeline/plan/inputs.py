@@ -17,7 +17,7 @@ from pipeline.models.hf.directory import check_configuration
 from pipeline.plan.output import MARK, RESULT, last_steps
 from pipeline.plan.request import Request
 from pipeline.plan.stage import Stage
-from pipeline.settings.fields import as_options
+from pipeline.settings.fields import to_options
 from pipeline.system.errors import DataError, ModelError, UserError, require
 from pipeline.system.installation import MODULE, TRAIN
 
@@ -93,7 +93,7 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
     kept = {"actor_model", "data_path", "eval_path", "data_split", "data_seed", "fields", "format"}
     kept |= {"seed", *(["reward_model"] if maker.number == 2 else [])}
     words = ["--step", str(maker.number)]
-    for name, given in as_options(request):
+    for name, given in to_options(request):
         words += [f"--{name.replace('_', '-')}", *given] if name in kept else []
     there = f"there is none in {path}; create it with `"
     command = [TRAIN, shlex.join([*words, "--output-dir", out])]

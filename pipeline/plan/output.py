@@ -20,7 +20,7 @@ from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage, directories
-from pipeline.settings.fields import plain, portable, read_recorded
+from pipeline.settings.fields import make_portable, read_step_config, to_plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import TRAIN
 
@@ -263,11 +263,11 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     For a step that will not run, only the settings that all steps share are compared.
     """
-    settings = read_recorded(directory)
+    settings = read_step_config(directory)
     if not settings:
         raise ConfigError(f"{directory / MARK} can't be read; choose another --output-dir")
-    recorded = portable(settings)
-    wanted = portable(plain(config))
+    recorded = make_portable(settings)
+    wanted = make_portable(to_plain(config))
     # A method determines many other settings, so report the method first.
     names = recorded.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: (name != "method", name)):
@@ -290,7 +290,7 @@ def recorded_model(path: str) -> str | None:
     directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
     if not path:
         return None
-    settings = read_recorded(directory)
+    settings = read_step_config(directory)
     model = settings.get("model") or settings.get("actor")
     start = model.get("path") if isinstance(model, dict) else None
     return None if start is None else str(start)

@@ -22,7 +22,7 @@ from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.response_length import default_length
 from pipeline.plan.stage import BEFORE, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, merge, method_layer, read_settings
-from pipeline.settings.fields import Option, flatten, get_default, nested
+from pipeline.settings.fields import Option, flatten, get_default, unflatten
 from pipeline.system.errors import ConfigError, require
 from pipeline.system.installation import ROOT
 
@@ -228,7 +228,7 @@ class Resolver:
             layers.append(Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py"))
         given = [*layers, *self._files(stage), self._options(stage)]
         row = method_layer(stage.config_class, given, self._overrides(stage))
-        return [*layers, row, Layer(nested(self.chosen.get(stage.prefix, {})), "--plan auto")]
+        return [*layers, row, Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto")]
 
     def _responder(self, stage: Stage) -> Stage:
         """The step whose model responds: for a reward model step 1, if it runs or has run."""
@@ -323,7 +323,7 @@ class Resolver:
         if stage.methods and (method := _method(stage, request)) is not None:
             settings["method"] = method
         settings["output_dir"] = str(request.output_dir / stage.name)
-        return Layer(nested(settings), "the command line")
+        return Layer(unflatten(settings), "the command line")
 
     def response_length(self, stage: Stage, config: StepConfig) -> tuple[int, str] | None:
         """The default of max_new_tokens for the user's model, and the reason for it.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.cli.options import print_notice
-from pipeline.settings.fields import portable, read_recorded
+from pipeline.settings.fields import make_portable, read_step_config
 from pipeline.system.errors import DataError, ModelError
 
 LAB = "lab.json"
@@ -267,7 +267,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         samples=int(finite(result.get("samples")) or 0),
         eval=mapping(result.get("eval")),
         diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
-        settings=portable(read_recorded(directory)),
+        settings=make_portable(read_step_config(directory)),
         changed_settings=mapping(result.get("changed_settings")),
         lab=_read_object(directory / LAB),
         metrics=tuple(lines),

@@ -37,7 +37,7 @@ from pipeline.kernels.host_allocator import return_freed_memory
 from pipeline.models.hf.consolidate import TOKENIZER, describe_model
 from pipeline.models.hf.load import model_path
 from pipeline.run.run import CHECKPOINTS, Run, training_at
-from pipeline.settings.fields import plain, portable
+from pipeline.settings.fields import make_portable, to_plain
 from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, require
 from pipeline.system.faults import fault_point
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
@@ -353,7 +353,7 @@ class Checkpoints:
 
 def deciding_settings(config: StepConfig) -> dict[str, Any]:
     """The settings that affect a run's result and must not change, by dotted name."""
-    return _deciding(portable(plain(config)))
+    return _deciding(make_portable(to_plain(config)))
 
 
 def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> None:

@@ -21,7 +21,7 @@ from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
 from pipeline.run.trackers import Tracked, Trackers, open_trackers
-from pipeline.settings.fields import changed_values, flatten, plain
+from pipeline.settings.fields import flatten, non_default_values, to_plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
 from pipeline.system.signals import ExitOnSignal
@@ -73,7 +73,7 @@ class Run:
             self._refuse_unfinished_run()
             self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
             self.config.require_trackers()
-            run = Tracked(self.config.output_dir, self.name, plain(self.config), self.goes_on)
+            run = Tracked(self.config.output_dir, self.name, to_plain(self.config), self.goes_on)
             self._trackers = open_trackers(self.config.trackers, run)
             write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
@@ -264,8 +264,8 @@ def changed_settings(config: StepConfig) -> dict[str, object]:
 
     Settings of models that the step does not load are omitted.
     """
-    defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
-    changed = changed_values(config, defaults)
+    defaults = flatten(to_plain(type(config)(output_dir=config.output_dir)))
+    changed = non_default_values(config, defaults)
     unused = config.unused_roles
     return {name: value for name, value in changed.items() if name.partition(".")[0] not in unused}
 

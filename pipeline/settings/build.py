@@ -23,19 +23,19 @@ from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
 from pipeline.settings.fields import (
     Option,
     did_you_mean,
+    expand_keyword,
     get_default,
     items_class,
     list_fields,
     list_kinds,
-    list_of_word,
     list_settings,
-    nested,
     section_class,
+    unflatten,
     without_none,
 )
 from pipeline.system.errors import ConfigError, require
 
-C = TypeVar("C")
+ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Layer:
 
 
 def build_config(
-    config_class: type[C],
+    config_class: type[ConfigT],
     layers: Sequence[Layer],
     overrides: Sequence[Option] = (),
     *,
     section: str = "",
-) -> C:
+) -> ConfigT:
     """Build an instance of the dataclass `config_class`, with types and ranges checked.
 
     Args:
@@ -73,20 +73,20 @@ def build_config(
     try:
         return _adapter(config_class).validate_python(merged)
     except ValidationError as error:
-        sentence = _sentence(error, config_class, section)
-        raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
+        message = _format_error(error, config_class, section)
+        raise ConfigError(_add_file(message, layers, overrides, section)) from None
 
 
 def method_layer(
     config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
 ) -> Layer:
-    """The row of a dataclass's `METHODS` that the setting `method` names; empty without a name.
+    """The entry of a dataclass's `METHODS` that the setting `method` names; empty without a name.
 
     An unknown name gives an empty layer, and an error when the settings are built.
     """
-    named = [layer.settings["method"] for layer in layers if "method" in layer.settings]
-    named += [words[0] for name, words in overrides if name == "method" and words]
-    name = str(named[-1]) if named else ""
+    methods = [layer.settings["method"] for layer in layers if "method" in layer.settings]
+    methods += [arguments[0] for name, arguments in overrides if name == "method" and arguments]
+    name = str(methods[-1]) if methods else ""
     return Layer(getattr(config_class, "METHODS", {}).get(name, {}), f"the method {name}")
 
 
@@ -103,36 +103,37 @@ def merge(
         ConfigError: a setting is unknown or its value can't be parsed.
     """
 
-    def lay(
-        inner: type, into: dict[str, Any], settings: Mapping[str, Any], prefix: str, place: str
+    def apply(
+        outer: type, target: dict[str, Any], settings: Mapping[str, Any], prefix: str, source: str
     ) -> None:
         for key, value in settings.items():
-            name, kind = f"{prefix}{key}", list_kinds(inner).get(key)
+            name, kind = f"{prefix}{key}", list_kinds(outer).get(key)
             if kind is None:
-                raise _unknown(config_class, name, section=section, place=place)
-            below = section_class(kind)
-            if below is not None and isinstance(value, Mapping):
-                into[key] = _opened(into[key] if key in into else get_default(inner, key))
-                lay(below, into[key], value, f"{name}.", place)
+                raise _unknown_setting(config_class, name, section=section, source=source)
+            nested = section_class(kind)
+            if nested is not None and isinstance(value, Mapping):
+                current = target[key] if key in target else get_default(outer, key)
+                target[key] = _section_values(current)
+                apply(nested, target[key], value, f"{name}.", source)
                 continue
             require(
-                below is None or is_dataclass(value) or (value is None and below is not kind),
-                f"{section}{name}{place} must be a mapping of settings, got {value}",
+                nested is None or is_dataclass(value) or (value is None and nested is not kind),
+                f"{section}{name}{source} must be a mapping of settings, got {value}",
             )
-            into[key] = _normalized(kind, value, section + name, place)
+            target[key] = _normalize_value(kind, value, section + name, source)
 
     merged: dict[str, Any] = {}
     for layer in layers:
-        lay(config_class, merged, layer.settings, "", f" in {layer.origin}")
-    for name, words in overrides:
+        apply(config_class, merged, layer.settings, "", f" in {layer.origin}")
+    for name, arguments in overrides:
         if get_type(config_class, name) is None:
-            raise _unknown(config_class, name, section=section, place="")
-        value = _value_of_words(get_type(config_class, name), words, f"--{section}{name}")
+            raise _unknown_setting(config_class, name, section=section, source="")
+        value = _parse_arguments(get_type(config_class, name), arguments, f"--{section}{name}")
         head, _, key = name.rpartition(".")
         given = {name: value}
         if head and typing.get_origin(get_type(config_class, head)) is dict:
-            given = {head: {**_value_in(config_class, merged, head), key: value}}
-        lay(config_class, merged, nested(given), "", "")
+            given = {head: {**_get_value(config_class, merged, head), key: value}}
+        apply(config_class, merged, unflatten(given), "", "")
     return merged
 
 
@@ -154,100 +155,100 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401
     return TypeAdapter(kind)
 
 
-def _opened(value: object) -> dict[str, Any]:
-    """A section as a dictionary."""
+def _section_values(value: object) -> dict[str, Any]:
+    """Return the values of a section as a dictionary."""
     if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in list_fields(type(value))}
+        return {field.name: getattr(value, field.name) for field in list_fields(type(value))}
     return value if isinstance(value, dict) else {}
 
 
-def _value_in(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+def _get_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
     """The value of a setting in the merged layers, or else its default."""
     head, _, rest = name.partition(".")
     value = merged[head] if head in merged else get_default(config_class, head)
     inner = section_class(list_kinds(config_class)[head])
-    return value if not rest or inner is None else _value_in(inner, _opened(value), rest)
+    return value if not rest or inner is None else _get_value(inner, _section_values(value), rest)
 
 
-def _normalized(kind: object, value: object, name: str, place: str) -> object:
-    """A value from a file converted to its type: one item to a list, a date to text."""
+def _normalize_value(kind: object, value: object, name: str, source: str) -> object:
+    """Convert a value from a file to its type: one item to a list, a date to text."""
     item = items_class(kind)
     if item is not None and value is not None:
-        found = list_of_word(item, value)
-        return _checked_items(item, value, name, place) if found is None else found
+        preset = expand_keyword(item, value)
+        return _check_items(item, value, name, source) if preset is None else preset
     if typing.get_origin(without_none(kind)) is tuple and isinstance(value, str | int | float):
-        return _items(without_none(kind), [value]) if isinstance(value, str) else [value]
+        return _parse_list(without_none(kind), [value]) if isinstance(value, str) else [value]
     return str(value) if isinstance(value, date) else value
 
 
-def _checked_items(item_class: type, value: object, name: str, place: str) -> object:
+def _check_items(item_class: type, value: object, name: str, source: str) -> object:
     """Check the names in `value`, a list of settings of `item_class`, and return it."""
     for item in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(item, Mapping) and not is_dataclass(item):
-            words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
-            or_list = f"one of {words}or a list" if words else "a list"
+            keywords = "".join(f"{keyword}, " for keyword in getattr(item_class, "PRESETS", ()))
+            or_list = f"one of {keywords}or a list" if keywords else "a list"
             example = f'[{{"{list_fields(item_class)[0].name}": ...}}]'
-            raise ConfigError(f"{name}{place} must be {or_list} as {example}, got {value}")
+            raise ConfigError(f"{name}{source} must be {or_list} as {example}, got {value}")
         for key in item if isinstance(item, Mapping) else ():
             if get_type(item_class, str(key)) is None:
-                raise _unknown(item_class, str(key), section=f"{name}.", place=place)
+                raise _unknown_setting(item_class, str(key), section=f"{name}.", source=source)
     return value
 
 
-def _value_of_words(kind: object, words: list[str], option: str) -> object:
-    """The arguments of an option, converted to the setting's type if possible."""
+def _parse_arguments(kind: object, arguments: list[str], option: str) -> object:
+    """Convert the arguments of an option to the setting's type if possible."""
     kind = without_none(kind)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    is_text = origin is tuple and arguments[0] is str
-    if words == ["null"]:
+    origin, type_args = typing.get_origin(kind), typing.get_args(kind)
+    is_text = origin is tuple and type_args[0] is str
+    if arguments == ["null"]:
         return None
-    if len(words) == 1 and words[0][:1] in (("[",) if is_text else ("[", "{")):
-        return _from_yaml(words[0])
-    if origin is dict and words and all("=" in word for word in words):
-        pairs = dict(word.split("=", 1) for word in words)
-        is_text = arguments[1] is str
-        return pairs if is_text else {name: _from_yaml(word) for name, word in pairs.items()}
+    if len(arguments) == 1 and arguments[0][:1] in (("[",) if is_text else ("[", "{")):
+        return _parse_yaml(arguments[0])
+    if origin is dict and arguments and all("=" in argument for argument in arguments):
+        pairs = dict(argument.split("=", 1) for argument in arguments)
+        is_text = type_args[1] is str
+        return pairs if is_text else {name: _parse_yaml(text) for name, text in pairs.items()}
     if section_class(kind) is not None:
-        require(not words, f"{option} is a section: set {option}.NAME VALUE instead")
+        require(not arguments, f"{option} is a section: set {option}.NAME VALUE instead")
         return {}
     if origin is tuple:
-        require(bool(words), f"{option} takes at least one value, got none")
-        return words[0] if items_class(kind) is not None else _items(kind, words)
-    return True if kind is bool and not words else _one_value(kind, words, option)
+        require(bool(arguments), f"{option} takes at least one value, got none")
+        return arguments[0] if items_class(kind) is not None else _parse_list(kind, arguments)
+    return True if kind is bool and not arguments else _parse_scalar(kind, arguments, option)
 
 
-def _one_value(kind: object, words: list[str], option: str) -> object:
-    """The value of an option's single argument."""
-    if len(words) != 1:
-        got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+def _parse_scalar(kind: object, arguments: list[str], option: str) -> object:
+    """Convert the single argument of an option."""
+    if len(arguments) != 1:
+        got = f"got {len(arguments)}: {' '.join(arguments)}" if arguments else "got none"
         raise ConfigError(f"{option} takes one value, {got}")
-    arguments = typing.get_args(kind)
+    (text,), types = arguments, typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
-        return {str(choice): choice for choice in arguments}.get(words[0], words[0])
+        return {str(choice): choice for choice in types}.get(text, text)
     # save_every accepts 100 or 2h; an untyped mapping accepts true, 3 or a word.
-    return _from_yaml(words[0]) if int in arguments or kind in (object, Any) else words[0]
+    return _parse_yaml(text) if int in types or kind in (object, Any) else text
 
 
-def _from_yaml(text: str) -> object:
-    """The value of JSON, or YAML as in settings files; otherwise the text itself."""
+def _parse_yaml(text: str) -> object:
+    """Parse JSON, or YAML as in settings files; return other text unchanged."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
 
 
-def _items(kind: object, words: Sequence[str]) -> list[Any]:
-    """The items of a list setting; numbers may be separated by commas: "2,4,4"."""
+def _parse_list(kind: object, arguments: Sequence[str]) -> list[Any]:
+    """Convert the items of a list setting; numbers may be separated by commas: "2,4,4"."""
     first = typing.get_args(kind)[0]
     if first is str:
-        return list(words)
-    items = [item for item in ",".join(words).split(",") if item]
+        return list(arguments)
+    items = [item for item in ",".join(arguments).split(",") if item]
     choices = {str(choice): choice for choice in typing.get_args(first)}
     return [choices.get(item, item) for item in items]
 
 
-def _sentence(error: ValidationError, config_class: type, section: str) -> str:
-    """The first error as a sentence that starts with the setting's full name.
+def _format_error(error: ValidationError, config_class: type, section: str) -> str:
+    """Format the first error as a sentence that starts with the setting's full name.
 
     Raises:
         Exception: the dataclass raised an error that is not about a setting.
@@ -267,21 +268,21 @@ def _sentence(error: ValidationError, config_class: type, section: str) -> str:
     if cause is not None and not isinstance(cause, ConfigError):
         raise cause
     if cause is not None and inner is not None:
-        return _with_path(str(cause), f"{name}." if name else "", list_kinds(inner))
+        return _expand_name(str(cause), f"{name}." if name else "", list_kinds(inner))
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         item, _, needed = name.rpartition(".")
         return f"{item}: {first['input']} lacks its {needed}"
-    return _wrong_type(name, kind, first["input"])
+    return _format_type_error(name, kind, first["input"])
 
 
-def _wrong_type(name: str, kind: object, value: object) -> str:
-    shown = "null" if value is None else "nothing" if value == "" else value
+def _format_type_error(name: str, kind: object, value: object) -> str:
+    formatted = "null" if value is None else "nothing" if value == "" else value
     if isinstance(value, list | tuple):
-        shown = f"[{', '.join(map(str, value))}]"
-    return f"{name} must be {_in_words(kind)}, got {shown}"
+        formatted = f"[{', '.join(map(str, value))}]"
+    return f"{name} must be {_describe_type(kind)}, got {formatted}"
 
 
-_WORDS = {
+_TYPE_NAMES = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -292,64 +293,64 @@ _WORDS = {
 }
 
 
-def _in_words(kind: object) -> str:
-    """A type in plain words."""
+def _describe_type(kind: object) -> str:
+    """Describe a type for messages."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, UnionType):
-        return " or ".join(map(_in_words, arguments))
+        return " or ".join(map(_describe_type, arguments))
     if origin is typing.Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin is tuple:
         return "a list" if arguments[-1] is ... else f"a list of {len(arguments)} values"
     if section_class(kind) is not None:
         return "settings"
-    return _WORDS.get(typing.cast("type", origin or kind), str(kind))
+    return _TYPE_NAMES.get(typing.cast("type", origin or kind), str(kind))
 
 
-def _with_path(sentence: str, path: str, names: Mapping[str, object]) -> str:
-    """`sentence` with its first word, a setting's name, expanded to the full path.
+def _expand_name(message: str, path: str, names: Mapping[str, object]) -> str:
+    """Expand the first word of `message`, a setting's name, to the full path.
 
     "optim.lr must be ..." raised inside `actor.optim` becomes "actor.optim.lr must be ...".
     """
-    own = path.rstrip(".").rpartition(".")[2]
-    first = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
-    name = first.removeprefix(f"{own}.") if own else first
-    return path + name + sentence[len(first) :] if name.split(".")[0] in names else sentence
+    section = path.rstrip(".").rpartition(".")[2]
+    first = re.split(r"[^\w.]", message, maxsplit=1)[0]
+    name = first.removeprefix(f"{section}.") if section else first
+    return path + name + message[len(first) :] if name.split(".")[0] in names else message
 
 
-def _with_file(
-    sentence: str, layers: Sequence[Layer], overrides: Sequence[Option], section: str
+def _add_file(
+    message: str, layers: Sequence[Layer], overrides: Sequence[Option], section: str
 ) -> str:
-    """`sentence`, whose first word is a setting, with the file that has the setting's value.
+    """Insert the file that has the setting's value into `message`, whose first word is the setting.
 
     "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; a value from the command
     line changes nothing.
     """
-    spelled = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
-    name = spelled.removeprefix(section)
+    full_name = re.split(r"[^\w.]", message, maxsplit=1)[0]
+    name = full_name.removeprefix(section)
     if not name or any(given == name or given.startswith(f"{name}.") for given, _ in overrides):
-        return sentence
-    last = next((layer for layer in reversed(layers) if _has(layer.settings, name)), None)
+        return message
+    last = next((layer for layer in reversed(layers) if _contains(layer.settings, name)), None)
     if last is None or not last.is_file:
-        return sentence
-    return f"{spelled} in {last.origin}{sentence[len(spelled) :]}"
+        return message
+    return f"{full_name} in {last.origin}{message[len(full_name) :]}"
 
 
-def _has(settings: Mapping[str, Any], name: str) -> bool:
+def _contains(settings: Mapping[str, Any], name: str) -> bool:
     """Whether the nested settings have this dotted name, or a value in place of its section."""
     head, _, rest = name.partition(".")
     if head not in settings or not rest:
         return head in settings
-    below = settings[head]
-    return _has(below, rest) if isinstance(below, Mapping) else True
+    inner = settings[head]
+    return _contains(inner, rest) if isinstance(inner, Mapping) else True
 
 
-def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
+def _unknown_setting(config_class: type, name: str, *, section: str, source: str) -> ConfigError:
     """The error for an unknown setting, with suggestions."""
     settings = list(list_settings(config_class))
-    close = did_you_mean(settings, name, lambda known: section + known, what="settings")
-    hint = deepspeed_chat_hint(name) or close
-    return ConfigError(f"there is no setting {section}{name}{place}; {hint}")
+    suggestion = did_you_mean(settings, name, lambda known: section + known, what="settings")
+    hint = deepspeed_chat_hint(name) or suggestion
+    return ConfigError(f"there is no setting {section}{name}{source}; {hint}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -392,9 +393,9 @@ def read_settings(path: Path) -> Layer:
         ) from None
     except yaml.YAMLError as error:
         mark: Any = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f" in line {mark.line + 1}"
+        location = "" if mark is None else f" in line {mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"--config {path} is not valid YAML{where}: {problem}") from None
+        raise ConfigError(f"--config {path} is not valid YAML{location}: {problem}") from None
     except RecursionError:
         raise ConfigError(f"--config {path} is nested too deeply") from None
     except ConfigError as error:

@@ -14,8 +14,8 @@ PAGE = ROOT / "docs" / "deepspeed_chat.md"
 def deepspeed_chat_hint(name: str) -> str | None:
     """The end of a message on an option of DeepSpeed-Chat; None if it has no such option."""
     row = rf"^\| `--{re.escape(name.replace('-', '_'))}` \| (.+) \|$"
-    found = re.search(row, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
+    match = re.search(row, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
         return None
-    relation = "is" if found[1].startswith("not needed") else "corresponds to"
-    return f"DeepSpeed-Chat's option {relation} {found[1]}"
+    relation = "is" if match[1].startswith("not needed") else "corresponds to"
+    return f"DeepSpeed-Chat's option {relation} {match[1]}"

@@ -63,8 +63,7 @@ def list_kinds(config_class: type) -> Mapping[str, object]:
 
 def get_default(config_class: type, name: str) -> object:
     """The default of a field; None if it has none."""
-    field = next(each for each in list_fields(config_class) if each.name == name)
-    default = _default(field)
+    default = next(_default(field) for field in list_fields(config_class) if field.name == name)
     return None if default is dataclasses.MISSING else default
 
 
@@ -82,25 +81,25 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
 
 
 def did_you_mean(
-    settings: Sequence[Setting], name: str, spelled: Callable[[str], str], *, what: str = "options"
+    settings: Sequence[Setting], name: str, spell: Callable[[str], str], *, what: str = "options"
 ) -> str:
     """The end of an error message: up to two settings with the same last word or similar names.
 
-    If there are none, it refers to `--help`, which lists `what`. `spelled` spells a name.
+    If there are none, it refers to `--help`, which lists `what`. `spell` formats a name.
     """
     names = [setting.name for setting in settings]
     last = name.rpartition(".")[2]
-    ends = {known.rpartition(".")[2]: known for known in reversed(names)}
+    last_words = {known.rpartition(".")[2]: known for known in reversed(names)}
     candidates = (
         [known for known in names if known.rpartition(".")[2] == last],
         # Descriptions give other systems' names in parentheses: (learning_rate).
         [setting.name for setting in settings if f"({last})" in setting.description],
         difflib.get_close_matches(name, names, n=1, cutoff=0.75),
-        [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
+        [last_words[end] for end in difflib.get_close_matches(last, last_words, n=1, cutoff=0.75)],
     )
-    found = next((found for found in candidates if found), [])[:2]
-    close = " or ".join(map(spelled, found))
-    return f"did you mean {close}?" if close else f"--help lists the {what}"
+    matches = next(filter(None, candidates), [])[:2]
+    guess = " or ".join(map(spell, matches))
+    return f"did you mean {guess}?" if guess else f"--help lists the {what}"
 
 
 def section_class(kind: object) -> type | None:
@@ -116,10 +115,10 @@ def items_class(kind: object) -> type | None:
     return section_class(first) if is_list else None
 
 
-def list_of_word(item_class: type, word: object) -> list[Mapping[str, Any]] | None:
-    """The list for a word in the item class's `WORDS`; None for other words."""
-    words: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "WORDS", {})
-    return list(words[word]) if isinstance(word, str) and word in words else None
+def expand_keyword(item_class: type, keyword: object) -> list[Mapping[str, Any]] | None:
+    """The list for a keyword in the item class's `PRESETS`; None for other values."""
+    presets: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "PRESETS", {})
+    return list(presets[keyword]) if isinstance(keyword, str) and keyword in presets else None
 
 
 def without_none(kind: object) -> object:
@@ -151,25 +150,25 @@ Option = tuple[str, list[str]]
 """A name without dashes, and its arguments: ("data.path", ["a", "b"])."""
 
 
-def plain(value: object) -> Any:  # noqa: ANN401
+def to_plain(value: object) -> Any:  # noqa: ANN401
     """Convert dataclasses, tuples and paths to YAML's mappings, lists and strings."""
     if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in list_fields(type(value))}
+        return {f.name: to_plain(getattr(value, f.name)) for f in list_fields(type(value))}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     return value
 
 
 def config_yaml(config: object) -> str:
     """The settings as YAML, which `--config` reads back to an equal dataclass."""
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def read_recorded(directory: Path) -> dict[str, Any]:
+def read_step_config(directory: Path) -> dict[str, Any]:
     """The settings in a step's config.yaml; empty if they can't be read."""
     try:
         settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
@@ -178,43 +177,43 @@ def read_recorded(directory: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def as_options(config: object) -> list[Option]:
+def to_options(config: object) -> list[Option]:
     """Settings that differ from their defaults, as command-line options.
 
     Parsing only these options gives an equal dataclass.
     """
-    hints = {each.name: each.kind for each in list_settings(type(config))}
+    hints = {setting.name: setting.kind for setting in list_settings(type(config))}
     # A method's row overrides the defaults.
-    row = getattr(config, "METHODS", {}).get(getattr(config, "method", ""), {})
-    usual = flatten(plain(type(config)())) | plain(row)
+    method_settings = getattr(config, "METHODS", {}).get(getattr(config, "method", ""), {})
+    defaults = flatten(to_plain(type(config)())) | to_plain(method_settings)
     options: list[Option] = []
-    for name, value in changed_values(config, usual).items():
+    for name, value in non_default_values(config, defaults).items():
         kind = without_none(hints.get(name))
         if value is None or isinstance(value, bool):
-            words = [json.dumps(value)]
-        elif _are_words(value) and typing.get_args(kind)[:1] == (str,):
-            words = list(value)
+            arguments = [json.dumps(value)]
+        elif _can_be_arguments(value) and typing.get_args(kind)[:1] == (str,):
+            arguments = list(value)
         elif isinstance(value, list | dict):
-            words = [json.dumps(value)]
+            arguments = [json.dumps(value)]
         else:
-            words = [str(value)]
-        options.append((name, words))
+            arguments = [str(value)]
+        options.append((name, arguments))
     return options
 
 
-def changed_values(config: object, usual: Mapping[str, object]) -> dict[str, Any]:
-    """Settings that differ from `usual`, both by dotted name.
+def non_default_values(config: object, defaults: Mapping[str, object]) -> dict[str, Any]:
+    """Settings that differ from `defaults`, both by dotted name.
 
-    Those in a section that is null in `usual`, or in a list, are compared to the defaults of their
-    class.
+    Those in a section that is null in `defaults`, or in a list, are compared to the defaults of
+    their class.
     """
     settings = {setting.name: setting for setting in list_settings(type(config))}
     changed: dict[str, Any] = {}
-    for name, value in flatten(plain(config)).items():
+    for name, value in flatten(to_plain(config)).items():
         setting, section = settings.get(name), name.rpartition(".")[0]
-        default, is_first = usual.get(name, dataclasses.MISSING), False
-        if setting and section in usual:  # its first setting shows that the section is on
-            default = plain(setting.default)
+        default, is_first = defaults.get(name, dataclasses.MISSING), False
+        if setting and section in defaults:  # its first setting shows that the section is on
+            default = to_plain(setting.default)
             is_first = not any(other.startswith(f"{section}.") for other in changed)
         if value != default or is_first:
             changed[name] = _without_defaults(setting and setting.kind, value)
@@ -226,11 +225,11 @@ def _without_defaults(kind: object, value: Any) -> Any:  # noqa: ANN401
     item_class = items_class(without_none(kind))
     if item_class is None:
         return value
-    defaults = {each.name: plain(each.default) for each in dataclasses.fields(item_class)}
+    defaults = {field.name: to_plain(field.default) for field in dataclasses.fields(item_class)}
     return [{k: x for k, x in item.items() if x != defaults[k]} for item in value]
 
 
-def _are_words(value: object) -> bool:
+def _can_be_arguments(value: object) -> bool:
     """Whether a list of strings can be given as separate arguments rather than as JSON."""
     if not isinstance(value, list) or not value:
         return False
@@ -248,19 +247,19 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flatten`: {"optim.lr": 1} is {"optim": {"lr": 1}}."""
     settings: dict[str, Any] = {}
     for name, value in flat.items():
         *sections, last = name.split(".")
         inner = settings
-        for word in sections:
-            inner = inner.setdefault(word, {})
+        for section in sections:
+            inner = inner.setdefault(section, {})
         inner[last] = value
     return settings
 
 
-def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
+def make_portable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A step's settings by dotted name, without `output_dir`; paths next to it become OUT/NAME.
 
     So a run that was moved, or is given by another path, has the same settings.
