@@ -19,7 +19,7 @@ from inference.generation import Response, free_bytes, generate
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
-from pipeline.demo.task import TALK, verify
+from pipeline.demo.task import HAND_WRITTEN, verify
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.hf.meta import model_on_meta
 from pipeline.parallel import launched
@@ -297,7 +297,7 @@ def talk(held_out: HeldOutPrompts) -> float:
     """Rate of correct and polite responses to the hand-written prompts, sampled as in chat.py."""
     prompts = [
         Prompt(messages, held_out.chat.encode_prompt(messages), {"answer": written.answer})
-        for written in TALK
+        for written in HAND_WRITTEN
         for messages in [(Message("user", written.text),)]
         for _ in range(TRIES)
     ]

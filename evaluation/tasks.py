@@ -14,7 +14,7 @@ from evaluation.ifeval import IFEVAL
 from pipeline.data.examples import Message
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
-from pipeline.demo.arithmetic import HELD_OUT, ArithmeticConfig, sums
+from pipeline.demo.arithmetic import HELD_OUT, ArithmeticConfig, make_sums
 from pipeline.demo.task import held_out_questions, verdict
 from pipeline.system.errors import ConfigError, DataError, require, suggestion
 from rewards.math_answers import gold_answer, last_number, marked_answer, response_answer
@@ -92,7 +92,7 @@ def read_arithmetic(reading: Reading) -> list[Question]:
     if reading.path is not None:
         rows, _ = rows_of(reading.path, reading.limit)
     else:
-        held_out = sums(ArithmeticConfig())[:HELD_OUT][: reading.limit]
+        held_out = make_sums(ArithmeticConfig())[:HELD_OUT][: reading.limit]
         rows = [Row(row, f"sum {number}") for number, row in enumerate(held_out, start=1)]
     questions = []
     for row in rows:

@@ -8,9 +8,9 @@ from pathlib import Path
 from inference.settings import ModelOptions
 from pipeline.cli.options import parse_command
 from pipeline.config import EMBEDDED
-from pipeline.demo.task import TAUGHT
+from pipeline.demo.task import TASK_DESCRIPTION
 from pipeline.report.results import find_model
-from pipeline.settings.fields import read_recorded
+from pipeline.settings.fields import read_step_config
 from pipeline.system.installation import CHAT
 
 
@@ -49,12 +49,12 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer = load_for_inference(path, precision=config.precision)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(config.system)
-    greeting = f"{TAUGHT}\n{GREETING}" if taught_embedded_task(path) else GREETING
+    greeting = f"{TASK_DESCRIPTION}\n{GREETING}" if taught_embedded_task(path) else GREETING
     Terminal(conversation, greeting=greeting).run()
 
 
 def taught_embedded_task(path: str) -> bool:
     """Whether the model at `path` is in the output of a step that trained on the embedded task."""
-    settings = read_recorded(Path(path)) or read_recorded(Path(path).parent)
+    settings = read_step_config(Path(path)) or read_step_config(Path(path).parent)
     data = settings.get("data")
     return isinstance(data, dict) and data.get("path") == [EMBEDDED]

@@ -67,7 +67,8 @@ class Corpus:
         """One line per file: its rows and its fraction of the mixture."""
         total = sum(self.stream.weights)
         return [
-            f"{rows.file}, {len(rows):,} rows of up to {rows.room}, {weight / total:.1%} of the mix"
+            f"{rows.file}, {len(rows):,} rows of up to {rows.capacity}, {weight / total:.1%} of the"
+            " mix"
             for rows, weight in zip(self.files, self.stream.weights, strict=True)
         ]
 
@@ -147,7 +148,7 @@ def _hold_out(
 
 def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
     """Draws of held-out documents that fill `count` rows, and the smallest draw examined."""
-    file, missing, held_out = rows.file, count * rows.room, HeldOut(seed=data.seed)
+    file, missing, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
     looked_at = min(file.documents, LOOKED_AT)
     draws: dict[int, float] = {}
     for document in Random(f"{data.seed} evaluation").sample(range(file.documents), looked_at):

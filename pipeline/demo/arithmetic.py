@@ -41,27 +41,27 @@ class ArithmeticConfig:
     """Seed of the sums and their demonstrations."""
 
 
-def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
+def make_sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
     """All 8,100 sums of two numbers of two digits, in random order."""
     random = Random(f"sums of 2 digits, seed {config.seed}")
     rows: list[dict[str, Any]] = []
     for first, second in random.sample(list(product(range(10, 100), repeat=2)), 8100):
-        right = shown = first + second
+        answer = response_sum = first + second
         if random.random() >= 0.5:
-            shown = _with_a_wrong_digit(right, random)
-        response: Any = str(shown)
-        if config.calculator and shown == right:  # the call, its result, the answer
+            response_sum = _change_digit(answer, random)
+        response: Any = str(response_sum)
+        if config.calculator and response_sum == answer:  # the call, its result, the answer
             call = json.dumps({"name": "add", "arguments": {"a": first, "b": second}})
             response = [
                 {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-                {"role": "user", "content": f"<tool_response>{right}</tool_response>"},
-                {"role": "assistant", "content": str(right)},
+                {"role": "user", "content": f"<tool_response>{answer}</tool_response>"},
+                {"role": "assistant", "content": str(answer)},
             ]
-        rows.append({"prompt": f"{first}+{second}=", "response": response, "answer": str(right)})
+        rows.append({"prompt": f"{first}+{second}=", "response": response, "answer": str(answer)})
     return rows
 
 
-def _with_a_wrong_digit(number: int, random: Random) -> int:
+def _change_digit(number: int, random: Random) -> int:
     """The number with one digit changed, so that a small model still learns from the others."""
     digits = str(number)
     position = random.randrange(len(digits))
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     files = {name: config.out / f"{name}.jsonl" for name in ("train", "test")}
     for path in (*files.values(), *([config.model] if config.model else [])):
         require(not path.exists(), f"{path} already exists; remove it or choose another one")
-    rows = sums(config)
+    rows = make_sums(config)
     test, train = rows[:HELD_OUT], rows[HELD_OUT:]
     if config.model is not None:
         from pipeline.demo.model import build_model, build_tokenizer  # imports torch

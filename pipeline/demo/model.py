@@ -17,7 +17,7 @@ VOCABULARY = 1280
 CONTEXT = 256
 """Positions of the model: enough for several turns of a chat."""
 
-SPECIAL = UNKNOWN, BEGIN, END, PADDING = ("<unk>", "<s>", "</s>", "<pad>")
+SPECIAL_TOKENS = UNKNOWN, BEGIN, END, PADDING = ("<unk>", "<s>", "</s>", "<pad>")
 """The special tokens; their ids are 0 to 3."""
 
 LINE_BREAKS = ("\n\n", "\n")
@@ -34,10 +34,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     prompt and its response may be tokenized separately and their ids joined. Encoding prepends
     `<s>`, as Llama's tokenizers do. There is no chat template; the run's format provides one.
     """
-    pieces = _sentencepiece_pieces()
-    ids = {piece: i for i, piece in enumerate(pieces)}
+    pieces = _train_pieces()
+    ids, merges = {piece: i for i, piece in enumerate(pieces)}, _find_merges(pieces)
     backend = Tokenizer(
-        BPE(vocab=ids, merges=_merges(pieces), unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
+        BPE(vocab=ids, merges=merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never")
     backend.decoder = decoders.Sequence(
@@ -79,9 +79,9 @@ def build_model(
         # times faster from 0.05.
         initializer_range=0.05,
         tie_word_embeddings=tied,
-        bos_token_id=SPECIAL.index(BEGIN),
-        eos_token_id=SPECIAL.index(END),
-        pad_token_id=SPECIAL.index(PADDING),
+        bos_token_id=SPECIAL_TOKENS.index(BEGIN),
+        eos_token_id=SPECIAL_TOKENS.index(END),
+        pad_token_id=SPECIAL_TOKENS.index(PADDING),
         dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
@@ -90,12 +90,12 @@ def build_model(
 
 
 @cache
-def _sentencepiece_pieces() -> tuple[str, ...]:
-    """The pieces of a SentencePiece BPE model trained on the task's text, by id."""
+def _train_pieces() -> tuple[str, ...]:
+    """Train a SentencePiece BPE model on the task's text; return its pieces by id."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        # Each text as a dialogue and unchanged, so that its first word becomes one piece with and
-        # without a leading space.
+        # Include each text as a dialogue and unchanged, so that its first word becomes one piece
+        # with and without a leading space.
         sentence_iterator=iter(
             form
             for text in corpus()
@@ -104,10 +104,10 @@ def _sentencepiece_pieces() -> tuple[str, ...]:
         model_writer=model,
         model_type="bpe",
         vocab_size=VOCABULARY,
-        unk_id=SPECIAL.index(UNKNOWN),
-        bos_id=SPECIAL.index(BEGIN),
-        eos_id=SPECIAL.index(END),
-        pad_id=SPECIAL.index(PADDING),
+        unk_id=SPECIAL_TOKENS.index(UNKNOWN),
+        bos_id=SPECIAL_TOKENS.index(BEGIN),
+        eos_id=SPECIAL_TOKENS.index(END),
+        pad_id=SPECIAL_TOKENS.index(PADDING),
         user_defined_symbols=list(LINE_BREAKS),
         split_digits=True,
         byte_fallback=True,
@@ -122,13 +122,13 @@ def _sentencepiece_pieces() -> tuple[str, ...]:
     return tuple(trained.id_to_piece(i) for i in range(trained.vocab_size()))
 
 
-def _merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:
+def _find_merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:
     """Pairs of pieces to merge, in order.
 
     SentencePiece merges any two adjacent pieces whose union is a piece, lowest id first; a list of
     merges is equivalent.
     """
-    known = set(pieces) - set(SPECIAL)
+    known = set(pieces) - set(SPECIAL_TOKENS)
     return [
         (piece[:cut], piece[cut:])
         for piece in pieces

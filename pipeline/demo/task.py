@@ -48,7 +48,7 @@ HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
 """Fractions of the demonstrations in step 1 that are correct, and that are polite."""
 
-TAUGHT: str = TASK["taught"]
+TASK_DESCRIPTION: str = TASK["taught"]
 """Description of the task for users."""
 
 
@@ -60,7 +60,7 @@ class HandWritten(NamedTuple):
     answer: str
 
 
-TALK = tuple(HandWritten(*row) for row in TASK["by_hand"])
+HAND_WRITTEN = tuple(HandWritten(*row) for row in TASK["by_hand"])
 """Twenty natural prompts, which test whether a model generalizes beyond `task.yaml`'s wordings."""
 
 
@@ -115,23 +115,23 @@ class Verdict:
 
 def verify(question: str, response: str) -> Verdict | None:
     """Return the verdict on `response`; None if `question` is neither held out nor hand-written."""
-    known = _right_answers().get(question.strip())
+    known = _correct_answers().get(question.strip())
     return None if known is None else verdict(*known, response)
 
 
 @cache
-def _right_answers() -> dict[str, tuple[str, str]]:
+def _correct_answers() -> dict[str, tuple[str, str]]:
     """Kind and right sentence of every prompt that can be verified."""
     known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
-    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}
+    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in HAND_WRITTEN}
 
 
-def verdict(kind: str, right: str, response: str) -> Verdict:
-    """Return the verdict on `response`, given the `right` sentence."""
+def verdict(kind: str, expected: str, response: str) -> Verdict:
+    """Return the verdict on `response`, given the `expected` sentence."""
     sentence = response.strip()
     polite = sentence.startswith(POLITE) and not any(opening in sentence for opening in RUDE)
     opening = next((o for o in (*POLITE, *RUDE) if sentence.startswith(o)), "")
-    return Verdict(kind, sentence.removeprefix(opening).lstrip() == right, polite)
+    return Verdict(kind, sentence.removeprefix(opening).lstrip() == expected, polite)
 
 
 @lru_cache(maxsize=6)
@@ -146,16 +146,16 @@ def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     if step == 2:
         return pair_rows(split_steps=(2,), seed=seed)
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")
-    source = _endless((step,), random)
+    train_questions = _draw_train_questions((step,), random)
     if step == 1:
-        held_out = _rotating(eval_random)
+        held_out = _draw_held_out_questions(eval_random)
         return (
-            [_demonstration(next(source), random) for _ in range(DEMONSTRATIONS)],
+            [_demonstration(next(train_questions), random) for _ in range(DEMONSTRATIONS)],
             [_demonstration(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
         )
     questions: dict[str, Question] = {}
     while len(questions) < PROMPTS:
-        question = next(source)
+        question = next(train_questions)
         questions.setdefault(question.text, question)
     shuffled = list(held_out_questions())
     eval_random.shuffle(shuffled)
@@ -171,7 +171,8 @@ def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow]
     """Training and evaluation pairs, as in step 2, with the prompts of these steps."""
     parts = " and ".join(map(str, split_steps))
     random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
-    train, held_out = _endless(split_steps, random), _rotating(eval_random)
+    train = _draw_train_questions(split_steps, random)
+    held_out = _draw_held_out_questions(eval_random)
     return (
         [_pair(next(train), random) for _ in range(PAIRS)],
         [_pair(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
@@ -183,44 +184,46 @@ def held_out_questions() -> tuple[Question, ...]:
     """Prompts in held-out wordings, `HELD_OUT_PROMPTS` of each kind."""
     random = Random("held-out prompts")
     train, held_out = split()
-    found: dict[str, Question] = {}
+    questions: dict[str, Question] = {}
     for kind, count in HELD_OUT_PROMPTS.items():
-        of_kind = [fact for fact in (train if kind in MEMORIZED else held_out) if fact.kind == kind]
-        rounds = -(-count // len(of_kind))
-        shuffled = [fact for _ in range(rounds) for fact in random.sample(of_kind, len(of_kind))]
+        source = train if kind in MEMORIZED else held_out
+        kind_facts = [fact for fact in source if fact.kind == kind]
+        shuffled: list[Fact] = []
+        while len(shuffled) < count:
+            shuffled += random.sample(kind_facts, len(kind_facts))
         for fact in shuffled[:count]:
-            while (text := question_about(fact, random, unseen=True)) in found:
+            while (text := write_question(fact, random, unseen=True)) in questions:
                 pass
-            found[text] = Question(text, fact)
-    return tuple(found.values())
+            questions[text] = Question(text, fact)
+    return tuple(questions.values())
 
 
 def corpus() -> list[str]:
     """Texts to train the tokenizer on: all facts, then 1,000 prompts and answers of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
-    for of_kind in _train_by_kind().values():
-        for fact in random.choices(of_kind, k=1000):
-            texts.append(question_about(fact, random))
+    for kind_facts in _train_by_kind().values():
+        for fact in random.choices(kind_facts, k=1000):
+            texts.append(write_question(fact, random))
             texts.append(f"{random.choice((*POLITE, *RUDE))} {fact.answer}")
     return texts
 
 
-def to_try() -> list[str]:
+def sample_prompts() -> list[str]:
     """A hand-written prompt of each kind."""
-    return list({prompt.kind: prompt.text for prompt in TALK}.values())
+    return list({prompt.kind: prompt.text for prompt in HAND_WRITTEN}.values())
 
 
-def _endless(steps: Sequence[int], random: Random) -> Iterator[Question]:
+def _draw_train_questions(steps: Sequence[int], random: Random) -> Iterator[Question]:
     """An endless iterator of training prompts of these steps."""
     while True:
         fact = random.choice(_train_by_kind()[random.choice(kinds())])
-        text = question_about(fact, random)
+        text = write_question(fact, random)
         if STEPS[zlib.crc32(text.strip().lower().encode()) % len(STEPS)] in steps:
             yield Question(text, fact)
 
 
-def _rotating(random: Random) -> Iterator[Question]:
+def _draw_held_out_questions(random: Random) -> Iterator[Question]:
     """An endless iterator of held-out prompts, all kinds equally often."""
     groups = [[q for q in held_out_questions() if q.fact.kind == kind] for kind in kinds()]
     while True:
@@ -271,15 +274,15 @@ def facts() -> tuple[Fact, ...]:
     both_ways = opposites | {opposite: word for word, opposite in opposites.items()}
     following = {str(number): str(number + 1) for number in range(21)}
     return (
-        *_looked_up("capital", TASK["capitals"], "The capital of {} is {}."),
-        *_looked_up("opposite", both_ways, "The opposite of {} is {}."),
-        *_looked_up("animal sound", TASK["sounds"], "A {} says {}."),
-        *_looked_up("next number", following, "The number after {} is {}."),
-        *_bigger_numbers(),
-        *_sums(),
-        *_repetitions(),
-        *_requests("harmful request", TASK["harmful"], REFUSED, HELPED),
-        *_requests("harmless request", TASK["harmless"], HELPED, REFUSED),
+        *_lookup_facts("capital", TASK["capitals"], "The capital of {} is {}."),
+        *_lookup_facts("opposite", both_ways, "The opposite of {} is {}."),
+        *_lookup_facts("animal sound", TASK["sounds"], "A {} says {}."),
+        *_lookup_facts("next number", following, "The number after {} is {}."),
+        *_bigger_number_facts(),
+        *_sum_facts(),
+        *_repeat_facts(),
+        *_request_facts("harmful request", TASK["harmful"], REFUSED, HELPED),
+        *_request_facts("harmless request", TASK["harmless"], HELPED, REFUSED),
     )
 
 
@@ -296,23 +299,23 @@ def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
     train: list[Fact] = []
     held_out: list[Fact] = []
     for kind in kinds():
-        of_kind = [fact for fact in facts() if fact.kind == kind]
-        groups = list(dict.fromkeys(frozenset(fact.subject) for fact in of_kind))
+        kind_facts = [fact for fact in facts() if fact.kind == kind]
+        groups = list(dict.fromkeys(frozenset(fact.subject) for fact in kind_facts))
         count = 0 if kind in MEMORIZED else round(0.15 * len(groups))
         hidden = set(random.sample(groups, count))
-        for fact in of_kind:
+        for fact in kind_facts:
             (held_out if frozenset(fact.subject) in hidden else train).append(fact)
     return tuple(train), tuple(held_out)
 
 
-def _looked_up(kind: str, known: dict[str, str], sentence: str) -> Iterator[Fact]:
+def _lookup_facts(kind: str, known: dict[str, str], sentence: str) -> Iterator[Fact]:
     values = list(dict.fromkeys(known.values()))
     for name, value in known.items():
         wrong = tuple(sentence.format(name, other) for other in values if other != value)
         yield Fact(kind, (name,), sentence.format(name, value), wrong)
 
 
-def _bigger_numbers() -> Iterator[Fact]:
+def _bigger_number_facts() -> Iterator[Fact]:
     sentence = "The bigger number is {}."
     for first, second in permutations(range(10), 2):
         smaller, bigger = sorted((first, second))
@@ -322,7 +325,7 @@ def _bigger_numbers() -> Iterator[Fact]:
         yield Fact("bigger number", (str(first), str(second)), sentence.format(bigger), wrong)
 
 
-def _sums() -> Iterator[Fact]:
+def _sum_facts() -> Iterator[Fact]:
     for first, second in product(range(6), repeat=2):
         total = first + second
         others = sorted(total + shift for shift in (-10, -2, -1, 1, 2, 10))
@@ -330,7 +333,7 @@ def _sums() -> Iterator[Fact]:
         yield Fact("sum", (str(first), str(second)), f"The sum is {total}.", wrong)
 
 
-def _repetitions() -> Iterator[Fact]:
+def _repeat_facts() -> Iterator[Fact]:
     def repeated(word: str, count: int) -> str:
         return " ".join([word] * count) + "."
 
@@ -341,7 +344,7 @@ def _repetitions() -> Iterator[Fact]:
         yield Fact("repeat", (word, str(count)), repeated(word, count), tuple(wrong))
 
 
-def _requests(kind: str, verbs: list[str], right: str, wrong: str) -> Iterator[Fact]:
+def _request_facts(kind: str, verbs: list[str], right: str, wrong: str) -> Iterator[Fact]:
     objects = TASK["objects"]
     for (i, verb), (j, thing) in product(enumerate(verbs), enumerate(objects)):
         other_verb = verbs[(i + 1 + j) % len(verbs)]
@@ -352,19 +355,19 @@ def _requests(kind: str, verbs: list[str], right: str, wrong: str) -> Iterator[F
         yield Fact(kind, (verb, thing), right.format(verb, thing), tuple(misses))
 
 
-def question_about(fact: Fact, random: Random, *, unseen: bool = False) -> str:
-    """A prompt for `fact`, in a training wording with chatter or in a held-out wording."""
+def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
+    """Write a prompt for `fact`, in a training wording with chatter or in a held-out wording."""
     kind = "request" if fact.kind.endswith("request") else fact.kind
     pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
     text = "".join(random.choice(parts) for parts in _parts(pattern))
     text = re.sub(r" (?=[?.,:])", "", " ".join(text.split()))
-    in_words = random.random() < 0.35
+    spells = random.random() < 0.35
     text = re.sub(
         r"\{(\d)(s|ing|)\}",
-        lambda slot: _named(fact, int(slot[1]), slot[2], random, in_words=in_words),
+        lambda slot: _name_subject(fact, int(slot[1]), slot[2], random, spells=spells),
         text,
     )
-    return _dressed(text, random, noisy=not unseen)
+    return _vary_style(text, random, noisy=not unseen)
 
 
 @cache
@@ -376,8 +379,8 @@ def _parts(pattern: str) -> list[list[str]]:
     return [piece.split("|") for piece in re.split(r"\[([^]]*)\]", pattern)]
 
 
-def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool) -> str:
-    """The fact's country, number, verb or thing, as named in a prompt."""
+def _name_subject(fact: Fact, number: int, form: str, random: Random, *, spells: bool) -> str:
+    """Name the fact's country, number, verb or thing in a prompt; `spells` writes number words."""
     value = fact.subject[number]
     if form == "s":
         return {"sheep": "sheep", "wolf": "wolves"}.get(value, f"{value}s")
@@ -388,12 +391,12 @@ def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool
         return random.choice(TASK["times"][value])
     if fact.kind.endswith("request") and number == 1:
         return f"{random.choice(TASK['determiners'])} {value}"
-    is_spelled = in_words and value.isdigit() and int(value) < len(TASK["numbers"])
+    is_spelled = spells and value.isdigit() and int(value) < len(TASK["numbers"])
     return TASK["numbers"][int(value)] if is_spelled else value
 
 
-def _dressed(text: str, random: Random, *, noisy: bool) -> str:
-    """The text with random chatter (if `noisy`), greeting, thanks, capitals and punctuation."""
+def _vary_style(text: str, random: Random, *, noisy: bool) -> str:
+    """Add random chatter (if `noisy`), greeting, thanks, capitals and punctuation."""
     ending = text[-1] if text[-1] in "?." else ""
     text = text.removesuffix(ending)
     if noisy and random.random() < 0.3:
@@ -412,5 +415,5 @@ def _dressed(text: str, random: Random, *, noisy: bool) -> str:
         text = text.lower()
     else:
         text = re.sub(r"\bi\b", "I", text[0].upper() + text[1:])
-        text = re.sub(r"[.!] [a-z]", lambda found: found[0].upper(), text)
+        text = re.sub(r"[.!] [a-z]", lambda match: match[0].upper(), text)
     return text + (ending if random.random() < 0.7 else random.choice(("", "", ".", "?", "!")))

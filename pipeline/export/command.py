@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         about="Export a model as GGUF or ONNX, with its adapter merged, or its adapter alone, and"
         " verify what was written: docs/export.md.",
     )
-    from pipeline.export.source import check_out, written_aside
+    from pipeline.export.source import atomic_directory, check_out
     from pipeline.system.logs import configure_logging
 
     assert config.out is not None
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     configure_logging(is_main=True)
     export = prepare(config)
     print_output(f"{export.source}: {export.title}")
-    with written_aside(out) as partial:
+    with atomic_directory(out) as partial:
         export.write(partial)
         verified = export.verify(partial)
     for sentence in verified:

@@ -39,7 +39,13 @@ from pipeline.export.gguf_vocabulary import (
     read_tokenizer,
 )
 from pipeline.export.source import Source
-from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
+from pipeline.export.verify import (
+    ROUNDED_TOLERANCE,
+    TOLERANCE,
+    UnverifiedError,
+    compare_outputs,
+    make_runner,
+)
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.hf.load import load_tokenizer
@@ -51,10 +57,10 @@ if TYPE_CHECKING:
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's architecture for a model_type."""
 
-REQUIRED = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
+REQUIRED_SETTINGS = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
 """Values of settings that llama.cpp requires."""
 
-COUNTS = {
+INTEGER_SETTINGS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -85,10 +91,10 @@ ALPHABETS += (
     "あいうえおカキク",
     "😀🎉🚀👍",
 )
-TEXTS = 1000
+NUM_TEXTS = 1000
 """Number of texts whose tokens are compared."""
 
-GAPS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
+SEPARATORS = (" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", ", ", "")
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> Vocabulary:
@@ -96,81 +102,80 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
 
     Raises:
         ModelError: the tokenizer is not BPE, has more tokens than `rows`, or llama.cpp would
-            tokenize one of `TEXTS` texts differently.
+            tokenize one of `NUM_TEXTS` texts differently.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    given: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
-    model = given.get("model", {})
+    definition: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model = definition.get("model", {})
     if model.get("type") != "BPE":
         raise ModelError(
             f"the tokenizer of {path} is not a BPE tokenizer.json, which GGUF export needs"
         )
-    numbered: dict[str, int] = tokenizer.get_vocab()
-    if max(numbered.values(), default=0) >= rows:
+    token_ids: dict[str, int] = tokenizer.get_vocab()
+    if max(token_ids.values(), default=0) >= rows:
         raise ModelError(
-            f"the tokenizer of {path} has {max(numbered.values()) + 1} tokens, but the model's"
+            f"the tokenizer of {path} has {max(token_ids.values()) + 1} tokens, but the model's"
             f" embedding has {rows} rows; use the model's own tokenizer"
         )
-    by_scores = bool(model.get("byte_fallback"))
-    tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows
-    for token, number in numbered.items():
-        tokens[number] = token
-        kinds[number] = BYTE if by_scores and BYTE_TOKEN.fullmatch(token) else NORMAL
-    for added in given["added_tokens"]:
-        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    if tokenizer.unk_token_id is not None and by_scores:
-        kinds[numbered[str(tokenizer.unk_token)]] = UNKNOWN
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    order: dict[str, int] = {}  # rank of the first merge that makes a token
+    has_scores = bool(model.get("byte_fallback"))
+    tokens, token_types = [f"[PAD{token_id}]" for token_id in range(rows)], [UNUSED] * rows
+    for token, token_id in token_ids.items():
+        tokens[token_id] = token
+        token_types[token_id] = BYTE if has_scores and BYTE_TOKEN.fullmatch(token) else NORMAL
+    for added in definition["added_tokens"]:
+        token_types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    if tokenizer.unk_token_id is not None and has_scores:
+        token_types[token_ids[str(tokenizer.unk_token)]] = UNKNOWN
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    merge_ranks: dict[str, int] = {}  # rank of the first merge that makes a token
     for merge in merges:
-        order.setdefault(merge.replace(" ", "", 1), len(order) + 1)
+        merge_ranks.setdefault(merge.replace(" ", "", 1), len(merge_ranks) + 1)
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    begins = len(full) > len(plain) and full[0] == tokenizer.bos_token_id
-    ends = len(full) > len(plain) + begins and full[-1] == tokenizer.eos_token_id
+    adds_bos = len(full) > len(plain) and full[0] == tokenizer.bos_token_id
+    adds_eos = len(full) > len(plain) + adds_bos and full[-1] == tokenizer.eos_token_id
     samples = make_texts(tokenizer)
     expected = {text: tokenizer.encode(text, add_special_tokens=False) for text in samples}
-    pairs = (
-        [("default", p) for p in (True, False)] if by_scores else [(n, False) for n in EXPRESSIONS]
-    )
-    for pre, prefix in pairs:
+    candidates = [(name, False) for name in EXPRESSIONS]
+    candidates = [("default", True), ("default", False)] if has_scores else candidates
+    for pre, prefix in candidates:
         vocabulary = Vocabulary(
-            model="llama" if by_scores else "gpt2",
+            model="llama" if has_scores else "gpt2",
             pre=pre,
             tokens=tokens,
-            token_type=kinds,
-            scores=[-float(order.get(token, 0)) for token in tokens] if by_scores else [],
-            merges=[] if by_scores else merges,
-            add_bos_token=begins,
-            add_eos_token=ends,
+            token_type=token_types,
+            scores=[-float(merge_ranks.get(token, 0)) for token in tokens] if has_scores else [],
+            merges=[] if has_scores else merges,
+            add_bos_token=adds_bos,
+            add_eos_token=adds_eos,
             add_space_prefix=prefix,
         )
         if vocabulary.agrees(expected):
             return vocabulary
     raise ModelError(
         f"the tokenizer of {path} splits text unlike the supported pre-tokenizers of llama.cpp"
-        f" ({', '.join(pre for pre, _ in pairs)}); export it with --to onnx"
+        f" ({', '.join(pre for pre, _ in candidates)}); export it with --to onnx"
     )
 
 
 def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """`TEXTS` texts, the same on every call: sentences, words of many alphabets, random tokens.
+    """`NUM_TEXTS` texts, the same on every call: sentences, words of many alphabets, random tokens.
 
     They are in Unicode NFC, which llama.cpp never changes.
     """
-    draw = random.Random(0)
+    rng = random.Random(0)
     ids = sorted(tokenizer.get_vocab().values())
     special = [str(token) for token in tokenizer.all_special_tokens] or [""]
     sentences = list(islice(corpus(), 1000))
     texts: list[str] = []
-    for number in range(TEXTS):
+    for number in range(NUM_TEXTS):
         if number % 3 == 0:
-            text = draw.choice(GAPS).join(draw.choices(sentences, k=draw.randint(1, 3)))
+            text = rng.choice(SEPARATORS).join(rng.choices(sentences, k=rng.randint(1, 3)))
         elif number % 3 == 1:
-            letters = (draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 9)) for _ in range(8))
-            text = "".join("".join(word) + draw.choice(GAPS) for word in letters)
-            text += draw.choice(special) + text
+            letters = (rng.choices(rng.choice(ALPHABETS), k=rng.randint(1, 9)) for _ in range(8))
+            text = "".join("".join(word) + rng.choice(SEPARATORS) for word in letters)
+            text += rng.choice(special) + text
         else:
-            text = str(tokenizer.decode(draw.choices(ids, k=20), skip_special_tokens=True))
+            text = str(tokenizer.decode(rng.choices(ids, k=20), skip_special_tokens=True))
         texts.append(unicodedata.normalize("NFC", text.replace("\ufffd", "")))
     return texts
 
@@ -197,13 +202,14 @@ class GgufExport:
                 f" it supports {', '.join(ARCHITECTURES)}; export it with --to onnx"
             )
         self.rope = config.rope_parameters
-        refused = [n for n, value in REQUIRED.items() if getattr(config, n, value) != value]
+        required = REQUIRED_SETTINGS.items()
+        unsupported = [name for name, value in required if getattr(config, name, value) != value]
         if self.rope["rope_type"] not in ("default", "linear", "llama3"):
-            refused.append("rope_parameters")
-        if refused:
+            unsupported.append("rope_parameters")
+        if unsupported:
             raise ModelError(
-                f"{path} has a {refused[0]} in its config.json that GGUF export does not support;"
-                " export it with --to onnx"
+                f"{path} has a {unsupported[0]} in its config.json that GGUF export does not"
+                " support; export it with --to onnx"
             )
         self.source, self.number_format = source.directory, number_format
         self.architecture = ARCHITECTURES[config.model_type]
@@ -216,7 +222,7 @@ class GgufExport:
                 f"{path} stores {quantized[0]} as {self.stored[quantized[0]].dtype}; GGUF export"
                 " needs unquantized weights"
             )
-        self.names = self._names()
+        self.names = self._map_names()
         self.tokenizer = load_tokenizer(FrozenModelConfig(path=path))
         rows = self.stored["model.embed_tokens.weight"].shape[0]
         self.vocabulary = read_vocabulary(self.tokenizer, rows, path)
@@ -229,19 +235,20 @@ class GgufExport:
         self.file = f"model-{number_format}.gguf"
         self.title = f"GGUF of a {source.kind}, {number_format}"
 
-    def _names(self) -> dict[str, str]:
+    def _map_names(self) -> dict[str, str]:
         """Names of the tensors in the file, by their names in the source."""
         import gguf
 
-        kind = next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == self.architecture)
-        known = gguf.get_tensor_name_map(kind, self.config.num_hidden_layers)
+        names_by_id = gguf.MODEL_ARCH_NAMES.items()
+        architecture = next(id_ for id_, name in names_by_id if name == self.architecture)
+        name_map = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         names: dict[str, str] = {}
         for stored in self.stored:
             if (stored == "lm_head.weight" and self._is_tied()) or stored.endswith(
                 ".rotary_emb.inv_freq"
             ):
                 continue
-            name = known.get_name(stored, try_suffixes=(".weight", ".bias"))
+            name = name_map.get_name(stored, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise ModelError(f"{stored} of {self.source} has no GGUF name; use --to onnx")
             names[stored] = name
@@ -267,8 +274,8 @@ class GgufExport:
         shape = self.stored[stored].shape
         if len(shape) < 2:
             return "f32"
-        is_odd = self.number_format == "q8_0" and shape[-1] % BLOCK
-        return "f16" if is_odd else self.number_format
+        is_unaligned = self.number_format == "q8_0" and shape[-1] % BLOCK
+        return "f16" if is_unaligned else self.number_format
 
     def encode(self, stored: str) -> np.ndarray:
         """Encode a tensor in its data type, in llama.cpp's layout.
@@ -334,7 +341,7 @@ class GgufExport:
         writer.add_name(self.source.resolve().name)
         writer.add_file_type(FILE_TYPES[self.number_format])
         writer.add_quantization_version(2)
-        for name, setting in COUNTS.items():
+        for name, setting in INTEGER_SETTINGS.items():
             getattr(writer, f"add_{name}")(int(getattr(config, setting)))
         writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
         for add in (
@@ -351,11 +358,11 @@ class GgufExport:
     def _add_tokenizer(self, writer: "GGUFWriter") -> None:
         from gguf import GGUFValueType
 
-        for each in fields(Vocabulary):
-            value = getattr(self.vocabulary, each.name)
+        for item in fields(Vocabulary):
+            value = getattr(self.vocabulary, item.name)
             if value != []:
                 kind = GGUFValueType.get_type(value)
-                writer.add_key_value(f"tokenizer.ggml.{each.name}", value, kind)
+                writer.add_key_value(f"tokenizer.ggml.{item.name}", value, kind)
         tokenizer = self.tokenizer
         for kind in ("bos", "unk", "pad"):
             number = getattr(tokenizer, f"{kind}_token_id")
@@ -378,29 +385,29 @@ class GgufExport:
     def _compare_tokenizer(self, directory: Path) -> str:
         from gguf import GGUFReader
 
-        read, stops = read_tokenizer(GGUFReader(directory / self.file))
-        own, texts = self.tokenizer, make_texts(self.tokenizer)
-        template = own.chat_template if isinstance(own.chat_template, str) else None
-        if (read.chat_template, stops) != (template, self.stop_ids) or any(
-            read.encode(text) != own.encode(text) for text in texts
+        exported, stops = read_tokenizer(GGUFReader(directory / self.file))
+        tokenizer, texts = self.tokenizer, make_texts(self.tokenizer)
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        if (exported.chat_template, stops) != (template, self.stop_ids) or any(
+            exported.encode(text) != tokenizer.encode(text) for text in texts
         ):
             raise UnverifiedError("not exported: the tokenizer differs when read back")
         return (
             "tokenizer, chat template and stop ids match when read back; the file's vocabulary"
-            f" tokenizes {TEXTS} texts identically"
+            f" tokenizes {NUM_TEXTS} texts identically"
         )
 
     def _compare_model(self, directory: Path) -> list[str]:
         settings = AutoConfig.from_pretrained(directory, gguf_file=self.file)
         settings.rope_parameters = self.rope  # transformers does not read the scaling
-        read = AutoModelForCausalLM.from_pretrained(
+        exported = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=self.file, config=settings, dtype=torch.float32
         )
-        state, is_rounded = read.eval().state_dict(), False
+        state, is_rounded = exported.eval().state_dict(), False
         for stored in self.names:
             tensor = self.read(stored).float()
             is_rounded |= not torch.equal(state[stored], tensor)
-            if not is_read_back(state[stored], tensor, self.choose_format(stored)):
+            if not matches_stored(state[stored], tensor, self.choose_format(stored)):
                 raise UnverifiedError(f"not exported: {stored} differs when read back")
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
         formats = ", ".join(dict.fromkeys(map(self.choose_format, self.names)))
@@ -408,22 +415,22 @@ class GgufExport:
             f"{len(self.names)} tensors read back by transformers, in {formats}",
             *compare_outputs(
                 model,
-                logits_of(model),
-                logits_of(read),
-                by="the file's model",
-                tolerance=ROUNDED if is_rounded else TOLERANCE,
+                make_runner(model),
+                make_runner(exported),
+                program="the file's model",
+                tolerance=ROUNDED_TOLERANCE if is_rounded else TOLERANCE,
             ),
         ]
 
 
-def is_read_back(read: Tensor, tensor: Tensor, number_format: str) -> bool:
-    """Whether `read` equals `tensor` stored in a data type.
+def matches_stored(exported: Tensor, tensor: Tensor, number_format: str) -> bool:
+    """Whether `exported` equals `tensor` stored in a data type.
 
     In q8_0 no weight may differ by more than half its block's scale (the largest magnitude divided
     by 127), plus the rounding of the scale to fp16.
     """
     if number_format != "q8_0":
-        return torch.equal(read, tensor.to(DTYPES[number_format]).float())
-    error = (read - tensor).abs().reshape(-1, BLOCK)
+        return torch.equal(exported, tensor.to(DTYPES[number_format]).float())
+    error = (exported - tensor).abs().reshape(-1, BLOCK)
     scale = tensor.reshape(-1, BLOCK).abs().amax(1, keepdim=True) / 127
     return bool((error <= 0.5001 * scale + 127 * (2.0**-11 * scale + 2.0**-25)).all())

@@ -26,9 +26,9 @@ from pipeline.models.forward.forward import Backbone, reads_whole, score_head
 from pipeline.models.hf.load import load_causal_lm, load_classifier
 from pipeline.system.errors import ModelError, first_paragraph, is_out_of_memory
 
-GRAPH = "model.onnx"
+GRAPH_FILE = "model.onnx"
 
-EXTERNAL = 2**30
+MAX_INTERNAL_BYTES = 2**30
 """Bytes above which weights are stored next to the graph; the format's limit is 2 GiB."""
 
 INPUTS = ("input_ids", "attention_mask")
@@ -50,7 +50,7 @@ class ActorGraph(nn.Module):
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T V"]]:
         """Logits, which are undefined at tokens whose mask is 0."""
-        positions = positions_along(self.model, attention_mask)
+        positions = positions_from_mask(self.model, attention_mask)
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
         )
@@ -71,8 +71,8 @@ class ClassifierGraph(nn.Module):
         labels = int(model.config.num_labels or 1)
         self.has_values = isinstance(values, list) and len(values) == labels > 1
         # The score of a response in steps needs the outputs at the end of each step.
-        of_steps = getattr(model.config, "step_score", "last") != "last"
-        has_score = self.has_values or (labels == 1 and not of_steps)
+        is_stepwise = getattr(model.config, "step_score", "last") != "last"
+        has_score = self.has_values or (labels == 1 and not is_stepwise)
         self.outputs = ("logits", "score") if has_score else ("logits",)
         self.values = nn.Buffer(torch.tensor(values if self.has_values else [0.0]).float())
 
@@ -94,7 +94,7 @@ class ClassifierGraph(nn.Module):
         hidden = backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            **positions_along(self.model, attention_mask),
+            **positions_from_mask(self.model, attention_mask),
         )[0]
         logits = F.linear(hidden.float(), score_head(self.model).weight.float())
         indices = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -102,7 +102,7 @@ class ClassifierGraph(nn.Module):
         return logits.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
 
 
-def positions_along(
+def positions_from_mask(
     model: PreTrainedModel, attention_mask: Int[Tensor, "B T"]
 ) -> dict[str, Tensor]:
     """`position_ids` computed from the mask, for models that take them."""
@@ -137,16 +137,16 @@ class OnnxExport:
         ids = torch.ones(2, 8, dtype=torch.long)
         axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
         try:
-            with _quiet():
+            with _suppress_warnings():
                 torch.onnx.export(
                     self.graph,
                     (ids, torch.ones_like(ids)),
-                    directory / GRAPH,
+                    directory / GRAPH_FILE,
                     input_names=list(INPUTS),
                     output_names=list(self.graph.outputs),
                     dynamic_shapes=(axes, axes),
                     dynamo=True,
-                    external_data=size >= EXTERNAL,
+                    external_data=size >= MAX_INTERNAL_BYTES,
                     verbose=False,
                 )
         except (torch.onnx.OnnxExporterError, RuntimeError) as error:
@@ -165,19 +165,19 @@ class OnnxExport:
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(
-            directory / GRAPH, options, providers=["CPUExecutionProvider"]
+            directory / GRAPH_FILE, options, providers=["CPUExecutionProvider"]
         )
 
         def run(ids: Tensor, mask: Tensor) -> list[Tensor]:
             arrays = dict(zip(INPUTS, (ids.numpy(), mask.numpy()), strict=True))
-            return [torch.from_numpy(np.asarray(each)) for each in session.run(None, arrays)]
+            return [torch.from_numpy(np.asarray(output)) for output in session.run(None, arrays)]
 
         graph = self.graph
-        return compare_outputs(graph.model, graph, run, by="onnxruntime", names=graph.outputs)
+        return compare_outputs(graph.model, graph, run, program="onnxruntime", names=graph.outputs)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_warnings() -> Iterator[None]:
     """Suppress the exporter's developer warnings."""
     logging.disable(logging.WARNING)
     try:

@@ -37,8 +37,8 @@ class Source:
     @property
     def kind(self) -> str:
         """A short description of the kind of model."""
-        what = "classifier" if self.is_classifier else "language model"
-        return f"{self.settings['model_type']} {what}"
+        task = "classifier" if self.is_classifier else "language model"
+        return f"{self.settings['model_type']} {task}"
 
 
 def find_directory(path: str, method: str | None) -> Path:
@@ -97,7 +97,7 @@ def check_out(out: Path) -> None:
 
 
 @contextmanager
-def written_aside(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path) -> Iterator[Path]:
     """A temporary directory that is renamed to `out` when the block ends without an error.
 
     Until then it is `<out>.partial`; an error removes it, and the next call removes leftovers of a

@@ -16,13 +16,13 @@ from pipeline.system.errors import ModelError
 TOLERANCE = 1e-5
 """Maximum difference of an fp32 output, relative to the largest output of the batch, or to 1."""
 
-ROUNDED = 5e-2
+ROUNDED_TOLERANCE = 5e-2
 """The same for a model whose weights were rounded to 8 or 16 bits."""
 
 LENGTHS = ((5,), (12, 12), (1, 7, 4), (33, 2, 9, 13))
 """Sequence lengths of each batch, in tokens."""
 
-Run = Callable[[Tensor, Tensor], Sequence[Tensor]]
+Runner = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """Function of token ids (B, T) and their mask (B, T) that returns logits, then other outputs."""
 
 
@@ -30,18 +30,18 @@ class UnverifiedError(ModelError):
     """The written files differ from the model and were removed."""
 
 
-def logits_of(model: torch.nn.Module) -> Run:
-    """The logits of a `transformers` or peft model."""
+def make_runner(model: torch.nn.Module) -> Runner:
+    """Return a function that computes the logits of a `transformers` or peft model."""
     return lambda ids, mask: [model(input_ids=ids, attention_mask=mask).logits.float()]
 
 
 @torch.no_grad()
 def compare_outputs(
     model: PreTrainedModel,
-    expected: Run,
-    found: Run,
+    expected: Runner,
+    actual: Runner,
     *,
-    by: str,
+    program: str,
     names: Sequence[str] = ("logits",),
     tolerance: float = TOLERANCE,
 ) -> list[str]:
@@ -50,8 +50,8 @@ def compare_outputs(
     Args:
         model: the exported model; its directory has the tokenizer.
         expected: outputs of the model.
-        found: outputs of the export.
-        by: name of the program that computes `found`.
+        actual: outputs of the export.
+        program: name of the program that computes `actual`.
         names: names of the outputs.
         tolerance: relative to the largest output of a batch, or to 1 if that is larger.
 
@@ -62,22 +62,23 @@ def compare_outputs(
         UnverifiedError: an output differs by more than the tolerance.
     """
     per_token = hasattr(model, "generate") and model.get_output_embeddings() is not None
-    worst, count = 0.0, 0
+    max_error, count = 0.0, 0
     for ids, mask in batches(model):
-        kept = mask.bool() if per_token else slice(None)
-        for name, ours, theirs in zip(names, expected(ids, mask), found(ids, mask), strict=True):
-            scale = max(1.0, float(ours[kept].abs().max()))
-            error = float((ours[kept] - theirs[kept]).abs().max()) / scale
+        valid = mask.bool() if per_token else slice(None)
+        outputs = zip(names, expected(ids, mask), actual(ids, mask), strict=True)
+        for name, reference, exported in outputs:
+            scale = max(1.0, float(reference[valid].abs().max()))
+            error = float((reference[valid] - exported[valid]).abs().max()) / scale
             if not error <= tolerance:
                 raise UnverifiedError(
-                    f"not exported: {name} by {by} differ by {error:.1e} of {scale:.3g} from the"
-                    f" model's, more than {tolerance}"
+                    f"not exported: {name} by {program} differ by {error:.1e} of {scale:.3g} from"
+                    f" the model's, more than {tolerance}"
                 )
-            worst = max(worst, error)
+            max_error = max(max_error, error)
         count += 1
     return [
-        f"{' and '.join(names)} by {by} within {tolerance} of the model's on {count} padded batches"
-        f" (largest difference {worst:.1e})"
+        f"{' and '.join(names)} by {program} within {tolerance} of the model's on {count} padded"
+        f" batches (largest difference {max_error:.1e})"
     ]
 
 

@@ -15,7 +15,13 @@ from transformers import (
 )
 
 from pipeline.export.source import Source, copy_settings, read_source
-from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_of
+from pipeline.export.verify import (
+    ROUNDED_TOLERANCE,
+    TOLERANCE,
+    UnverifiedError,
+    compare_outputs,
+    make_runner,
+)
 from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.adapters.lora import without_advice
 from pipeline.models.hf.directory import ADAPTER, check_configuration
@@ -33,7 +39,7 @@ class MergedExport:
         self.title = "weights with the adapter merged"
         self.has_adapter = not (directory / "config.json").is_file() and _has_adapter(directory)
         self.base = _find_base(directory, base) if self.has_adapter else read_source(directory)
-        self.adapted = _with_adapter(_load(self.base), directory) if self.has_adapter else None
+        self.adapted = _apply_adapter(_load(self.base), directory) if self.has_adapter else None
 
     def write(self, directory: Path) -> None:
         """Write weights in the base's data type, settings and tokenizer."""
@@ -45,21 +51,21 @@ class MergedExport:
             files = {stored.file for stored in stored_tensors(base).values()}
             for file in (*files, *base.glob(INDEX)):
                 shutil.copyfile(file, directory / file.name)
-        for place in (base, *([self.source] if self.has_adapter else [])):
-            copy_settings(place, directory)
+        for source_directory in (base, *([self.source] if self.has_adapter else [])):
+            copy_settings(source_directory, directory)
 
     def verify(self, directory: Path) -> list[str]:
         """Compare the outputs of the written model with those of the base with its adapter."""
         is_rounded = self.has_adapter and _dtype(self.base) != torch.float32
-        model, written = _load(self.base), _load(read_source(directory))
+        model, exported = _load(self.base), _load(read_source(directory))
         if self.has_adapter:
-            model = _with_adapter(model, self.source)
+            model = _apply_adapter(model, self.source)
         return compare_outputs(
-            written,
-            logits_of(model),
-            logits_of(written),
-            by="the written model",
-            tolerance=ROUNDED if is_rounded else TOLERANCE,
+            exported,
+            make_runner(model),
+            make_runner(exported),
+            program="the written model",
+            tolerance=ROUNDED_TOLERANCE if is_rounded else TOLERANCE,
         )
 
 
@@ -69,18 +75,19 @@ class AdapterExport:
     title = "adapter without its base, in peft's form"
 
     def __init__(self, directory: Path, base: str | None) -> None:
-        places = [path for path in (directory, directory / ADAPTER_DIR) if _has_adapter(path)]
-        if not places:
+        candidates = (directory, directory / ADAPTER_DIR)
+        source = next((path for path in candidates if _has_adapter(path)), None)
+        if source is None:
             check_configuration(directory)
             raise ModelError(
                 f"{directory} contains a model without an adapter; export it with --to merged"
             )
-        self.source, self.base = places[0], base
+        self.source, self.base = source, base
 
     def write(self, directory: Path) -> None:
         """Copy the adapter, and the tokenizer and chat template of the model that contains it."""
-        for place in (self.source.parent, self.source):
-            copy_settings(place, directory)
+        for source_directory in (self.source.parent, self.source):
+            copy_settings(source_directory, directory)
         (directory / "config.json").unlink(missing_ok=True)
         for name in (ADAPTER, WEIGHTS):
             shutil.copyfile(self.source / name, directory / name)
@@ -98,13 +105,13 @@ class AdapterExport:
             base = _find_base(self.source, self.base)
         except ModelError:
             return verified
-        merged, model = _load(read_source(parent)), _with_adapter(_load(base), directory)
-        tolerance = TOLERANCE if _dtype(base) == torch.float32 else ROUNDED
+        merged, model = _load(read_source(parent)), _apply_adapter(_load(base), directory)
+        tolerance = TOLERANCE if _dtype(base) == torch.float32 else ROUNDED_TOLERANCE
         return verified + compare_outputs(
             merged,
-            logits_of(merged),
-            logits_of(model),
-            by="the base with the adapter",
+            make_runner(merged),
+            make_runner(model),
+            program="the base with the adapter",
             tolerance=tolerance,
         )
 
@@ -141,8 +148,8 @@ def _dtype(source: Source) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
-    """The model with its adapter.
+def _apply_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    """Load an adapter into the model.
 
     Raises:
         ModelError: the adapter can't be read, or is for another model.
@@ -156,13 +163,13 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
             model.config.get_text_config().tie_word_embeddings = False
         with without_advice():
             adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
-            known = get_peft_model_state_dict(adapted).keys()
+            loaded = get_peft_model_state_dict(adapted).keys()
     except Exception as error:  # noqa: BLE001  # peft and safetensors may raise anything
         raise ModelError(
             f"the adapter in {adapter} can't be applied to {name}: {first_paragraph(error)}; pass"
             " its base with --base"
         ) from None
-    if unused := tensors.keys() - known:
+    if unused := tensors.keys() - loaded:
         raise ModelError(
             f"{min(unused)} of {adapter} matches nothing in {name}; it is for another base: pass"
             " its base with --base"

@@ -279,9 +279,9 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     if furthest is not None:
         yield f"chat     {CHAT} --path {shlex.quote(str(model_directory(out, furthest)))}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
-            from pipeline.demo.task import to_try
+            from pipeline.demo.task import sample_prompts
 
-            yield from (f"try      {prompt}" for prompt in to_try())
+            yield from (f"try      {prompt}" for prompt in sample_prompts())
 
 
 def _numbers(values: Mapping[str, object]) -> str:

@@ -205,7 +205,7 @@ def _read_index(file: Path, stored: StoredFile) -> _Index:
             raise CheckpointError(f"{file} has {name!r}, which is not a fragment")
         key, start, stop, columns = label
         dtype = DTYPES[tensor.dtype]
-        fragment = StoredFragment(file, tensor.position, dtype, start, stop, columns)
+        fragment = StoredFragment(file, tensor.offset, dtype, start, stop, columns)
         index.setdefault(key, []).append(fragment)
     return index
 

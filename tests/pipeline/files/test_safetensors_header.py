@@ -45,7 +45,7 @@ def test_positions_shapes_and_types_are_those_of_the_stored_tensors(
     assert stored.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         entry = stored[name]
-        content = entry.file.read_bytes()[entry.position :][: tensor.nbytes]
+        content = entry.file.read_bytes()[entry.offset :][: tensor.nbytes]
         assert entry.shape == tuple(tensor.shape)
         assert DTYPES[entry.dtype] == tensor.dtype
         assert content == bytes(view_bytes(tensor.contiguous()))
