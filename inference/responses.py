@@ -22,7 +22,7 @@ from pipeline.data.examples import Message
 from pipeline.data.rows.columns import SkipRow, add_tools, read_turns
 from pipeline.data.rows.sources import Row, reject_surrogates
 from pipeline.models.forward.forward import context_length
-from pipeline.system.errors import DataError, first_paragraph
+from pipeline.system.errors import DataError, one_line
 from pipeline.system.logs import Progress
 
 
@@ -77,7 +77,7 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also huge numbers
-        raise DataError(f"{origin} is not valid JSON: {first_paragraph(error)}") from None
+        raise DataError(f"{origin} is not valid JSON: {one_line(error)}") from None
     reject_surrogates(row, origin)
     if not isinstance(row, Mapping) or ("prompt" in row) == ("messages" in row):
         raise DataError(f'{origin} must be an object with either "prompt" or "messages"')

@@ -39,6 +39,6 @@ def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
     parts = local_parts([len(row) for row in rows], config, config.model)
     return [
-        collate_or_empty([rows[row] for row in part], placeholder=rows[0]).to(local_device())
+        collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
         for part in parts
     ]

@@ -475,23 +475,18 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def _complete_guards(self) -> None:
         """Add the default guards to the given ones, and reject guards that could never trip."""
         object.__setattr__(self, "guards", with_defaults(self.guards, WARNING))
-        requirements = unmeasured(
+        missing = unmeasured(
             gold=self.gold is not None,
             critic=self.has_critic,
             reference=self.reference_role == "reference",
             groups=self.group_size > 1,
             sources=bool(self.rewards),
         )
-        check_guards(
-            self.guards,
-            WARNING,
-            section="ppo",
-            requirements=requirements,
-            interval=self.save_interval,
-        )
+        check_guards(self.guards, WARNING, section="ppo", missing=missing, saves=self.save_interval)
 
 
 def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
+    sharded_actor = _if_sharded(config.actor)
     models = (
         ModelUse(
             role="actor",
@@ -503,9 +498,7 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
         ),
         ModelUse(role="critic", settings=config.critic, scores=True, scoring_passes=1),
         *(
-            ModelUse(
-                role=role, settings=model, sharded_like=_if_sharded(config.actor), scoring_passes=1
-            )
+            ModelUse(role=role, settings=model, sharded_like=sharded_actor, scoring_passes=1)
             for role, model in (("reference", _reference(config)), ("teacher", config.teacher))
         ),
         ModelUse(

@@ -41,7 +41,7 @@ def raw_scores(
     scores = torch.zeros(len(rows), device=local_device())
     parts = own_micro_batches(config, rows)
     batches = [
-        collate_or_empty([rows[row] for row in part], placeholder=rows[0]).to(local_device())
+        collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
         for part in parts
     ]
     for part, found in zip(parts, models.reward.scores(batches), strict=True):

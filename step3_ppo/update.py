@@ -118,9 +118,7 @@ class PtxStream:
             process=group.rank,
         )
         batches = [
-            collate_or_empty([encoded[row] for row in part], placeholder=encoded[0]).to(
-                local_device()
-            )
+            collate_or_empty([encoded[row] for row in part], filler=encoded[0]).to(local_device())
             for part in parts
         ]
         return batches, max(1, sum(row.num_targets for row in encoded))

@@ -312,8 +312,8 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             self.guards,
             WARNING,
             section="preference",
-            requirements={} if self.eval_prompts else unanswered,
-            interval=self.save_interval,
+            missing={} if self.eval_prompts else unanswered,
+            saves=self.save_interval,
             unit="steps",
         )
         for guard in self.acting_guards[:1]:

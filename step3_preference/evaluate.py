@@ -194,7 +194,7 @@ class HeldOut(HeldOutPrompts):
         found = torch.zeros(len(rows), dtype=torch.float64)
         parts = local_micro_batches([len(row) for row in rows], max_tokens=most)
         batches = [
-            collate_or_empty([rows[row] for row in part], placeholder=rows[0]).to(local_device())
+            collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
             for part in parts
         ]
         outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)

@@ -47,13 +47,7 @@ def main(argv: Sequence[str]) -> None:
     reward = config.reward or (reward_of_run(config.run) if config.run else None)
     with closing(listen(config)) as listener:  # before the slow loading of models
         models, served_reward = load_models(config, paths, reward)
-        state = State(
-            config,
-            keys,
-            models,
-            reward=served_reward,
-            ratings=_open_ratings(config),
-        )
+        state = State(config, keys, models, reward=served_reward, ratings=_open_ratings(config))
         host, port = listener.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -61,9 +55,8 @@ def main(argv: Sequence[str]) -> None:
             print_notice("no API key is set: anyone who can reach this port can use the models")
         if state.ratings is not None:
             print_notice(f"ratings are saved to {state.ratings.path}")
-        print_output(
-            f"{url} : {'page and API' if config.page else 'API'} (OpenAI's clients: {url}/v1)"
-        )
+        content = "page and API" if config.page else "API"
+        print_output(f"{url} : {content} (OpenAI's clients: {url}/v1)")
         serve(state, listener)
 
 

@@ -308,9 +308,8 @@ def load_models(
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
-        weights, cache = format_bytes(
-            _num_bytes(model), slots * num_pages(context) * page_bytes(model)
-        )
+        cache_bytes = slots * num_pages(context) * page_bytes(model)
+        weights, cache = format_bytes(_num_bytes(model), cache_bytes)
         print_notice(
             f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
             f" {context:,} tokens ({cache} of keys and values)"

@@ -137,8 +137,8 @@ def suggest_fix(
     """The cheapest change with which a step fits; None if there is none."""
     options = [{"micro_batch_size": 1}, *list_savings(config, machine, origins or {})]
     on_device = [option for option in options if "cpu" not in option.values()]
-    adapters = for_trained_models(config, {"lora.rank": 16})
-    quantized = {**adapters, **for_trained_models(config, {"quantize": "nf4"})}
+    adapters = for_models(config, {"lora.rank": 16})
+    quantized = {**adapters, **for_models(config, {"quantize": "nf4"})}
     lists = (options, on_device, [*options, adapters], [*on_device, adapters, quantized])
     fixes = (merge_until_fit(config, machine, estimate, candidates) for candidates in lists)
     return next((fix for fix in fixes if fix is not None), None)
@@ -164,7 +164,7 @@ def choose_settings(
     local_batch = -(-config.batch_size // work.data_processes)
     largest = max(1, min(local_batch, MAX_EFFICIENT_TOKENS // work.length))
     fastest = {
-        **for_trained_models(config, {"zero_stage": 2 if machine.world > 1 else 0}),
+        **for_models(config, {"zero_stage": 2 if machine.world > 1 else 0}),
         "micro_batch_size": largest,
     }
     efficient = max(1, min(largest, MIN_EFFICIENT_TOKENS // work.length))
@@ -210,18 +210,18 @@ def list_savings(
     config: StepConfig, machine: Machine, origins: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Settings that save memory on this machine, the cheapest first."""
-    can_shard, stage_2 = machine.world > 1, for_trained_models(config, {"zero_stage": 2})
+    can_shard, stage_2 = machine.world > 1, for_models(config, {"zero_stage": 2})
     tp, pp = _parallel_sizes(config, machine, origins)
     options: list[tuple[bool, Settings]] = [
         (True, {"reuse_forward": False}),
-        (True, for_trained_models(config, CHECKPOINTING)),
+        (True, for_models(config, CHECKPOINTING)),
         (True, {"replica": "release"}),
         (can_shard, stage_2),
         (config.parallel.replicas > 1, {"parallel.replicas": 1}),
-        (machine.has_gpu, for_trained_models(config, OFFLOADED)),
-        (can_shard, for_trained_models(config, {"zero_stage": 3})),
+        (machine.has_gpu, for_models(config, OFFLOADED)),
+        (can_shard, for_models(config, {"zero_stage": 3})),
         *((size <= 8, {"inference_tp_size": size}) for size in tp),
-        (machine.has_gpu, for_trained_models(config, WEIGHTS_OFFLOADED)),
+        (machine.has_gpu, for_models(config, WEIGHTS_OFFLOADED)),
         (machine.has_gpu, {"offload_in_generation": True}),
         *((size > config.parallel.tp, {"parallel.tp": size}) for size in tp),
         *((size > config.parallel.pp, {"parallel.pp": size, **stage_2}) for size in pp),
@@ -306,7 +306,7 @@ def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
     return {use.role: use.settings for use in uses if isinstance(use.settings, TrainedModelConfig)}
 
 
-def for_trained_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
+def for_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
     """These settings for every trained model of the step."""
     return {
         f"{role}.{n}": value for role in trained_models(config) for n, value in settings.items()

@@ -298,8 +298,8 @@ def _make_phase(
     kind = "cuda" if machine.has_gpu else "cpu"
     transient = [item for item in items if item.kind in TRANSIENT and item.location == "device"]
     slack, min_slack = (
-        max(SLACK[kind] * _total_bytes(each), MIN_SLACK[kind])
-        for each in (transient, Phase(name, tuple(transient)).at_minimum().items)
+        max(SLACK[kind] * _total_bytes(memory), MIN_SLACK[kind])
+        for memory in (transient, Phase(name, tuple(transient)).at_minimum().items)
     )
     return Phase(name, (*items, Item("slack", slack, min_bytes=min_slack)))
 

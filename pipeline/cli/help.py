@@ -85,9 +85,8 @@ def _split_by_origin(
     specific = [s for s in settings if s.name.partition(".")[0] not in shared]
     # Settings of the most derived class precede those inherited within the package.
     names = {field.name for field in fields(config_class)}
-    declared = next(
-        here for base in config_class.__mro__ if (here := names & base.__annotations__.keys())
-    )
+    annotated = (names & base.__annotations__.keys() for base in config_class.__mro__)
+    declared = next(filter(None, annotated))
     specific.sort(key=lambda setting: setting.name.partition(".")[0] not in declared)
     return specific, [s for s in settings if s.name.partition(".")[0] in shared]
 

@@ -165,12 +165,8 @@ def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
     ]
     require(bool(roles), f"--zero-config {path}: the step trains no model; remove the option")
     file = parse_file(path)
-    model_settings = {
-        **_convert_precision(file),
-        **_convert_zero(file),
-        **_convert_optimizer(file),
-        **_convert_schedule(file),
-    }
+    converters = (_convert_precision, _convert_zero, _convert_optimizer, _convert_schedule)
+    model_settings = {key: value for convert in converters for key, value in convert(file).items()}
     settings: dict[str, Any] = {role: unflatten(model_settings) for role in roles}
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}

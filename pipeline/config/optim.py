@@ -103,8 +103,7 @@ class OptimConfig:
         )
         require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
         require(
-            self.weight_decay >= 0,
-            f"optim.weight_decay must not be below 0: {self.weight_decay}",
+            self.weight_decay >= 0, f"optim.weight_decay must not be below 0: {self.weight_decay}"
         )
         require(
             0 <= self.warmup_ratio < 1,

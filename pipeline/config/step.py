@@ -345,7 +345,7 @@ class StepConfig(ABC):
 
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
         """The models that the step loads, by the field that names them."""
-        models = {each.name: getattr(self, each.name) for each in fields(self)}
+        models = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             role: model
             for role, model in models.items()
@@ -400,9 +400,9 @@ class StepConfig(ABC):
     @property
     def is_deterministic(self) -> bool:
         """Whether a model of the step sums its gradients in a fixed order."""
-        values = [getattr(self, each.name) for each in fields(self)]
-        trained = [each for each in values if isinstance(each, TrainedModelConfig)]
-        return any(each.zero.reduction == "deterministic" for each in trained)
+        values = [getattr(self, item.name) for item in fields(self)]
+        trained = [value for value in values if isinstance(value, TrainedModelConfig)]
+        return any(model.zero.reduction == "deterministic" for model in trained)
 
     def workload_of_rows(self, model: TrainedModelConfig, world: int) -> Workload:
         """The work of a step in which one language model trains on rows of `max_length` tokens."""

@@ -157,12 +157,12 @@ def _prompt_length(row: Encoded) -> int:
     return row.trained.index(True) if row.num_targets else 0
 
 
-def collate_or_empty(rows: Sequence[Encoded], *, placeholder: Encoded) -> TokenBatch:
-    """Concatenate `rows`; if there are none, return `placeholder` without targets.
+def collate_or_empty(rows: Sequence[Encoded], *, filler: Encoded) -> TokenBatch:
+    """Concatenate `rows`; if there are none, return `filler` without targets.
 
     This lets a process without rows run the same passes as the others.
     """
-    return collate(rows) if rows else collate([Encoded.untrained(placeholder.input_ids)])
+    return collate(rows) if rows else collate([Encoded.untrained(filler.input_ids)])
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:

@@ -130,8 +130,8 @@ def _find_merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:
     """
     known = set(pieces) - set(SPECIAL_TOKENS)
     return [
-        (piece[:cut], piece[cut:])
+        (piece[:split], piece[split:])
         for piece in pieces
-        for cut in range(1, len(piece))
-        if piece in known and piece[:cut] in known and piece[cut:] in known
+        for split in range(1, len(piece))
+        if piece in known and piece[:split] in known and piece[split:] in known
     ]

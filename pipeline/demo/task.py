@@ -115,15 +115,15 @@ class Verdict:
 
 def verify(question: str, response: str) -> Verdict | None:
     """Return the verdict on `response`; None if `question` is neither held out nor hand-written."""
-    known = _correct_answers().get(question.strip())
-    return None if known is None else verdict(*known, response)
+    answer = _correct_answers().get(question.strip())
+    return None if answer is None else verdict(*answer, response)
 
 
 @cache
 def _correct_answers() -> dict[str, tuple[str, str]]:
-    """Kind and right sentence of every prompt that can be verified."""
-    known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
-    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in HAND_WRITTEN}
+    """Kind and correct sentence of every prompt that can be verified."""
+    answers = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
+    return answers | {prompt.text: (prompt.kind, prompt.answer) for prompt in HAND_WRITTEN}
 
 
 def verdict(kind: str, expected: str, response: str) -> Verdict:
@@ -308,9 +308,9 @@ def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
     return tuple(train), tuple(held_out)
 
 
-def _lookup_facts(kind: str, known: dict[str, str], sentence: str) -> Iterator[Fact]:
-    values = list(dict.fromkeys(known.values()))
-    for name, value in known.items():
+def _lookup_facts(kind: str, table: dict[str, str], sentence: str) -> Iterator[Fact]:
+    values = list(dict.fromkeys(table.values()))
+    for name, value in table.items():
         wrong = tuple(sentence.format(name, other) for other in values if other != value)
         yield Fact(kind, (name,), sentence.format(name, value), wrong)
 

@@ -39,13 +39,7 @@ from pipeline.export.gguf_vocabulary import (
     read_tokenizer,
 )
 from pipeline.export.source import Source
-from pipeline.export.verify import (
-    ROUNDED_TOLERANCE,
-    TOLERANCE,
-    UnverifiedError,
-    compare_outputs,
-    make_runner,
-)
+from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_fn
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.files.tensor_io import DTYPES as UNQUANTIZED
 from pipeline.models.hf.load import load_tokenizer
@@ -415,10 +409,10 @@ class GgufExport:
             f"{len(self.names)} tensors read back by transformers, in {formats}",
             *compare_outputs(
                 model,
-                make_runner(model),
-                make_runner(exported),
+                logits_fn(model),
+                logits_fn(exported),
                 program="the file's model",
-                tolerance=ROUNDED_TOLERANCE if is_rounded else TOLERANCE,
+                tolerance=ROUNDED if is_rounded else TOLERANCE,
             ),
         ]
 

@@ -24,7 +24,7 @@ from pipeline.export.source import Source, copy_settings
 from pipeline.export.verify import compare_outputs
 from pipeline.models.forward.forward import Backbone, reads_whole, score_head
 from pipeline.models.hf.load import load_causal_lm, load_classifier
-from pipeline.system.errors import ModelError, first_paragraph, is_out_of_memory
+from pipeline.system.errors import ModelError, is_out_of_memory, one_line
 
 GRAPH_FILE = "model.onnx"
 
@@ -153,7 +153,7 @@ class OnnxExport:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"{self.source} can't be traced to ONNX: {first_paragraph(error)}; use --to merged"
+                f"{self.source} can't be traced to ONNX: {one_line(error)}; use --to merged"
             ) from error
         copy_settings(self.source, directory)
 

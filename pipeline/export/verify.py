@@ -16,7 +16,7 @@ from pipeline.system.errors import ModelError
 TOLERANCE = 1e-5
 """Maximum difference of an fp32 output, relative to the largest output of the batch, or to 1."""
 
-ROUNDED_TOLERANCE = 5e-2
+ROUNDED = 5e-2
 """The same for a model whose weights were rounded to 8 or 16 bits."""
 
 LENGTHS = ((5,), (12, 12), (1, 7, 4), (33, 2, 9, 13))
@@ -30,7 +30,7 @@ class UnverifiedError(ModelError):
     """The written files differ from the model and were removed."""
 
 
-def make_runner(model: torch.nn.Module) -> Runner:
+def logits_fn(model: torch.nn.Module) -> Runner:
     """Return a function that computes the logits of a `transformers` or peft model."""
     return lambda ids, mask: [model(input_ids=ids, attention_mask=mask).logits.float()]
 

@@ -15,18 +15,12 @@ from transformers import (
 )
 
 from pipeline.export.source import Source, copy_settings, read_source
-from pipeline.export.verify import (
-    ROUNDED_TOLERANCE,
-    TOLERANCE,
-    UnverifiedError,
-    compare_outputs,
-    make_runner,
-)
+from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_fn
 from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.adapters.lora import without_advice
 from pipeline.models.hf.directory import ADAPTER, check_configuration
 from pipeline.models.hf.export import ADAPTER_DIR, unties
-from pipeline.system.errors import ModelError, first_paragraph
+from pipeline.system.errors import ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -62,10 +56,10 @@ class MergedExport:
             model = _apply_adapter(model, self.source)
         return compare_outputs(
             exported,
-            make_runner(model),
-            make_runner(exported),
+            logits_fn(model),
+            logits_fn(exported),
             program="the written model",
-            tolerance=ROUNDED_TOLERANCE if is_rounded else TOLERANCE,
+            tolerance=ROUNDED if is_rounded else TOLERANCE,
         )
 
 
@@ -106,11 +100,11 @@ class AdapterExport:
         except ModelError:
             return verified
         merged, model = _load(read_source(parent)), _apply_adapter(_load(base), directory)
-        tolerance = TOLERANCE if _dtype(base) == torch.float32 else ROUNDED_TOLERANCE
+        tolerance = TOLERANCE if _dtype(base) == torch.float32 else ROUNDED
         return verified + compare_outputs(
             merged,
-            make_runner(merged),
-            make_runner(model),
+            logits_fn(merged),
+            logits_fn(model),
             program="the base with the adapter",
             tolerance=tolerance,
         )
@@ -166,7 +160,7 @@ def _apply_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
             loaded = get_peft_model_state_dict(adapted).keys()
     except Exception as error:  # noqa: BLE001  # peft and safetensors may raise anything
         raise ModelError(
-            f"the adapter in {adapter} can't be applied to {name}: {first_paragraph(error)}; pass"
+            f"the adapter in {adapter} can't be applied to {name}: {one_line(error)}; pass"
             " its base with --base"
         ) from None
     if unused := tensors.keys() - loaded:

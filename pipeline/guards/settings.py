@@ -91,8 +91,8 @@ def check_guards(
     defaults: Sequence[Guard],
     *,
     section: str,
-    requirements: Mapping[str, str],
-    interval: SaveInterval | None,
+    missing: Mapping[str, str],
+    saves: SaveInterval | None,
     unit: str = "iterations",
 ) -> None:
     """Reject guards that can't work.
@@ -101,8 +101,8 @@ def check_guards(
         guards: the run's guards.
         defaults: guards that are ignored if their signal is not measured.
         section: section of the step's settings, for the message.
-        requirements: the requirement of each signal that this run does not measure.
-        interval: interval between checkpoints.
+        missing: the requirement of each signal that this run does not measure.
+        saves: interval between checkpoints.
         unit: name of the step's steps, in the plural.
 
     Raises:
@@ -111,12 +111,12 @@ def check_guards(
     for guard in guards:
         is_default = replace(guard, action="warn") in defaults
         require(
-            guard.signal not in requirements or is_default or guard.action == "none",
+            guard.signal not in missing or is_default or guard.action == "none",
             f"{section}.guards: {guard.signal} can't be measured without"
-            f" {requirements.get(guard.signal)}",
+            f" {missing.get(guard.signal)}",
         )
         require(
-            not guard.can_act or (interval is not None and interval.steps is not None),
+            not guard.can_act or (saves is not None and saves.steps is not None),
             f"{section}.guards: {guard.signal} with action {guard.action} needs checkpoints that"
             f" don't depend on time; set save_every to a number of {unit}, such as 5",
         )

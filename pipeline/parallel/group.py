@@ -163,9 +163,8 @@ class Group:
 
     def _describe_desync(self) -> str:
         """The first collective at which two processes differ. A collective itself."""
-        histories = self.gather_objects(
-            {entry.number: str(entry) for entry in list(POSITION.recent)}
-        )
+        recent = list(POSITION.recent)
+        histories = self.gather_objects({entry.number: str(entry) for entry in recent})
         local = histories[self.rank]
         for number in sorted(local):
             for other, remote in zip(self.ranks, histories, strict=True):

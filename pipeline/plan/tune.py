@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.budget.fit import (
     Settings,
     find_shortage,
-    for_trained_models,
+    for_models,
     replace_settings,
     trained_models,
 )
@@ -141,7 +141,7 @@ class _Tuning:
         if self._config.workload(self.plan.machine.world).shards > 1:
             options += [{"zero_stage": stage} for stage in range(4) if stage != model.zero_stage]
         for option in options:
-            settings = for_trained_models(self._config, option)
+            settings = for_models(self._config, option)
             if not self._given & settings.keys():
                 yield settings
 

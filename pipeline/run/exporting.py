@@ -24,7 +24,7 @@ from pipeline.models.hf.load import errors_only
 from pipeline.models.passes import Passes, evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ModelError, first_paragraph, is_out_of_memory
+from pipeline.system.errors import ModelError, is_out_of_memory, one_line
 from pipeline.system.memory import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _difference(
             theirs = _written_outputs(directory, batch, kind, trusted=trusted)
     except Exception as error:  # noqa: BLE001  # transformers may raise anything
         if not is_out_of_memory(error):  # else a trained step would be repeated for its check
-            return f"can't be loaded by transformers ({first_paragraph(error)})"
+            return f"can't be loaded by transformers ({one_line(error)})"
     if theirs is None:
         logger.info("%s is not compared with the trained model: memory is too small", directory)
         return ""

@@ -14,7 +14,7 @@ from pipeline.plan.inputs import is_local
 from pipeline.plan.output import RECORDS, recorded_start
 from pipeline.plan.plan import Plan
 from pipeline.report import results
-from pipeline.system.errors import EXIT_FAILED, first_paragraph
+from pipeline.system.errors import EXIT_FAILED, one_line
 
 
 def push_model(plan: Plan) -> None:
@@ -45,9 +45,7 @@ def push_model(plan: Plan) -> None:
         left_out = [name for name in RECORDS if any(fnmatch(file, name) for file in files)]
         words = ["hf", "upload", name, str(directory), ".", "--private"]
         command = shlex.join([*words, *(f"--exclude={name}" for name in left_out)])
-        print_error(
-            f"{directory} was not uploaded: {first_paragraph(error)}; to retry, run `{command}`"
-        )
+        print_error(f"{directory} was not uploaded: {one_line(error)}; to retry, run `{command}`")
         raise SystemExit(EXIT_FAILED) from None
     print_output(f"hub      {repository}")
 

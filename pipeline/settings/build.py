@@ -130,10 +130,10 @@ def merge(
             raise _unknown_setting(config_class, name, section=section, source="")
         value = _parse_arguments(get_type(config_class, name), arguments, f"--{section}{name}")
         head, _, key = name.rpartition(".")
-        given = {name: value}
+        settings = {name: value}
         if head and typing.get_origin(get_type(config_class, head)) is dict:
-            given = {head: {**_get_value(config_class, merged, head), key: value}}
-        apply(config_class, merged, unflatten(given), "", "")
+            settings = {head: {**_get_value(config_class, merged, head), key: value}}
+        apply(config_class, merged, unflatten(settings), "", "")
     return merged
 
 
@@ -328,7 +328,8 @@ def _add_file(
     """
     full_name = re.split(r"[^\w.]", message, maxsplit=1)[0]
     name = full_name.removeprefix(section)
-    if not name or any(given == name or given.startswith(f"{name}.") for given, _ in overrides):
+    overridden = (override for override, _ in overrides)
+    if not name or any(other == name or other.startswith(f"{name}.") for other in overridden):
         return message
     last = next((layer for layer in reversed(layers) if _contains(layer.settings, name)), None)
     if last is None or not last.is_file:

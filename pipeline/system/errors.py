@@ -85,7 +85,7 @@ MAX_REASON_LENGTH = 200
 """Maximum characters of a library's message within an error message."""
 
 
-def first_paragraph(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error's first paragraph in one line, with its type if it is a KeyError or has no text."""
     lines = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not lines:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.system.errors import ConfigError, UserError, first_paragraph, require
+from pipeline.system.errors import ConfigError, UserError, one_line, require
 
 HUB_URL = "https://huggingface.co"
 TIMEOUT_SECONDS = 10.0
@@ -93,7 +93,7 @@ def check_push(name: str, *, online: bool) -> None:
     try:
         user: Mapping[str, Any] = HfApi().whoami()
     except Exception as error:  # noqa: BLE001  # the client may raise anything
-        reason = first_paragraph(error)
+        reason = one_line(error)
         raise ConfigError(f"{option}: the token can't be checked: {reason}") from None
     token = user.get("auth", {}).get("accessToken", {"role": "write"})
     can_write = token["role"] == "write"

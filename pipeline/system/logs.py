@@ -92,7 +92,7 @@ class Progress:
             self._bar.stop()
 
     def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
-        """Text next to the step number: the metrics in SHOWN, speed, time left."""
+        """Text next to the step number: the metrics in `SHOWN_METRICS`, speed, time left."""
         parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN_METRICS if name in metrics]
         if metrics.get("tokens_per_second"):
             parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
@@ -102,12 +102,12 @@ class Progress:
         return "  ".join(parts)
 
 
-def log_progress(items: Sequence[ItemT], name: str, *, every: float = 30.0) -> Iterator[ItemT]:
-    """Yield `items`, and log the progress at most once in `every` seconds."""
+def log_progress(items: Sequence[ItemT], name: str, *, interval: float = 30.0) -> Iterator[ItemT]:
+    """Yield `items`, and log the progress at most once in `interval` seconds."""
     start = last = time.perf_counter()
     for done, item in enumerate(items):
         now = time.perf_counter()
-        if done and now - last >= every:
+        if done and now - last >= interval:
             last, left = now, (now - start) / done * (len(items) - done)
             logger.info("%s %d/%d  %s left", name, done, len(items), format_duration(left))
         yield item

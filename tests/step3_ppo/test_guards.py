@@ -66,14 +66,8 @@ def test_unhealthy_signal_is_reported_once_until_it_recovers(name: str) -> None:
     changes, message = UNHEALTHY[name]
     guards, bad = Guards(WARNING, RLSignals()), HEALTHY | changes
     window = WINDOWS.get(name, 3)
-    history = [
-        HEALTHY,
-        *[bad] * (window - 1),
-        HEALTHY,
-        *[bad] * (window + 1),
-        *[HEALTHY] * COOLDOWN,
-    ]
-    history += [bad] * window
+    history = [HEALTHY, *[bad] * (window - 1), HEALTHY, *[bad] * (window + 1)]
+    history += [*[HEALTHY] * COOLDOWN, *[bad] * window]
 
     by_step = [check(guards, step, metrics) for step, metrics in enumerate(history, start=1)]
 

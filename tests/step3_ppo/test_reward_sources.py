@@ -28,7 +28,7 @@ def length(episodes):
 def wanted(episodes):
     return [episode.extra["wanted"] for episode in episodes]
 
-def first_paragraph(episodes):
+def one_line(episodes):
     return [float(episode.response[:1].isalpha()) for episode in episodes]
 
 def raises(episodes):
@@ -105,7 +105,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 def test_reward_function_alone_needs_no_reward_model(toy: Path, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = group_config(
-        toy, make_source(file, "length"), gold=make_source(file, "first_paragraph"), output_dir=out
+        toy, make_source(file, "length"), gold=make_source(file, "one_line"), output_dir=out
     )
     config = replace(config, reward=replace(config.reward, path="nowhere"), max_steps=2)
 

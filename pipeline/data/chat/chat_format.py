@@ -64,16 +64,13 @@ DUPLICATE_END_TOKEN = "adds the end token of a turn itself, so the one in the ro
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
 
-_PARAMETERS = {"type": "object", "properties": {"six": {"type": "string", "description": "Six."}}}
-_PROBE_FUNCTION = {
-    "name": "probefive",
-    "description": "Five.",
-    "parameters": {**_PARAMETERS, "required": ["six"]},
-}
-_PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION}
-_CALLED_FUNCTION = {"name": "probefive", "arguments": {"six": "Seven."}}
+_ARGUMENTS = {"type": "object", "properties": {"six": {"type": "string", "description": "Six."}}}
+_SCHEMA = {**_ARGUMENTS, "required": ["six"]}
+_FUNCTION = {"name": "probefive", "description": "Five.", "parameters": _SCHEMA}
+_PROBE_TOOL = {"type": "function", "function": _FUNCTION}
+_CALL = {"name": "probefive", "arguments": {"six": "Seven."}}
 _PROBE_KEYS = json.dumps(
-    {"tool_calls": [{"id": "probefive", "type": "function", "function": _CALLED_FUNCTION}]}
+    {"tool_calls": [{"id": "probefive", "type": "function", "function": _CALL}]}
 )
 PROBE_CALL = (
     Message("user", "One?"),
@@ -216,12 +213,12 @@ class ChatFormat:
 
     @cached_property
     def _supports_tools(self) -> bool:
-        return _PROBE_FUNCTION["name"] in self._render(PROBE_PROMPT[:1], [_PROBE_TOOL], _TEXT_FORM)
+        return _FUNCTION["name"] in self._render(PROBE_PROMPT[:1], [_PROBE_TOOL], _TEXT_FORM)
 
     @cached_property
     def _call_form(self) -> "_CallForm":
         """How the template reads tool calls: the first form that it renders completely."""
-        wrong = ("None", str(_CALLED_FUNCTION["arguments"]))  # Python's syntax, not JSON
+        wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
         for fields in product((None, [_PROBE_TOOL]), (True, False), (False, True)):
             form = _CallForm(*fields)
             try:
@@ -229,7 +226,7 @@ class ChatFormat:
                 text = text.partition(PROBE_CALL[0].content)[2]  # without the tools
             except DataError:
                 continue
-            has_parts = all(part in text for part in (_CALLED_FUNCTION["name"], "Seven.", "Nine."))
+            has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
             if has_parts and not any(part in text for part in wrong):
                 return form
         raise DataError(f"{self.title} does not support tool calls{NO_TOOLS}")
@@ -331,12 +328,12 @@ class ChatFormat:
                 " '{\"enable_thinking\": true}', or remove the thinking"
             )
         is_open = bool(_OPENING_TAG.search(prompt))
-        kept = self._keeps_turn(message, rendered, origin)
+        is_kept = self._keeps_turn(message, rendered, origin)
         if has_blocks and not message.calls and _UNCLOSED_BLOCK.match(message.content):
-            kept = False  # the template would treat it as an answer
-        if extends_prompt and kept and _is_valid_block(text[len(prompt) :], is_open=is_open):
+            is_kept = False  # the template would treat it as an answer
+        if extends_prompt and is_kept and _is_valid_block(text[len(prompt) :], is_open=is_open):
             return self._cut_at_end_token(text[len(prompt) :], message)
-        if is_open and kept and rendered.lstrip().startswith(END_THINK):
+        if is_open and is_kept and rendered.lstrip().startswith(END_THINK):
             return self._cut_at_end_token(rendered, message)
         if not message.calls:
             return self._format_as_given(message, prompt) + self._end_of_turn
@@ -352,10 +349,10 @@ class ChatFormat:
         """Whether a rendered turn has the message's text, which it may omit with tool calls."""
         if any(call["function"]["name"] not in rendered for call in message.calls):
             raise DataError(f"{self.title} omits tool calls next to text{NO_TOOLS}")
-        kept = _has_message_text(message, rendered)
-        if not kept:
+        is_kept = _has_message_text(message, rendered)
+        if not is_kept:
             self._warn_once(origin, OMITS_TEXT_WITH_CALLS if message.calls else OMITS_TEXT)
-        return kept or bool(message.calls)
+        return is_kept or bool(message.calls)
 
     def _common_prefix(self, messages: Messages, prompt: str, text: str) -> str:
         """The text before the last turn that a prompt and the full dialogue share."""

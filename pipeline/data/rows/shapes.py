@@ -163,10 +163,6 @@ def _read_pair(row: Row, answer: str, question: str = "prompt") -> Example:
     return _make_example(prompt, read_response(row, answer, prompt))
 
 
-def _read_plain_text(row: Row) -> Example:
-    return Example((), (Message("assistant", read_text(row, "text")),))
-
-
 SCHEMA = 1
 UNDO = "undo"
 
@@ -271,7 +267,9 @@ SHAPES = (
     RowShape(("prompt", "completion"), partial(_read_pair, answer="completion")),
     RowShape(("question", "answer"), partial(_read_pair, answer="answer", question="question")),
     RowShape(("prompt",), lambda row: _make_example(read_prompt(row), ())),
-    RowShape(("text",), _read_plain_text, ()),
+    RowShape(
+        ("text",), lambda row: Example((), (Message("assistant", read_text(row, "text")),)), ()
+    ),
 )
 
 

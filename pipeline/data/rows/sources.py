@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.files.safetensors_header import reject_lfs_pointer
-from pipeline.system.errors import DataError, first_paragraph
+from pipeline.system.errors import DataError, one_line
 from pipeline.system.hub import require_reachable
 
 CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -211,9 +211,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         columns = parquet.read_table(path).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path} is not a readable parquet file: {first_paragraph(error)}"
-        ) from error
+        raise DataError(f"{path} is not a readable parquet file: {one_line(error)}") from error
     return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
 
 
@@ -225,12 +223,10 @@ def _read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} can't be read: {first_paragraph(error)}; copy or download it again"
+            f"{path} can't be read: {one_line(error)}; copy or download it again"
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: {first_paragraph(error)}; save it as UTF-8"
-        ) from error
+        raise DataError(f"{path} is not UTF-8 text: {one_line(error)}; save it as UTF-8") from error
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -293,7 +289,7 @@ def _parse_value(path: Path, text: str, position: int, line: int) -> tuple[Any, 
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
         line = error.lineno if text[position] == "[" else line
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-        reason = first_paragraph(error).partition(";")[0]
+        reason = one_line(error).partition(";")[0]
     raise DataError(f"{path} line {line} is not valid JSON ({reason}); fix or remove the line")
 
 
@@ -325,7 +321,7 @@ def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
     except Exception as error:
         raise DataError(
             f"data path {name} is neither a file or directory here nor a readable data set of the"
-            f" Hub ({first_paragraph(error)}); check the name and the connection, or use a local"
+            f" Hub ({one_line(error)}); check the name and the connection, or use a local"
             " file"
         ) from error
 

@@ -402,8 +402,8 @@ def _load_user_rows(
     mixed = selector.mix(paths)
     train = [row for rows in mixed for row in rows]
     if config.eval_path:
-        given = read(config.eval_path, optional=True)
-        held_out = [row for path in given for row in path.eval or path.train]
+        eval_paths = read(config.eval_path, optional=True)
+        held_out = [row for path in eval_paths for row in path.eval or path.train]
     else:
         held_out = [row for path in paths for row in path.eval]
         uncut = [rows for path, rows in zip(paths, mixed, strict=True) if not path.eval]

@@ -53,8 +53,8 @@ class TokenRow:
 
     def without(self, is_held_out: Callable[[TokenFile, int], bool]) -> "TokenRow":
         """The row without spans of held-out documents."""
-        kept = [span for span in self.spans if not is_held_out(self.file, span.document)]
-        return TokenRow(self.file, tuple(kept), self.bos)
+        spans = (span for span in self.spans if not is_held_out(self.file, span.document))
+        return TokenRow(self.file, tuple(spans), self.bos)
 
     def sequences(self) -> Iterator[NDArray[Any]]:
         """Tokens of each span."""
@@ -164,5 +164,5 @@ class MixedStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of another stream of the same files, weights and seed."""
-        for file, taken in zip(self._files, state["taken"], strict=True):
-            file.position = taken
+        for file, position in zip(self._files, state["taken"], strict=True):
+            file.position = position

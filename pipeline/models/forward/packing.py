@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pipeline.data.batches import TokenBatch
 from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, LostLayoutError, Ragged
 from pipeline.models.forward.forward import Backbone, ragged_inputs
-from pipeline.system.errors import first_paragraph
+from pipeline.system.errors import one_line
 
 HEADS = 4
 HEAD_SIZE = 8
@@ -304,7 +304,7 @@ def _tried(family: Family, reason: str | None) -> Run:
     except LostLayoutError as error:
         reason = f"{error}, so tokens would attend to other sequences"
     except Exception as error:  # noqa: BLE001  # its code may raise anything; padding may still work
-        reason = reason or f"a small copy of it can't be tried ({first_paragraph(error)})"
+        reason = reason or f"a small copy of it can't be tried ({one_line(error)})"
     else:
         if difference > TOLERANCE:
             reason = (

@@ -37,7 +37,7 @@ from pipeline.models.hf.directory import (
 )
 from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ModelError, UserError, first_paragraph, is_out_of_memory
+from pipeline.system.errors import ModelError, UserError, is_out_of_memory, one_line
 from pipeline.system.hub import cached_file, require_reachable
 from pipeline.system.installation import TRAIN
 
@@ -405,8 +405,6 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         if local_directory(path) is None:
             raise ModelError(
                 f"no such model: {path} is neither a local model directory nor a reachable Hub"
-                f" model ({first_paragraph(error)})"
+                f" model ({one_line(error)})"
             ) from error
-        raise ModelError(
-            f"the {what} of {path} can't be loaded: {first_paragraph(error)}"
-        ) from error
+        raise ModelError(f"the {what} of {path} can't be loaded: {one_line(error)}") from error

@@ -57,7 +57,7 @@ from pipeline.parallel.tensor import (
     split_tokens,
     sum_over_group,
 )
-from pipeline.system.errors import ModelError, first_paragraph
+from pipeline.system.errors import ModelError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def mismatch(
         if not _close(output.detach(), expected.detach()):
             reason = "the sharded output differs"
     except Exception as error:  # noqa: BLE001  # its code may raise anything
-        reason = f"their code failed ({first_paragraph(error)})"
+        reason = f"their code failed ({one_line(error)})"
     reasons = [each for each in group.gather_objects(reason) if each]
     return reasons[0] if reasons else None
 

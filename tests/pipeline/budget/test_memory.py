@@ -11,7 +11,7 @@ from pipeline.budget.fit import (
     CHECKPOINTING,
     OFFLOADED,
     find_shortage,
-    for_trained_models,
+    for_models,
     replace_settings,
 )
 from pipeline.budget.machine import GIB, Machine, parse_machine
@@ -153,7 +153,7 @@ def test_models_that_fit_deepspeed_chat_fit_here(machine: str) -> None:
     )
     stage = 3 if parsed.world > 1 else 0
     settings = {"zero_stage": stage, **CHECKPOINTING, **OFFLOADED}
-    config = replace_settings(config, for_trained_models(config, settings))
+    config = replace_settings(config, for_models(config, settings))
 
     assert find_shortage(step_memory(config, machine=parsed), parsed) is None
     tiny = replace(parsed, gpu_bytes=4 * GIB)
