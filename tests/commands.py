@@ -1,6 +1,6 @@
-"""Commands as a user types them, in processes that a server forks after it has imported everything.
+"""Commands as a user types them, in processes forked from a server with all imports done.
 
-Importing takes five processor seconds, most of what a short command takes.
+Importing takes five CPU seconds, most of the time of a short command.
 """
 
 import os
@@ -19,12 +19,12 @@ from tests.sources import ROOT
 def run_command(
     *argv: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None, stdin: str = ""
 ) -> CompletedProcess[str]:
-    """`python ARGV...`, which begins with a file or with -m MODULE, and what it printed."""
-    (done,) = run_together([argv], cwd=cwd, env=env, stdin=stdin)
-    return done
+    """Run `python ARGV...`, where ARGV starts with a file or with -m MODULE."""
+    (result,) = run_concurrently([argv], cwd=cwd, env=env, stdin=stdin)
+    return result
 
 
-def run_together(
+def run_concurrently(
     commands: Sequence[Sequence[str]],
     *,
     cwd: Path,
@@ -32,7 +32,7 @@ def run_together(
     stdin: str = "",
     as_job: bool = False,
 ) -> list[CompletedProcess[str]]:
-    """Commands that run side by side, with the variables of torchrun if they are ranks of a job."""
+    """Run commands concurrently, with torchrun's variables if they are ranks of a job."""
     env = dict(os.environ if env is None else env)
     if as_job:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -43,17 +43,17 @@ def run_together(
         for rank, argv in enumerate(commands):
             streams = [Path(directory) / f"{name}.{rank}" for name in ("stdin", "out", "err")]
             streams[0].write_text(stdin)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if as_job else {}
-            process = PROCESSES.Process(target=_run, args=(argv, cwd, env | own, streams))
+            rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if as_job else {}
+            process = PROCESSES.Process(target=_run, args=(argv, cwd, env | rank_env, streams))
             process.start()
             started.append((argv, process, streams))
-        done = []
+        results = []
         for argv, process, (_, out, err) in started:
             process.join()
-            done.append(
+            results.append(
                 CompletedProcess(argv, process.exitcode or 0, out.read_text(), err.read_text())
             )
-        return done
+        return results
 
 
 def _run(argv: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Sequence[Path]) -> None:

@@ -14,16 +14,16 @@ from jaxtyping import install_import_hook
 from tests.shapes import check_shapes
 from tests.sources import PACKAGES, ROOT
 
-# The models of the tests are so small that threads would only wait for one another.
+# The models of the tests are too small for several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts the suite in the background has it ignore Ctrl-C, and every process that a
-# test starts and interrupts would inherit that.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, which the processes
+# that a test starts and interrupts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def annotated_modules() -> list[str]:
-    """Modules that say the shapes of their tensors."""
+    """Modules with annotated tensor shapes."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     return [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -38,7 +38,7 @@ install_import_hook(annotated_modules(), "beartype.beartype")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import everything without the garbage collector, which would search it again and again."""
+    """Import everything without the garbage collector, which would scan it repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -48,17 +48,17 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the files of long tests first, so that no worker idles while another ends one."""
+    """Start the files of long tests first, so that no worker idles at the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         jobs = Counter(item.path for item in items if item.get_closest_marker("jobs"))
         items.sort(key=lambda item: -jobs[item.path])
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the models of step 3."""
     from tests.step3_ppo.toy import save_models
 
-    directory = tmp_path_factory.mktemp("start")
+    directory = tmp_path_factory.mktemp("models")
     save_models(directory)
     return directory

@@ -1,4 +1,4 @@
-"""Real gloo processes on one machine."""
+"""Gloo processes on one machine."""
 
 import multiprocessing
 import os
@@ -23,25 +23,25 @@ _TIMEOUT_SECONDS = 120
 
 
 def rank() -> int:
-    """Of this process in the job."""
+    """The rank of this process."""
     return current_mesh().world.rank
 
 
 def world_size() -> int:
-    """Processes of the job."""
+    """The number of processes."""
     return current_mesh().world.size
 
 
 def run_ranks(
     body: Callable[..., Any], *args: object, world_size: int = 2, may_die: tuple[int, ...] = ()
 ) -> list[Any]:
-    """Call `body(*args)` on every rank of a gloo group; what each returned, in rank order.
+    """Call `body(*args)` on every rank of a gloo group; return the results by rank.
 
-    `body` is a function of a module, so that the processes can import it; tensors it returns come
-    back by value. A rank that `may_die` returns None where it did.
+    `body` must be importable by the processes. The tensors that it returns are copied. A rank that
+    dies returns None if it is in `may_die`.
 
     Raises:
-        AssertionError: on a rank it raised, with that rank's traceback, or did not come back.
+        AssertionError: if a rank raised, with its traceback, or died.
     """
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
@@ -57,7 +57,7 @@ def run_ranks(
             sender.close()
         try:
             return [
-                _result(rank, receiver, may_die=rank in may_die)
+                _receive_result(rank, receiver, may_die=rank in may_die)
                 for rank, (receiver, _) in enumerate(pipes)
             ]
         finally:
@@ -69,7 +69,7 @@ def run_ranks(
                 process.close()
 
 
-def _result(rank: int, receiver: Connection, *, may_die: bool) -> Any:
+def _receive_result(rank: int, receiver: Connection, *, may_die: bool) -> Any:
     assert receiver.poll(_TIMEOUT_SECONDS), f"rank {rank} gave no answer"
     try:
         result, error = pickle.loads(receiver.recv_bytes())  # noqa: S301  # from our own child
@@ -89,7 +89,7 @@ def _run(
     rendezvous: str,
     sender: Connection,
 ) -> None:
-    # Gloo takes tensors of the host alone: on a machine with a GPU these ranks see none.
+    # Gloo supports only CPU tensors, so that these ranks must not see a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -99,11 +99,11 @@ def _run(
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
     )
-    dist.barrier()  # a rank that ends before another has connected would fail that one
+    dist.barrier()  # a rank that ends before another connects makes it fail
     try:
         answer = (body(*args), None)
-    except BaseException:  # noqa: BLE001  # whatever it was, the test shall show it
+    except BaseException:  # noqa: BLE001  # the test reports any error
         answer = (None, traceback.format_exc())
-    # Plain pickle, not the pipe's own: that shares tensors by handles which end with this process.
+    # Plain pickle, since the pipe's shares tensors by handles that are invalid after this process.
     sender.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()

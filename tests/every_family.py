@@ -1,8 +1,8 @@
-"""Tiny settings of every causal language model that `transformers` has, made by code.
+"""Tiny configurations of every causal language model in `transformers`.
 
-A family's own defaults with few layers and small sizes; where defaults alone make no model, the
-settings below say what is missing. `CAN_NOT` says which families are no language models that a step
-could load.
+They are a family's defaults with few layers and small sizes. The settings below complete defaults
+that don't describe a working model. `UNSUPPORTED` lists the families that a step can't load, and
+why.
 """
 
 import copy
@@ -18,14 +18,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pipeline.models.forward.packing import how_to_run, small_copy, small_settings
 
-ALL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+ALL_FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 LISTED = (5, 23)
-"""The `transformers` that docs/models.md lists, which `requirements.lock` has."""
+"""The version of `transformers` in docs/models.md and `requirements.lock`."""
 
 LAYERS = 4
-_OF_THE_CLASS = {"model_type", "transformers_version", "architectures"}
-NAMES_OF_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_CLASS_FIELDS = {"model_type", "transformers_version", "architectures"}
+LAYER_COUNT_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _DELTA = {
@@ -99,46 +99,46 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlm-roberta-xl": _DECODER,
     "xmod": {**_DECODER, "default_language": "en_XX"},
 }
-"""Settings that a family's defaults omit, or set as no generative model has them."""
+"""Settings that a family's defaults omit or set to values that no generative model has."""
 
 
 _FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
-AFTER: dict[str, dict[str, Any]] = {
+SIZE_CHANGES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         "head_dim": 16,
         "per_layer_config": {layer: {"kv_lora_rank": 8, **_FEW_HEADS} for layer in (2, 3)},
     },
     "xlnet": {"d_head": 8},
 }
-"""Of small settings, what must fit the others for a model to be read again from its files."""
+"""Settings that must fit the reduced sizes, so that a saved model can be loaded."""
 
 _NOT_CAUSAL = "its outputs depend on later tokens, so it is refused"
-_HELPS = "it is a draft model, which reads another model's hidden states"
-_NO_SMALL_ONE = "its defaults can't be reduced to a small model for the test"
-_NOT_ALONE = "`AutoModelForCausalLM` can't build it from its configuration"
+_DRAFT_MODEL = "it is a draft model, which reads another model's hidden states"
+_NOT_REDUCIBLE = "its defaults can't be reduced to a small model for the test"
+_NOT_BUILDABLE = "`AutoModelForCausalLM` can't build it from its configuration"
 
-CAN_NOT: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "cpmant": _NOT_CAUSAL,
     "prophetnet": _NOT_CAUSAL,
     "xlnet": _NOT_CAUSAL,
-    "gemma4_assistant": _HELPS,
-    "gemma4_unified_assistant": _HELPS,
-    "emu3": _NOT_ALONE,
-    "mllama": _NOT_ALONE,
-    "musicgen": _NOT_ALONE,
-    "musicgen_melody": _NOT_ALONE,
+    "gemma4_assistant": _DRAFT_MODEL,
+    "gemma4_unified_assistant": _DRAFT_MODEL,
+    "emu3": _NOT_BUILDABLE,
+    "mllama": _NOT_BUILDABLE,
+    "musicgen": _NOT_BUILDABLE,
+    "musicgen_melody": _NOT_BUILDABLE,
     "blt": "it reads bytes, grouped in patches",
-    "bailing_hybrid": _NO_SMALL_ONE,
-    "kimi_linear": _NO_SMALL_ONE,
-    "xlm": _NO_SMALL_ONE,
-    "xlstm": _NO_SMALL_ONE,
-    "qwen4_exp": _NO_SMALL_ONE,
-    "qwen4_exp_text": _NO_SMALL_ONE,
-    "zamba": _NO_SMALL_ONE,
-    "zamba2": _NO_SMALL_ONE,
+    "bailing_hybrid": _NOT_REDUCIBLE,
+    "kimi_linear": _NOT_REDUCIBLE,
+    "xlm": _NOT_REDUCIBLE,
+    "xlstm": _NOT_REDUCIBLE,
+    "qwen4_exp": _NOT_REDUCIBLE,
+    "qwen4_exp_text": _NOT_REDUCIBLE,
+    "zamba": _NOT_REDUCIBLE,
+    "zamba2": _NOT_REDUCIBLE,
     "reformer": "its position embeddings require a fixed sequence length",
 }
-"""Families that are no causal language models to load, or that the tests can't make, and why."""
+"""Families that can't be loaded as causal language models, or built by the tests, and why."""
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
@@ -147,23 +147,23 @@ PACKED, PADDED, NOT_LOADED = "Packed", "Padded", "Not loaded, or not tried"
 
 
 def tiny_settings(family: str) -> PreTrainedConfig:
-    """Defaults with four layers and small sizes; of a family with images, its language part."""
+    """Defaults with four layers and small sizes; the language model of multimodal families."""
     defaults = AutoConfig.for_model(family)
     text = defaults.get_text_config(decoder=True)
     if any(value is text for value in vars(defaults).values()):
         defaults = text
     changes: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    own = CHANGES.get(family, {}) | CHANGES.get(str(defaults.model_type), {})
-    if "num_decoder_layers" not in own:
-        for name in NAMES_OF_LAYERS:
+    family_changes = CHANGES.get(family, {}) | CHANGES.get(str(defaults.model_type), {})
+    if "num_decoder_layers" not in family_changes:
+        for name in LAYER_COUNT_NAMES:
             if isinstance(getattr(defaults, name, None), int):
                 changes[name] = min(LAYERS, getattr(defaults, name))
-    small = small_settings(type(defaults)(**changes | own))
-    more = AFTER.get(small.model_type)
-    if more is None:
+    small = small_settings(type(defaults)(**changes | family_changes))
+    size_changes = SIZE_CHANGES.get(small.model_type)
+    if size_changes is None:
         return small
-    given = small.to_dict() | more
-    return type(small)(**{name: given[name] for name in given if name not in _OF_THE_CLASS})
+    values = small.to_dict() | size_changes
+    return type(small)(**{name: values[name] for name in values if name not in _CLASS_FIELDS})
 
 
 def tiny_model(family: str) -> PreTrainedModel:
@@ -174,10 +174,10 @@ def tiny_model(family: str) -> PreTrainedModel:
     return small_copy(type(model), settings)
 
 
-def place(family: str) -> tuple[str, str]:
-    """The heading in docs/models.md under which the family belongs, and the reason there."""
-    if family in CAN_NOT:
-        return NOT_LOADED, CAN_NOT[family]
+def classify(family: str) -> tuple[str, str]:
+    """The family's heading and reason in docs/models.md."""
+    if family in UNSUPPORTED:
+        return NOT_LOADED, UNSUPPORTED[family]
     run = how_to_run(tiny_model(family))
     if not run.causal:
         return NOT_LOADED, _NOT_CAUSAL
@@ -187,10 +187,10 @@ def place(family: str) -> tuple[str, str]:
     return PADDED, re.sub(r" of a small copy differ by \S+ nats", " differ", reason)
 
 
-def documented() -> dict[str, tuple[str, str]]:
-    """Heading and reason by family, as docs/models.md has them."""
+def read_documented() -> dict[str, tuple[str, str]]:
+    """Heading and reason by family in docs/models.md."""
     block = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    found: dict[str, tuple[str, str]] = {}
+    families: dict[str, tuple[str, str]] = {}
     heading = reason = ""
     for paragraph in re.split(r"\n\s*\n|\n(?=- )", block):
         text = " ".join(paragraph.split())
@@ -199,18 +199,18 @@ def documented() -> dict[str, tuple[str, str]]:
             continue
         if text.startswith("- "):
             reason, _, text = text.removeprefix("- ").partition(": ")
-        found |= dict.fromkeys(re.findall(r"`([\w.-]+)`", text), (heading, reason))
-    return found
+        families |= dict.fromkeys(re.findall(r"`([\w.-]+)`", text), (heading, reason))
+    return families
 
 
-def rendered(places: dict[str, tuple[str, str]]) -> str:
+def render(families: dict[str, tuple[str, str]]) -> str:
     """The block of docs/models.md."""
     lines = [BEGIN]
     for heading in (PACKED, PADDED, NOT_LOADED):
         lines += ["", f"### {heading}", ""]
-        reasons = sorted({reason for kind, reason in places.values() if kind == heading})
+        reasons = sorted({reason for kind, reason in families.values() if kind == heading})
         for reason in reasons:
-            names = [f"`{name}`" for name, at in places.items() if at == (heading, reason)]
+            names = [f"`{name}`" for name, entry in families.items() if entry == (heading, reason)]
             text = ", ".join(names)
             lines += textwrap.wrap(
                 f"- {reason}: {text}" if reason else text,
@@ -226,5 +226,5 @@ if __name__ == "__main__":  # python -m tests.every_family writes the list into 
     logging.disable()
     before = DOCS.read_text(encoding="utf-8")
     head, _, rest = before.partition(BEGIN)
-    block = rendered({family: place(family) for family in ALL})
+    block = render({family: classify(family) for family in ALL_FAMILIES})
     DOCS.write_text(head + block + rest.partition(END)[2], encoding="utf-8")

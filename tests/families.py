@@ -1,7 +1,7 @@
-"""Tiny random models of the families users bring, as `transformers` builds them.
+"""Tiny random models of the supported families, built by `transformers`.
 
-Freshly initialized models are nearly uniform: a mask that leaks moves their log-probabilities by
-less than rounding. Here weights are large, so that every token a model sees matters.
+Outputs of freshly initialized models are nearly uniform: a wrong mask changes log-probabilities by
+less than rounding. Here weights are large, so that every visible token matters.
 """
 
 from pathlib import Path
@@ -22,11 +22,11 @@ from pipeline.data.examples import Encoded
 from pipeline.models.hf.export import export
 from pipeline.models.hf.load import load_classifier, load_tokenizer
 
-TRANSFORMERS = tuple(int(each) for each in transformers.__version__.split(".")[:2])
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 VOCAB = 101
 WINDOW = 4
-"""Mistral's sliding window here: shorter than most sequences of the tests."""
+"""Mistral's sliding window, shorter than most sequences of the tests."""
 
 _LLAMA: dict[str, Any] = {
     "hidden_size": 32,
@@ -78,7 +78,7 @@ PADDED_FAMILIES: dict[str, dict[str, Any]] = {
 
 FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
 
-PECULIAR: dict[str, dict[str, Any]] = {
+UNPACKED: dict[str, dict[str, Any]] = {
     "lfm2": {**_GROUPED, "layer_types": ["conv", "full_attention"]},
     "gpt_oss": {
         **_GROUPED,
@@ -96,58 +96,58 @@ PECULIAR: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 48,
     },
 }
-"""Model types that plug into attention like the ragged ones and yet must be padded: convolutions,
-attention sinks, attention in chunks."""
+"""Model types with the attention interface of ragged ones that must be padded: convolutions,
+attention sinks, chunked attention."""
 
 
 SCALED: dict[str, dict[str, Any]] = {
     "cohere": {**_GROUPED, "logit_scale": 0.25},
     "granite": {**_GROUPED, "logits_scaling": 8.0},
 }
-"""Model types whose logits are more than the product with their output layer; so are gemma2's."""
+"""Model types that change the logits after the output layer, as gemma2 does too."""
 
 POPULAR: dict[str, dict[str, Any]] = {
     "qwen2": _GROUPED,
     "phi3": _GROUPED,
     "gemma3_text": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
 }
-"""More model types, for tests that cover less than all of `FAMILIES`."""
+"""More model types, for tests of a few families."""
 
 
-def looks_ahead(model: PreTrainedModel) -> bool:
+def depends_on_later_tokens(model: PreTrainedModel) -> bool:
     """Return whether the output for a token depends on a later token.
 
-    In some versions of `transformers` the code of a family that is trained to generate does.
+    In some versions of `transformers` it does, even for generative families.
     """
     ids = torch.randint(4, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     ids[1] = ids[0]
     ids[1, -2] ^= 1
     with torch.no_grad():
-        one, other = model(input_ids=ids).logits[:, :-2]
-    return (one - other).abs().max().item() > 1e-3
+        first, second = model(input_ids=ids).logits[:, :-2]
+    return (first - second).abs().max().item() > 1e-3
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
+    """Two layers and 101 tokens; padding is the end of sequence, as in GPT-2."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     return AutoConfig.for_model(
-        family, **{**{**FAMILIES, **PECULIAR, **SCALED, **POPULAR}[family], **special, **changes}
+        family, **{**{**FAMILIES, **UNPACKED, **SCALED, **POPULAR}[family], **special, **changes}
     )
 
 
 def tiny_causal_lm(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A plain language model with large random fp32 weights."""
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=torch.float32)
-    return _drawn(model, seed)
+    return _fill(model, seed)
 
 
 def tiny_classifier(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A plain classifier with one label and large random fp32 weights."""
     config = tiny_config(family, num_labels=1, **changes)
-    return _drawn(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
+    return _fill(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
 
 
-def _drawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def _fill(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -158,13 +158,13 @@ def _drawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 def recompute_activations(model: PreTrainedModel, *, reentrant: bool = False) -> None:
     """Recompute blocks in the backward pass, as transformers does."""
-    # Its name before transformers 5.23 was gradient_checkpointing_enable.
+    # Before transformers 5.23 its name was gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
 
 
-def saved(model: PreTrainedModel, directory: Path) -> str:
-    """Directory of the saved model."""
+def save_to(model: PreTrainedModel, directory: Path) -> str:
+    """Save a model and return the directory."""
     model.save_pretrained(directory)
     return str(directory)
 
@@ -177,7 +177,7 @@ def export_reward(start: Path, directory: Path) -> None:
 
 
 def random_rows(lengths: tuple[int, ...], *, seed: int = 0, prompt: int = 1) -> list[Encoded]:
-    """Sequences of random tokens whose tokens after the first `prompt` are trained."""
+    """Sequences of random tokens; those after the first `prompt` tokens are trained."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Encoded(

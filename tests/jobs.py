@@ -1,4 +1,4 @@
-"""Jobs of several processes as a launcher starts them: exit codes and stderr."""
+"""Multi-process jobs as a launcher starts them, with their exit codes and stderr."""
 
 import os
 import sys
@@ -17,12 +17,12 @@ from pipeline.system.logs import configure_logging
 from pipeline.watchdog.process import watch_processes
 from tests.distributed import PROCESSES
 
-_PATIENCE = 60
+_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a job ended."""
+    """The outcome of a job."""
 
     codes: list[int | None]
     """Exit codes by rank; -n where signal n ended the process."""
@@ -31,7 +31,7 @@ class Job:
     """Standard error of all processes."""
 
     seconds: float
-    """Until the last process had ended."""
+    """Seconds until the last process ended."""
 
 
 def run_job(
@@ -43,7 +43,7 @@ def run_job(
 ) -> Job:
     """Call `body(*args)` on every rank under `process_group`.
 
-    The store outlives the ranks as that of torchrun's `agent`, or else rank 0 holds it.
+    The store outlives the ranks, like that of a torchrun `agent`; else rank 0 owns it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -53,7 +53,7 @@ def run_job(
         "TORCHELASTIC_USE_AGENT_STORE": str(agent),
     }
     if not agent:
-        del store  # whose port is free again
+        del store  # frees the port
     with tempfile.TemporaryDirectory() as directory:
         errors = Path(directory) / "errors"
         errors.touch()
@@ -70,7 +70,7 @@ def run_job(
             process.start()
         try:
             for process in ranks:
-                process.join(timeout=max(0.0, start + _PATIENCE - time.monotonic()))
+                process.join(timeout=max(0.0, start + _TIMEOUT - time.monotonic()))
             seconds = time.monotonic() - start
             codes = [process.exitcode for process in ranks]
         finally:

@@ -1,4 +1,4 @@
-"""Memory of tensors."""
+"""Memory of live tensors."""
 
 import gc
 import time
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all tensors on the CPU that live in this process.
+    """Bytes of the storages of all live CPU tensors of this process.
 
-    The smallest of several measurements: gloo's threads hold a tensor shortly past its collective.
+    The smallest of several measurements, since gloo's threads release tensors with a delay.
     """
-    return min(_measured() for _ in range(5))
+    return min(_measure() for _ in range(5))
 
 
-def _measured() -> int:
+def _measure() -> int:
     time.sleep(0.05)
     gc.collect()
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

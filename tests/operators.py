@@ -1,4 +1,4 @@
-"""The operators that PyTorch runs."""
+"""Recording of PyTorch operators."""
 
 from collections import Counter
 from typing import Any
@@ -8,14 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Operators(TorchDispatchMode):
-    """Records the names of operators that take or return `numel` elements or more; no views."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records operators, except views, with at least `numel` elements of inputs and outputs."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
         self.numel, self.names = numel, list[str]()
         self.num_bytes = Counter[str]()
-        """Bytes of what they take and return, by name."""
+        """Bytes of inputs and outputs by operator name."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

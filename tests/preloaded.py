@@ -1,4 +1,4 @@
-"""What every rank needs, imported and used once in the process that all are forked from."""
+"""Imports and caches of every rank, loaded once in the process from which all are forked."""
 
 import gc
 from importlib import import_module
@@ -16,14 +16,14 @@ def _load() -> None:
     from tests.families import tiny_causal_lm
 
     for step in (1, 2, 3):
-        load_examples(DataConfig(), step=step, seed=StepConfig.seed)  # it draws them
+        load_examples(DataConfig(), step=step, seed=StepConfig.seed)  # generates and caches them
     logging.disable_progress_bar()
-    with TemporaryDirectory() as directory:  # transformers compiles hundreds of patterns at first
+    with TemporaryDirectory() as directory:  # transformers compiles hundreds of patterns
         tiny_causal_lm("llama").save_pretrained(directory)
         AutoModelForCausalLM.from_pretrained(directory)
 
 
-gc.disable()  # it would search what is imported again and again
+gc.disable()  # it would scan the imported modules repeatedly
 _load()
-gc.freeze()  # and copy those pages in every rank
+gc.freeze()  # else it would copy their pages in every rank
 gc.enable()

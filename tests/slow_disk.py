@@ -1,4 +1,4 @@
-"""A disk that takes its time to write."""
+"""A slow disk."""
 
 import os
 import time
@@ -8,11 +8,11 @@ import pytest
 
 
 def slow_down_writes(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
-    """Every positional write of this process begins that much later."""
+    """Delay every `pwritev` of this process."""
     write = os.pwritev
 
-    def slow(file: int, parts: Sequence[memoryview], position: int) -> int:
+    def slow(file: int, buffers: Sequence[memoryview], position: int) -> int:
         time.sleep(seconds)
-        return write(file, parts, position)
+        return write(file, buffers, position)
 
     monkeypatch.setattr(os, "pwritev", slow)

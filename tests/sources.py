@@ -1,4 +1,4 @@
-"""The packages of the project, found rather than listed: a new one is held to every rule."""
+"""The packages of the project, found in the file system so that tests cover new ones."""
 
 from pathlib import Path
 

@@ -24,8 +24,8 @@ def with_lr(model: TrainedModelConfig, lr: float) -> TrainedModelConfig:
     return replace(model, optim=replace(model.optim, lr=lr, warmup_steps=0))
 
 
-def diverging_config(step: str, start: Path, out: Path, **changes: Any) -> StepConfig:
-    config = replace(CONFIGS[step](start), output_dir=out, save_every=None, **changes)
+def diverging_config(step: str, models: Path, out: Path, **changes: Any) -> StepConfig:
+    config = replace(CONFIGS[step](models), output_dir=out, save_every=None, **changes)
     if step == "ppo":
         return replace(config, actor=with_lr(config.actor, 1e10), ema_decay=None, ptx_coef=0.0)
     return replace(config, model=with_lr(config.model, 1e10))
@@ -40,9 +40,9 @@ EVALUATED = {"sft": "held-out perplexity", "reward": "held-out rows", "ppo": "he
 @pytest.mark.parametrize("eval_every", [None, 1])
 @pytest.mark.parametrize("step", list(CONFIGS))
 def test_divergence_reports_step_and_cause_and_exports_best_weights(
-    step: str, eval_every: int | None, start: Path, tmp_path: Path
+    step: str, eval_every: int | None, models: Path, tmp_path: Path
 ) -> None:
-    config = diverging_config(step, start, tmp_path / "out", max_steps=30, eval_every=eval_every)
+    config = diverging_config(step, models, tmp_path / "out", max_steps=30, eval_every=eval_every)
 
     with pytest.raises(DivergedError) as error:
         train_step(config)
@@ -59,15 +59,15 @@ def test_divergence_reports_step_and_cause_and_exports_best_weights(
     assert record["sentence"] == message
     if step in EXPORTED:
         assert message.endswith("the best evaluated weights, after step 0, are exported")
-        initial = AutoModelForCausalLM.from_pretrained(start / "actor").state_dict()
+        initial = AutoModelForCausalLM.from_pretrained(models / "actor").state_dict()
         best = AutoModelForCausalLM.from_pretrained(config.output_dir / EXPORTED[step])
         assert all(torch.equal(best.state_dict()[name], param) for name, param in initial.items())
 
 
 @pytest.mark.jobs
-def test_all_ranks_stop_with_one_error(start: Path, tmp_path: Path) -> None:
+def test_all_ranks_stop_with_one_error(models: Path, tmp_path: Path) -> None:
     # Without evaluations, twenty steps in a row without a finite gradient end the run.
-    config = diverging_config("sft", start, tmp_path / "out", max_steps=40, eval_every=0)
+    config = diverging_config("sft", models, tmp_path / "out", max_steps=40, eval_every=0)
 
     job = run_job(train_step, config)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.system.errors import CheckpointError, ConfigError
 from rlhf_pipeline import Engine
-from tests.commands import ROOT, run_together
+from tests.commands import ROOT, run_concurrently
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -36,7 +36,7 @@ def program_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_finetune(program_dir: Path, out: str, *, stage: int, steps: int) -> str:
     """Standard output of the program on two processes."""
     command = ("finetune.py", "model", "texts.txt", out, str(stage), str(steps))
-    first, second = run_together([command] * 2, cwd=program_dir, as_job=True)
+    first, second = run_concurrently([command] * 2, cwd=program_dir, as_job=True)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     return first.stdout + second.stdout
 

@@ -52,24 +52,24 @@ def model_config(path: Path, moments: Any = "fp32", **changes: Any) -> TrainedMo
     return TrainedModelConfig(path=str(path), optim=optim, fp16=scaling, **changes)
 
 
-def sft(start: Path, **changes: Any) -> SFTConfig:
-    model = model_config(start / "actor", **changes)
-    return SFTConfig(output_dir=start, model=model, eval_every=1, **COMMON)
+def sft(models: Path, **changes: Any) -> SFTConfig:
+    model = model_config(models / "actor", **changes)
+    return SFTConfig(output_dir=models, model=model, eval_every=1, **COMMON)
 
 
-def reward(start: Path, **changes: Any) -> RewardConfig:
+def reward(models: Path, **changes: Any) -> RewardConfig:
     return RewardConfig(
-        output_dir=start, eval_every=1, model=model_config(start / "actor", **changes), **COMMON
+        output_dir=models, eval_every=1, model=model_config(models / "actor", **changes), **COMMON
     )
 
 
-def ppo(start: Path, **changes: Any) -> PPOConfig:
+def ppo(models: Path, **changes: Any) -> PPOConfig:
     return PPOConfig(
-        output_dir=start,
+        output_dir=models,
         eval_every=1,
-        actor=model_config(start / "actor", **changes),
-        critic=model_config(start / "reward", **changes),
-        reward=FrozenModelConfig(path=str(start / "reward")),
+        actor=model_config(models / "actor", **changes),
+        critic=model_config(models / "reward", **changes),
+        reward=FrozenModelConfig(path=str(models / "reward")),
         base=FrozenModelConfig(path=None),
         rollout_size=8,
         max_prompt_length=40,
@@ -163,14 +163,14 @@ CASES += [
 
 @pytest.mark.parametrize(("step", "variant"), CASES)
 def test_interrupted_run_resumes_bitwise(
-    step: str, variant: str, start: Path, tmp_path: Path
+    step: str, variant: str, models: Path, tmp_path: Path
 ) -> None:
     changes = VARIANTS[variant]
     if step == "ppo" and "lora" in changes:
         # Dropout would change the ratio.
         changes = {**changes, "lora": replace(changes["lora"], dropout=0.0)}
     keeps_best = variant != "stage 3, bf16"
-    config = replace(CONFIGS[step](start, **changes), keep_best=keeps_best)
+    config = replace(CONFIGS[step](models, **changes), keep_best=keeps_best)
     full_run, resumed = tmp_path / "whole", tmp_path / "again"
     run_ranks(train_step, replace(config, output_dir=full_run))
     copy_interrupted(full_run, resumed)

@@ -31,24 +31,24 @@ def model_config(path: Path, **changes: Any) -> TrainedModelConfig:
     return TrainedModelConfig(**settings)
 
 
-def sft(start: Path, out: Path, **changes: Any) -> None:
-    train_sft(SFTConfig(output_dir=out, model=model_config(start / "actor", **changes), **SHORT))
+def sft(models: Path, out: Path, **changes: Any) -> None:
+    train_sft(SFTConfig(output_dir=out, model=model_config(models / "actor", **changes), **SHORT))
 
 
-def reward(start: Path, out: Path, **changes: Any) -> None:
+def reward(models: Path, out: Path, **changes: Any) -> None:
     train_reward(
-        RewardConfig(output_dir=out, model=model_config(start / "actor", **changes), **SHORT)
+        RewardConfig(output_dir=out, model=model_config(models / "actor", **changes), **SHORT)
     )
 
 
-def ppo(start: Path, out: Path, **changes: Any) -> None:
+def ppo(models: Path, out: Path, **changes: Any) -> None:
     generation = {name: changes.pop(name) for name in GENERATION if name in changes}
     train_ppo(
         PPOConfig(
             output_dir=out,
-            actor=model_config(start / "actor", **changes),
-            critic=model_config(start / "reward", **changes),
-            reward=FrozenModelConfig(path=str(start / "reward"), precision="bf16"),
+            actor=model_config(models / "actor", **changes),
+            critic=model_config(models / "reward", **changes),
+            reward=FrozenModelConfig(path=str(models / "reward"), precision="bf16"),
             base=FrozenModelConfig(path=None),
             rollout_size=8,
             max_prompt_length=40,
@@ -64,9 +64,9 @@ GENERATION = ("inference_tp_size", "replica", "offload_in_generation")
 STEPS = {"sft": sft, "reward": reward, "ppo": ppo}
 
 
-def run_step(step: str, start: str, out: str, changes: dict[str, Any], copies: int = 1) -> None:
+def run_step(step: str, models: str, out: str, changes: dict[str, Any], copies: int = 1) -> None:
     with split_mesh(replicas=copies, timeout_seconds=60.0):
-        STEPS[step](Path(start), Path(out), **changes)
+        STEPS[step](Path(models), Path(out), **changes)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
@@ -109,13 +109,13 @@ LORA = LoraConfig(rank=2)
     ],
 )
 def test_final_weights_are_equal_at_every_zero_stage(
-    step: str, lora: LoraConfig | None, num_variants: int, start: Path, tmp_path: Path
+    step: str, lora: LoraConfig | None, num_variants: int, models: Path, tmp_path: Path
 ) -> None:
     hashes: dict[str, dict[str, str]] = {}
 
     for name, changes in list(VARIANTS.items())[:num_variants]:
         out = tmp_path / name
-        run_ranks(run_step, step, str(start), str(out), {**changes, "lora": lora})
+        run_ranks(run_step, step, str(models), str(out), {**changes, "lora": lora})
         hashes[name] = hash_weights(out)
 
     assert len(set(map(str, hashes.values()))) == 1, hashes
@@ -124,13 +124,13 @@ def test_final_weights_are_equal_at_every_zero_stage(
 @pytest.mark.grid
 @pytest.mark.parametrize("step", STEPS)
 def test_final_weights_are_equal_with_sharded_copies(
-    step: str, start: Path, tmp_path: Path
+    step: str, models: Path, tmp_path: Path
 ) -> None:
     hashes: dict[int, dict[str, str]] = {}
 
     for copies in (1, 2):
         out = tmp_path / str(copies)
-        run_ranks(run_step, step, str(start), str(out), {"zero_stage": 3}, copies, world_size=4)
+        run_ranks(run_step, step, str(models), str(out), {"zero_stage": 3}, copies, world_size=4)
         hashes[copies] = hash_weights(out)
         result = json.loads((out / "result.json").read_text())
         mesh = {"processes": 4, "stages": 1, "tensor": 1, "replicas": copies, "shards": 4 // copies}
@@ -140,7 +140,7 @@ def test_final_weights_are_equal_with_sharded_copies(
 
 
 @pytest.mark.jobs
-def test_step3_rollouts_match_with_tensor_parallel_generation(start: Path, tmp_path: Path) -> None:
+def test_step3_rollouts_match_with_tensor_parallel_generation(models: Path, tmp_path: Path) -> None:
     variants: dict[str, dict[str, Any]] = {
         "one rank": {"inference_tp_size": 1},
         "tensor-parallel": {"inference_tp_size": 2, "offload_in_generation": True},
@@ -149,7 +149,7 @@ def test_step3_rollouts_match_with_tensor_parallel_generation(start: Path, tmp_p
 
     for name, changes in variants.items():
         run_ranks(
-            run_step, "ppo", str(start), str(tmp_path / name), {"precision": "fp32", **changes}
+            run_step, "ppo", str(models), str(tmp_path / name), {"precision": "fp32", **changes}
         )
         rollouts[name] = [line for line in read_metrics(tmp_path / name) if "weights_hash" in line]
 

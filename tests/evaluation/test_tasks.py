@@ -15,12 +15,12 @@ from pipeline.demo.task import held_out_questions
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """Rows 0 to 9 with GSM8K's schema; the answer is twice the row's number."""
-    found = [
+    contents = [
         {"question": f"{n} and {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
         for n in range(10)
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    path.write_text("".join(json.dumps(row) + "\n" for row in contents))
     return path
 
 

@@ -311,11 +311,11 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
     other rows at once, which rounds differently.
     """
     assert read_metrics(out) == read_metrics(reference)
-    ours, theirs = read_checkpoint(out, step), read_checkpoint(reference, step)
+    tensors, expected_tensors = read_checkpoint(out, step), read_checkpoint(reference, step)
     files, expected = read_exported(out), read_exported(reference)
     assert {Path(name).name for name in files} >= {"model.safetensors", "config.json"}
     if elastic:
-        ours, theirs = map(_without_generators, (ours, theirs))
+        tensors, expected_tensors = map(_without_generators, (tensors, expected_tensors))
         assert parse_config(files.pop("config.json")) == parse_config(expected.pop("config.json"))
         figures, expected_figures = (
             _flatten(json.loads(run.pop("lab.json", b"{}"))) for run in (files, expected)
@@ -324,7 +324,7 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
         for name, value in expected_figures.items():
             expected_value = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
             assert figures[name] == expected_value, name
-    assert_same_tensors(ours, theirs)
+    assert_same_tensors(tensors, expected_tensors)
     assert files.keys() == expected.keys()
     different = [name for name, content in files.items() if content != expected[name]]
     assert not different, f"these differ: {different}"

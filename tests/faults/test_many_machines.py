@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import Command
-from tests.machines import Machines, can_be_made
+from tests.machines import Machines, are_supported
 from tests.test_resume import read_exported
 
 PYTHON = (sys.executable,)
 
 needs_machines = pytest.mark.skipif(
-    not can_be_made(), reason="needs root on Linux, to make network namespaces"
+    not are_supported(), reason="needs root on Linux, to make network namespaces"
 )
 
 SMALL = """

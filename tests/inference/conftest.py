@@ -9,7 +9,7 @@ from inference.conversation import Conversation
 from inference.settings import Sampling
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.models.hf.load import load_for_inference
-from tests.families import saved, tiny_causal_lm
+from tests.families import save_to, tiny_causal_lm
 
 
 @pytest.fixture(scope="session")
@@ -33,4 +33,4 @@ def make_conversation(
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tiny_causal_lm("llama"), tmp_path_factory.mktemp("llama"))
+    return save_to(tiny_causal_lm("llama"), tmp_path_factory.mktemp("llama"))

@@ -15,7 +15,7 @@ from pipeline.models.forward.forward import Policy
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import run_ranks
-from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm
+from tests.families import FAMILIES, UNPACKED, random_rows, save_to, tiny_causal_lm
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
@@ -27,7 +27,7 @@ TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
-    path = saved(tiny_causal_lm(family, **changes), directory)
+    path = save_to(tiny_causal_lm(family, **changes), directory)
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
@@ -42,9 +42,9 @@ def transformers_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    # PECULIAR ones not in bf16, where a tie in expert routing changes all later tokens.
+    # UNPACKED ones not in bf16, where a tie in expert routing changes all later tokens.
     [
-        *((family, "fp32") for family in [*FAMILIES, *PECULIAR]),
+        *((family, "fp32") for family in [*FAMILIES, *UNPACKED]),
         *((family, "bf16") for family in FAMILIES),
     ],
 )
@@ -52,7 +52,7 @@ def test_greedy_responses_match_transformers(
     family: str, precision: Precision, tmp_path: Path
 ) -> None:
     plain = tiny_causal_lm(family).to(getattr(torch, TORCH_NAMES[precision]))
-    config = FrozenModelConfig(path=saved(plain, tmp_path), precision=precision)
+    config = FrozenModelConfig(path=save_to(plain, tmp_path), precision=precision)
     model = load_causal_lm(config, device=torch.device("cpu"))
 
     responses = generate(
@@ -157,7 +157,7 @@ def sample_own_shard(directory: Path) -> dict[int, list[int]]:
 
 @pytest.mark.jobs
 def test_two_processes_sample_the_same_as_one(tmp_path: Path) -> None:
-    saved(tiny_causal_lm("llama"), tmp_path)
+    save_to(tiny_causal_lm("llama"), tmp_path)
 
     first, second = run_ranks(sample_own_shard, tmp_path)
 

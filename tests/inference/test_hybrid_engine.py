@@ -12,7 +12,7 @@ from pipeline.models.forward.forward import base_model
 from tests.distributed import rank, run_ranks
 from tests.inference.actors import IDS, LORA, OFFLOADED, Actor
 from tests.memory import live_bytes
-from tests.operators import Operators
+from tests.operators import OperatorRecorder
 
 
 def compare_logits(path: str) -> list[tuple[str, Tensor, Tensor]]:
@@ -64,11 +64,11 @@ def test_replica_merges_adapters_like_export(llama: str) -> None:
 def test_weights_are_copied_only_after_update_or_release(llama: str, resident: bool) -> None:
     actor = Actor(llama, zero_stage=3, resident=resident)
     with actor.hybrid.generating() as replica, torch.no_grad():
-        with Operators(numel=1) as operators, actor.hybrid.generating():
+        with OperatorRecorder(numel=1) as operators, actor.hybrid.generating():
             pass
         assert operators.names == []
         assert torch.equal(replica(input_ids=IDS).logits, actor.logits())
-    with Operators(numel=1) as operators, actor.hybrid.generating():
+    with OperatorRecorder(numel=1) as operators, actor.hybrid.generating():
         pass
     assert (operators.names == []) == resident
     actor.train_after_sync()

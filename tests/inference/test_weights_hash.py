@@ -10,7 +10,7 @@ from pipeline.demo.model import build_tokenizer
 from pipeline.models.hf.export import export
 from pipeline.models.hf.load import load_causal_lm
 from tests.distributed import run_ranks
-from tests.families import saved, tiny_causal_lm
+from tests.families import save_to, tiny_causal_lm
 from tests.inference.actors import CPU, LORA, Actor
 
 
@@ -31,7 +31,7 @@ def hash_updates(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -
 def test_hash_follows_updates_and_does_not_depend_on_sharding(
     lora: LoraConfig | None, tmp_path: Path
 ) -> None:
-    path = saved(tiny_causal_lm("llama").bfloat16(), tmp_path)
+    path = save_to(tiny_causal_lm("llama").bfloat16(), tmp_path)
     untrained = weights_hash(
         load_causal_lm(TrainedModelConfig(path=path, precision="bf16"), device=CPU)
     )

@@ -147,7 +147,7 @@ def test_row_order_and_losses_match_on_any_number_of_processes(
         for n, config in configs.items()
     }
 
-    assert all(order == orders[1][0] for each in orders.values() for order in each)
+    assert all(order == orders[1][0] for by_rank in orders.values() for order in by_rank)
     for name in ("loss", "grad_norm", "eval_perplexity"):
         first, *others = (read_metric(config, name) for config in configs.values())
         assert all(other == pytest.approx(first, rel=1e-4) for other in others), name

@@ -73,13 +73,13 @@ def test_step1_plan_uses_the_model_of_step0_if_it_runs_or_has_run(
     corpus = ("--pretrain.data.path", str(texts))
 
     both = plan_run(tmp_path / "both", "--step", "0", "1", *options, *corpus)
-    alone = plan_run(tmp_path / "alone", "--step", "1", *options)
+    without_step0 = plan_run(tmp_path / "alone", "--step", "1", *options)
 
     directory = tmp_path / "both" / "step0_pretrain"
     assert get_path(both, "step0_pretrain") == "some/model"
     assert get_path(both, "step1_sft") == str(directory)
-    assert get_path(alone, "step1_sft") == "some/model"
-    assert "step0_pretrain" not in alone.configs
+    assert get_path(without_step0, "step1_sft") == "some/model"
+    assert "step0_pretrain" not in without_step0.configs
     directory.mkdir(parents=True)
     write_config(both.configs["step0_pretrain"], directory / "config.yaml")
     for name in ("result.json", "config.json"):
@@ -90,17 +90,17 @@ def test_step1_plan_uses_the_model_of_step0_if_it_runs_or_has_run(
 
 def test_plan_rejects_invalid_step0_settings(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    alone = ("--step", "0", "--data-path", str(texts))
+    step0 = ("--step", "0", "--data-path", str(texts))
     for options, message in (
         (["--step", "0"], "pretrain.data.path has no corpus; pass token files"),
         (["--step", "0", "--data-path", str(tmp_path)], "is a directory; list its files"),
         (["--step", "0", "--data-path", "c.tokens"], "pretrain.data.path c.tokens: no such"),
         (["--step", "0", "--data-path", f"{texts}.jsonl"], "is not a token file"),
         (["--step", "1", "--pretrain.seed", "1"], "--pretrain.seed is a setting of step 0, which"),
-        ([*alone, "--pretrain.data.format", "plain"], "there is no setting pretrain.data.format"),
-        ([*alone, "--pretrain.warm_start", str(tmp_path)], "pretrain.warm_start .* no checkpoints"),
+        ([*step0, "--pretrain.data.format", "plain"], "there is no setting pretrain.data.format"),
+        ([*step0, "--pretrain.warm_start", str(tmp_path)], "pretrain.warm_start .* no checkpoints"),
     ):
         with pytest.raises(UserError, match=message):
             plan_run(out, *options)
-    main(["--output-dir", str(out), *alone, "--dry-run"], STAGES)
+    main(["--output-dir", str(out), *step0, "--dry-run"], STAGES)
     assert not out.exists()

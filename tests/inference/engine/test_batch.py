@@ -18,14 +18,14 @@ from inference.generation import pages_within
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ConfigError, DataError
-from tests.families import random_rows, saved, tiny_causal_lm
+from tests.families import random_rows, save_to, tiny_causal_lm
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
 WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
 
 
 def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
-    path = saved(tiny_causal_lm(family, **changes), directory)
+    path = save_to(tiny_causal_lm(family, **changes), directory)
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 

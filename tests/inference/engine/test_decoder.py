@@ -23,7 +23,7 @@ from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels.choice import SWITCH
 from pipeline.models.hf.load import load_causal_lm
-from tests.families import RAGGED_FAMILIES, random_rows, saved, tiny_causal_lm
+from tests.families import RAGGED_FAMILIES, random_rows, save_to, tiny_causal_lm
 from tests.inference.closeness import assert_close
 from tests.mixtures import MIXTURES, tiny_mixture
 
@@ -33,7 +33,7 @@ Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 
 
 def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
-    path = saved(tiny_causal_lm(family, **changes), directory)
+    path = save_to(tiny_causal_lm(family, **changes), directory)
     return load_causal_lm(FrozenModelConfig(path=path), device=CPU)
 
 
@@ -88,7 +88,7 @@ def test_traces_and_graphs_match_the_modules(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_traces_of_mixtures_of_experts_match_the_modules(family: str, tmp_path: Path) -> None:
-    path = saved(tiny_mixture(family), tmp_path)
+    path = save_to(tiny_mixture(family), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
 
     actual, _ = generate_responses(model)
@@ -219,7 +219,7 @@ def test_gpu_responses_match_the_modules(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    path = saved(tiny_causal_lm("llama", **sizes), tmp_path)
+    path = save_to(tiny_causal_lm("llama", **sizes), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cuda", 0))
 
     actual, passes = generate_responses(model)

@@ -11,7 +11,7 @@ from inference.engine import cache
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
-from tests.families import saved, tiny_causal_lm
+from tests.families import save_to, tiny_causal_lm
 
 
 @pytest.mark.jobs
@@ -19,7 +19,7 @@ from tests.families import saved, tiny_causal_lm
 def test_keys_and_values_are_freed_after_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(tiny_causal_lm("llama"), tmp_path)
+    path = save_to(tiny_causal_lm("llama"), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
     references: list[weakref.ref[Tensor]] = []
     new_zeros = cache.new_zeros

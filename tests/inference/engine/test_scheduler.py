@@ -17,7 +17,7 @@ from inference.engine.slots import Scheduler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
-from tests.families import random_rows, saved, tiny_causal_lm
+from tests.families import random_rows, save_to, tiny_causal_lm
 
 CAPACITY = 448
 WARM = Sampler(temperature=1.0, seed=3)
@@ -26,7 +26,7 @@ TEXTS = [tuple(row.input_ids) for row in random_rows((40, 300, 25, 90, 18, 210))
 
 @pytest.fixture
 def model(tmp_path: Path) -> PreTrainedModel:
-    path = saved(tiny_causal_lm("llama", max_position_embeddings=512), tmp_path)
+    path = save_to(tiny_causal_lm("llama", max_position_embeddings=512), tmp_path)
     return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
@@ -213,7 +213,7 @@ def test_interleaved_dialogues_match_separate_ones(
 def test_stored_prefix_works_with_windows_and_learned_positions(
     family: str, tmp_path: Path
 ) -> None:
-    path = saved(tiny_causal_lm(family), tmp_path)
+    path = save_to(tiny_causal_lm(family), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
     greedy = Sampler(temperature=0.0, seed=0)
     prompt = TEXTS[0][:30]

@@ -124,15 +124,15 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
     ids = torch.tensor([served.encode_text(prompt)])
     with torch.no_grad():
         expected = transformers_copy(served)(ids).logits.log_softmax(-1)[0, :-1]
-    alone, both = (
+    echo_only, with_tokens = (
         post(server, COMPLETIONS, {"prompt": prompt, **fields, "max_tokens": tokens}).json
         for tokens in (0, 4)
     )
 
-    counts = {name: count for name, count in alone["usage"].items() if isinstance(count, int)}
+    counts = {name: count for name, count in echo_only["usage"].items() if isinstance(count, int)}
     length = ids.shape[1]
     assert counts == {"prompt_tokens": length, "completion_tokens": 0, "total_tokens": length}
-    (choice,), (longer,) = alone["choices"], both["choices"]
+    (choice,), (longer,) = echo_only["choices"], with_tokens["choices"]
     assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
     assert longer["text"].startswith(prompt)
     for logprobs in (choice["logprobs"], longer["logprobs"]):
@@ -143,7 +143,7 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
         assert torch.tensor(top).allclose(expected.topk(2).values, atol=1e-4)
         assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token has no text
         assert logprobs["tokens"][:length] == ["<s>", "The", " sun"]
-    assert len(longer["logprobs"]["tokens"]) == length + both["usage"]["completion_tokens"]
+    assert len(longer["logprobs"]["tokens"]) == length + with_tokens["usage"]["completion_tokens"]
     parts = stream_events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
     streamed = [part["choices"][0] for part in parts]
     assert "".join(part["text"] for part in streamed) == longer["text"]

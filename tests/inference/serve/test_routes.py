@@ -7,7 +7,7 @@ import pytest
 from inference.reward_model import score_responses
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from tests.families import saved, tiny_classifier
+from tests.families import save_to, tiny_classifier
 from tests.inference.serve.serving import LiveServer, get, post, serving
 from tests.pipeline.data.tokenizers import byte_level
 
@@ -24,7 +24,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
     resolve_format(tokenizer, "human_assistant").attach(tokenizer)
     tokenizer.save_pretrained(path)
     classifier = tiny_classifier("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
-    return saved(classifier, path)
+    return save_to(classifier, path)
 
 
 @pytest.fixture(scope="module")

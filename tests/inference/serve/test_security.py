@@ -90,9 +90,9 @@ def test_foreign_origins_are_rejected(server: LiveServer) -> None:
     for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
         assert post(server, CHAT, chat(), Origin=origin).status == 403
     assert post(server, CHAT, chat(), **{"Sec-Fetch-Site": "cross-site"}).status == 403
-    own = {"Origin": "http://127.0.0.1"}
-    assert post(server, CHAT, chat(max_tokens=1), **own).status == 200
-    assert "access-control-allow-origin" not in get(server, "/v1/models", **own).headers
+    same_origin = {"Origin": "http://127.0.0.1"}
+    assert post(server, CHAT, chat(max_tokens=1), **same_origin).status == 200
+    assert "access-control-allow-origin" not in get(server, "/v1/models", **same_origin).headers
     # A content type that forms of other pages can send is rejected.
     plain = {"Content-Type": "text/plain"}
     assert post(server, CHAT, chat(), **plain).status == 415

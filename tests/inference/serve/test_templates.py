@@ -9,7 +9,7 @@ import pytest
 from inference.serve.models import ModelPath
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from tests.families import saved, tiny_causal_lm
+from tests.families import save_to, tiny_causal_lm
 from tests.inference.serve.serving import CHAT, HttpResponse, LiveServer, post, serving
 from tests.pipeline.data.chat.test_templates import QWEN3, chatml_tokenizer
 
@@ -23,7 +23,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     tokenizer = chatml_tokenizer(QWEN3)
     tokenizer.save_pretrained(path)
     model = tiny_causal_lm("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
-    with serving((ModelPath("thinker", saved(model, path)),)) as running:
+    with serving((ModelPath("thinker", save_to(model, path)),)) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels import choice
 from pipeline.models.hf.load import load_causal_lm
-from tests.families import random_rows, saved, tiny_causal_lm
+from tests.families import random_rows, save_to, tiny_causal_lm
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
@@ -27,7 +27,7 @@ def test_generation_is_the_same_with_and_without_kernels(
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     plain = tiny_causal_lm(family, **sizes)
     model = load_causal_lm(
-        FrozenModelConfig(path=saved(plain, tmp_path)), device=torch.device("cpu")
+        FrozenModelConfig(path=save_to(plain, tmp_path)), device=torch.device("cpu")
     )
     model.register_forward_hook(lambda *_: None)  # its modules run each time, as on a GPU
     launched: list[str] = []

@@ -14,7 +14,7 @@ from pipeline.models.trained import trained_causal_lm, trained_classifier
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
 from pipeline.system.errors import ModelError
-from tests.families import saved, tiny_causal_lm, tiny_classifier
+from tests.families import save_to, tiny_causal_lm, tiny_classifier
 from tests.pipeline.models.hf.test_remote_code import foreign
 
 __all__ = ["foreign"]  # a fixture
@@ -47,7 +47,7 @@ def test_a_model_with_code_of_its_own_is_compared(tmp_path: Path) -> None:
 def test_an_export_that_differs_is_an_error(
     kind: str, precision: Precision, tmp_path: Path
 ) -> None:
-    path = saved(MAKE[kind][0]("llama", vocab_size=1280), tmp_path / "start")
+    path = save_to(MAKE[kind][0]("llama", vocab_size=1280), tmp_path / "start")
     config = TrainedModelConfig(path=path, precision=precision)
 
     passes, model = exported(config, kind, tmp_path / "out")

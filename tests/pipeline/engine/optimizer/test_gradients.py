@@ -13,7 +13,7 @@ from pipeline.engine.optimizer.gradients import LossScaler, squared_norms
 from pipeline.engine.sharding.tensor_parallel import ParamShard, mark_sharded, mask_duplicates
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
-from tests.operators import Operators
+from tests.operators import OperatorRecorder
 from tests.pipeline.engine.test_stages import settings
 
 
@@ -122,7 +122,7 @@ def test_norm_of_a_gpu_gradient_reads_it_once() -> None:
     """The CUDA kernel of `_foreach_norm` sums fp32 in fp64, while `vector_norm` makes a copy."""
     gradient = torch.empty(2**24, device="meta")
 
-    with Operators(2**20) as operators:
+    with OperatorRecorder(2**20) as operators:
         total = squared_norms(gradient, 16)
 
     assert (total.shape, total.dtype) == ((16,), torch.float64)
@@ -152,7 +152,7 @@ def test_accumulating_a_bf16_gradient_moves_ten_bytes_per_element(stage: int) ->
 
     for _ in range(3):
         loss = engine(x).float().sum()
-        with Operators(64 * 64) as operators:
+        with OperatorRecorder(64 * 64) as operators:
             engine.backward(loss)
         moved = operators.num_bytes
         total = sum(moved[name] for name in ("zero_", "clone", "_to_copy", "copy_", "add_"))

@@ -7,7 +7,7 @@ from torch import Tensor
 from pipeline.config import Kernels
 from pipeline.engine.optimizer.host_adamw import HostAdamW
 from pipeline.kernels.adamw import AdamW, Launches, Shard, Weights
-from tests.operators import Operators
+from tests.operators import OperatorRecorder
 
 STEPS = [
     AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step=number, multiplier=0.5)
@@ -49,7 +49,7 @@ def test_only_the_first_step_allocates() -> None:
     in_pieces = HostAdamW(torch.device("cpu"), chunk=64)
     in_pieces.step(vectors, STEPS[0], kernels="required")
 
-    with Operators(numel=1) as operators:
+    with OperatorRecorder(numel=1) as operators:
         in_pieces.step(vectors, STEPS[1], kernels="required")
 
     assert set(operators.names) == {"copy_"}
@@ -59,7 +59,7 @@ def test_host_tensors_are_updated_in_place() -> None:
     vectors = make_shards(torch.bfloat16)
     in_pieces = HostAdamW(torch.device("meta"), chunk=64)
 
-    with Operators(numel=1) as operators:
+    with OperatorRecorder(numel=1) as operators:
         in_pieces.step(vectors, STEPS[0], kernels="required")
 
     assert operators.names == []

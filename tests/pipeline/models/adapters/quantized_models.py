@@ -14,7 +14,7 @@ from pipeline.models.adapters.quantized import QuantizedLinear
 from pipeline.models.forward.forward import Policy, base_model
 from pipeline.models.trained import trained_causal_lm
 from tests.distributed import rank, world_size
-from tests.families import random_rows, saved, tiny_causal_lm
+from tests.families import random_rows, save_to, tiny_causal_lm
 
 CPU = torch.device("cpu")
 BATCH = collate(random_rows((9, 4, 7)))
@@ -31,7 +31,7 @@ def settings(path: str, **changes: Any) -> TrainedModelConfig:
 
 
 def base(family: str, directory: Path, **changes: Any) -> str:
-    return saved(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
+    return save_to(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
 def learned(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, Engine]:

@@ -15,7 +15,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
 from pipeline.models.trained import trained_causal_lm, trained_classifier
-from tests.families import random_rows, saved, tiny_causal_lm
+from tests.families import random_rows, save_to, tiny_causal_lm
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -24,7 +24,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
 def base(family: str, directory: Path, **changes: object) -> str:
-    return saved(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
+    return save_to(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
 def settings(path: str, **changes: object) -> TrainedModelConfig:

@@ -20,7 +20,7 @@ from pipeline.models.forward.forward import Scorer
 from pipeline.models.hf.consolidate import TOKENIZER, consolidate, describe_model
 from pipeline.models.hf.export import export
 from pipeline.models.trained import trained_classifier
-from tests.families import saved, tiny_classifier
+from tests.families import save_to, tiny_classifier
 from tests.pipeline.models.adapters.quantized_models import (
     BATCH,
     CPU,
@@ -121,7 +121,7 @@ def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
 
 
 def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Path) -> None:
-    path = saved(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "base")
+    path = save_to(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "base")
     config = settings(path, **NF4)
     model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Scorer(model), config, total_steps=1)

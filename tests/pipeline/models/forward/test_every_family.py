@@ -13,17 +13,17 @@ from pipeline.models.forward.forward import Policy, is_ragged
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ModelError
 from tests.every_family import (
-    ALL,
-    CAN_NOT,
+    ALL_FAMILIES,
     DOCS,
     LISTED,
     NOT_LOADED,
     PACKED,
-    documented,
-    place,
+    UNSUPPORTED,
+    classify,
+    read_documented,
     tiny_model,
 )
-from tests.families import TRANSFORMERS, looks_ahead
+from tests.families import TRANSFORMERS, depends_on_later_tokens
 
 LOCK = Path(__file__).parents[4] / "requirements.lock"
 
@@ -48,7 +48,7 @@ def rows(*, seed: int) -> list[Encoded]:
 
 @pytest.mark.skipif(TRANSFORMERS != LISTED, reason="the documentation lists another transformers")
 def test_the_list_of_the_documentation_has_every_family_of_transformers_once() -> None:
-    assert sorted(documented()) == sorted(ALL)
+    assert sorted(read_documented()) == sorted(ALL_FAMILIES)
 
 
 def test_the_documentation_says_which_transformers_it_lists() -> None:
@@ -79,18 +79,18 @@ def tiny_or_skip(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("family", [family for family in ALL if family not in CAN_NOT])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in UNSUPPORTED])
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 def test_a_batch_says_what_each_sequence_says_alone(family: str, tmp_path: Path) -> None:
     """In versions that the documentation doesn't list, too, or it is refused with reason."""
     tiny_or_skip(family).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    heading, _ = place(family)
+    heading, _ = classify(family)
     if TRANSFORMERS == LISTED:
-        assert place(family) == documented()[family]
+        assert classify(family) == read_documented()[family]
     elif heading == NOT_LOADED:
-        assert looks_ahead(plain)
+        assert depends_on_later_tokens(plain)
         with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):
             load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
         return

@@ -14,12 +14,12 @@ from pipeline.models.parallel.stages import StageModule
 from pipeline.system.errors import DataError
 from tests.families import (
     FAMILIES,
-    PECULIAR,
     RAGGED_FAMILIES,
     TRANSFORMERS,
+    UNPACKED,
     WINDOW,
     random_rows,
-    saved,
+    save_to,
     tiny_causal_lm,
     tiny_classifier,
 )
@@ -40,7 +40,7 @@ def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
+@pytest.mark.parametrize("family", [*FAMILIES, *UNPACKED])
 @torch.no_grad()
 def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
     family: str, tmp_path: Path
@@ -48,7 +48,7 @@ def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
     plain = tiny_causal_lm(family)
     rows = random_rows(LENGTHS, prompt=2)
 
-    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    model = load_causal_lm(FrozenModelConfig(path=save_to(plain, tmp_path)), device=CPU)
     logprobs = Policy(model)(collate(rows)).logprobs
 
     alone = [logprob for row in rows for logprob in target_logprobs(plain, row)]
@@ -61,7 +61,7 @@ def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
 def test_responses_to_one_copy_of_a_prompt_have_the_results_of_whole_rows(
     family: str, tmp_path: Path
 ) -> None:
-    path = saved(tiny_causal_lm(family), tmp_path)
+    path = save_to(tiny_causal_lm(family), tmp_path)
     prompt, other, *responses = random_rows((9, 4, 3, 1, 8, 2))
     rows = [
         Encoded(before.input_ids + row.input_ids, [False] * len(before) + [True] * len(row))
@@ -90,7 +90,7 @@ def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone
     plain = tiny_classifier(family)
     rows = random_rows(LENGTHS)
 
-    model = load_classifier(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    model = load_classifier(FrozenModelConfig(path=save_to(plain, tmp_path)), device=CPU)
     scores = Scorer(model).final_scores(collate(rows))
 
     alone = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
@@ -115,7 +115,7 @@ def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_toke
 
 @torch.no_grad()
 def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
-    path = saved(tiny_causal_lm("mistral"), tmp_path)
+    path = save_to(tiny_causal_lm("mistral"), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
     (row,) = random_rows((2 * WINDOW + 4,))
     # Two layers see 2 * (WINDOW - 1) tokens back: the last logits know nothing of the first token.
@@ -131,7 +131,7 @@ def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> 
 @torch.no_grad()
 def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_path: Path) -> None:
     plain = tiny_causal_lm("llama")
-    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    model = load_causal_lm(FrozenModelConfig(path=save_to(plain, tmp_path)), device=CPU)
     (row,) = random_rows((6,))
 
     said = Policy(model)(collate([row]), temperature=0.5, entropy=True)

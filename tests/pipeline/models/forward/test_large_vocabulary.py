@@ -14,7 +14,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import LARGE_VOCABULARY, Policy
 from pipeline.models.hf.load import load_causal_lm
 from tests.distributed import run_ranks
-from tests.families import FAMILIES, PECULIAR, SCALED, random_rows, saved, tiny_causal_lm
+from tests.families import FAMILIES, SCALED, UNPACKED, random_rows, save_to, tiny_causal_lm
 
 CPU = torch.device("cpu")
 LENGTHS = (30, 7, 3, 12, 1)
@@ -27,7 +27,7 @@ MORE_THAN_A_PRODUCT = {*SCALED, "gemma2", "llama4_text"}
 
 def policy(family: str, directory: Path, *, kernels: Kernels = "auto", **changes: Any) -> Policy:
     plain = tiny_causal_lm(family, vocab_size=LARGE_VOCABULARY, **changes)
-    model = load_causal_lm(FrozenModelConfig(path=saved(plain, directory)), device=CPU)
+    model = load_causal_lm(FrozenModelConfig(path=save_to(plain, directory)), device=CPU)
     return Policy(model, kernels=kernels, tile=TILE)
 
 
@@ -48,7 +48,7 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR, *SCALED])
+@pytest.mark.parametrize("family", [*FAMILIES, *UNPACKED, *SCALED])
 def test_tiles_say_what_whole_logits_say_in_every_family(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ from pipeline.models.forward.forward import Policy, is_ragged
 from pipeline.models.forward.packing import HEADS, _tried, small_settings
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ModelError
-from tests.families import VOCAB, looks_ahead, random_rows, saved
+from tests.families import VOCAB, depends_on_later_tokens, random_rows, save_to
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 3, 12, 5, 1, 6, 6)
@@ -94,8 +94,8 @@ def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
     for family, (_, reason) in FAMILIES.items():
         plain = tiny(family)
         alone = logprobs_alone(plain, rows)
-        path = saved(plain, tmp_path / family)
-        if looks_ahead(plain):
+        path = save_to(plain, tmp_path / family)
+        if depends_on_later_tokens(plain):
             with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):
                 load_causal_lm(FrozenModelConfig(path=path), device=CPU)
             continue

@@ -16,7 +16,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy, Scorer, base_model
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
-from tests.families import saved, tiny_causal_lm, tiny_classifier
+from tests.families import save_to, tiny_causal_lm, tiny_classifier
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -92,7 +92,7 @@ def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> No
     cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]] = []
     for family in FAMILIES:
         untied, tied = (
-            saved(
+            save_to(
                 tiny_causal_lm(family, vocab_size=VOCABULARY, tie_word_embeddings=tie),
                 tmp_path / f"{family} {tie}",
             )
@@ -106,7 +106,7 @@ def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> No
         ]
     tied = str(tmp_path / "llama True")
     cases.append((settings(tied, precision="bf16"), "causal", larger_tokenizer()))
-    reward = saved(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "reward")
+    reward = save_to(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "reward")
     cases += [
         (settings(reward), "classifier", build_tokenizer()),
         (settings(reward, lora=LORA), "classifier", build_tokenizer()),
@@ -121,7 +121,7 @@ def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> No
 def test_weights_stay_in_the_files_pages_where_they_have_the_wanted_format(
     precision: Precision, tmp_path: Path
 ) -> None:
-    path = saved(tiny_causal_lm("llama", vocab_size=VOCABULARY), tmp_path)
+    path = save_to(tiny_causal_lm("llama", vocab_size=VOCABULARY), tmp_path)
 
     model = trained_causal_lm(
         settings(path, precision=precision), build_tokenizer(), device=CPU, seed=0

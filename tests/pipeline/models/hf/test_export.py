@@ -24,7 +24,7 @@ from pipeline.models.hf.chat import load_chat
 from pipeline.models.hf.export import as_saved, can_stream, export, set_stop_tokens, stream_export
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import rank, run_ranks, world_size
-from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
+from tests.families import FAMILIES, UNPACKED, random_rows, save_to, tiny_causal_lm, tiny_classifier
 from tests.mixtures import MIXTURES, tiny_mixture
 from tests.pipeline.engine.checkpoint.power import lose_power, record
 from tests.pipeline.engine.checkpoint.saving import run_processes
@@ -63,7 +63,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR, *MIXTURES])
+@pytest.mark.parametrize("family", [*FAMILIES, *UNPACKED, *MIXTURES])
 def test_an_export_is_to_the_byte_what_save_pretrained_writes(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +94,7 @@ def test_an_adapter_is_to_the_byte_what_peft_writes(
 
 def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
     model = tiny_causal_lm("llama", vocab_size=1280)
-    saved(model, tmp_path / "start")
+    save_to(model, tmp_path / "start")
     sampling = {"temperature": 0.9, "top_p": 0.6}  # as in Llama 2: without do_sample
     declared = json.dumps({"eos_token_id": [7, 2, 9], **sampling})
     (tmp_path / "start" / "generation_config.json").write_text(declared)
@@ -152,8 +152,8 @@ def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> 
     size = len(build_tokenizer())
     lm = tiny_causal_lm("llama", vocab_size=size, tie_word_embeddings=True)
     paths = {
-        "causal": saved(lm, tmp_path / "lm"),
-        "classifier": saved(tiny_classifier("gpt2", vocab_size=size), tmp_path / "reward"),
+        "causal": save_to(lm, tmp_path / "lm"),
+        "classifier": save_to(tiny_classifier("gpt2", vocab_size=size), tmp_path / "reward"),
     }
 
     for processes, stage in ((1, 0), (2, 0), (2, 3)):
@@ -187,7 +187,7 @@ def assert_loads_as(model: PreTrainedModel, directory: Path) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", *PECULIAR])
+@pytest.mark.parametrize("family", ["llama", "gpt2", *UNPACKED])
 def test_shards_load_in_plain_transformers_with_equal_tensors(family: str, tmp_path: Path) -> None:
     model = tiny_causal_lm(family)
 

@@ -25,7 +25,7 @@ from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
 from pipeline.models.hf.load import load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.hf.padding import NEW_TOKEN, with_padding_token
-from tests.families import saved, tiny_causal_lm, tiny_classifier
+from tests.families import save_to, tiny_causal_lm, tiny_classifier
 
 END = "</s>"
 TEXTS = ["12 + 7?", "What is the capital of France?", "no"]
@@ -111,7 +111,7 @@ def test_outputs_of_an_export_equal_the_trained_ones(
     start, out, is_lm = tmp_path / "start", tmp_path / "out", task == "causal"
     tokenizer_with(**tokens).save_pretrained(start)
     make, load = (tiny_causal_lm, load_causal_lm) if is_lm else (tiny_classifier, load_classifier)
-    config = FrozenModelConfig(path=saved(make(family, vocab_size=1280, **settings), start))
+    config = FrozenModelConfig(path=save_to(make(family, vocab_size=1280, **settings), start))
     tokenizer = load_tokenizer(config)
     targets = targets if is_lm else tuple(name for name in targets if name != "lm_head")
     model: nn.Module = adapted(load(config, device=CPU), targets, task)

@@ -12,7 +12,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.directory import check_model_directory
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ModelError
-from tests.families import saved, tiny_causal_lm
+from tests.families import save_to, tiny_causal_lm
 from tests.pipeline.data.tokenizers import byte_level
 
 CODE = """
@@ -33,7 +33,7 @@ class OwnModel(LlamaForCausalLM):
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with a model whose classes are in a file next to its weights."""
-    path = saved(tiny_causal_lm("llama"), tmp_path / "model")
+    path = save_to(tiny_causal_lm("llama"), tmp_path / "model")
     byte_level().save_pretrained(path)
     config = Path(path) / "config.json"
     settings = json.loads(config.read_text())
