@@ -25,7 +25,7 @@ def place() -> dict[str, Any]:
         "alone": alone == SELF_GROUP,
         "uncounted": uncounted,
         "every_other": (every_other.rank, every_other.ranks, every_other.sum(mesh.world.rank)),
-        "share": every_other.share("abcde"),
+        "share": every_other.shard("abcde"),
     }
 
 
