@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from pipeline.kernels.build import cache_directory
-from pipeline.kernels.gpu import gpu_of
+from pipeline.kernels.gpu import get_gpu
 from pipeline.system.logs import configure_logging
 
 ROWS = "ROWS"
@@ -77,7 +77,7 @@ class Fallbacks(logging.Handler):
 
     def report(self) -> None:
         """Report the CUDA kernels that this process loaded, and those that were missing."""
-        kernels = gpu_of(DEVICE)._kernels if GPU else ()  # noqa: SLF001  # only for this row
+        kernels = get_gpu(DEVICE)._kernels if GPU else ()  # noqa: SLF001  # only for this row
         loaded = sorted({entry for _, entry, _ in kernels})
         ok = not GPU or (bool(loaded) and not self.messages)
         emit("kernels used", ok=ok, loaded=loaded, fallbacks=self.messages)

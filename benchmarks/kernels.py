@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.kernels.adamw import AdamW, Launches, Shard, Weights, new_moments, split_master
+from pipeline.kernels.adamw import AdamW, FlatAdamW, Shard, Weights, new_moments, split_master
 from pipeline.kernels.host_allocator import keep_freed_memory
 
 BYTES = {"fp32": 28, "mixed": 30, "mixed-split": 28, "mixed-split-bf16-moments": 20}
@@ -50,7 +50,7 @@ def our_step(numel: int, form: str) -> Step:
     gradient = torch.randn(numel)
     step = AdamW(**SETTINGS, step=3)
     shard = Shard(weights=weights, gradient=gradient, lr=1.0, weight_decay=step.weight_decay)
-    return functools.partial(Launches().step, [shard], step, kernels="required")
+    return functools.partial(FlatAdamW().step, [shard], step, kernels="required")
 
 
 def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimizer]) -> Step:

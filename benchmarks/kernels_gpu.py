@@ -29,7 +29,7 @@ from benchmarks.device import (
     time_call,
 )
 from benchmarks.kernels import BYTES, composed_step, our_step, torch_adamw
-from pipeline.kernels.decode_attention import PAGE, Scores, decode_attention, in_order_of_tokens
+from pipeline.kernels.decode_attention import PAGE, AttentionSpec, decode_attention, gather_pages
 
 BEYOND_CACHE = 256 << 20
 """Bytes of keys and values that timed calls read: several times the cache of an H200."""
@@ -74,7 +74,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
             ]
             query = torch.randn(batch, heads, size, device=DEVICE, dtype=torch.bfloat16)
             lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-            scores = Scores(lengths=lengths, pages=pages, scaling=size**-0.5)
+            scores = AttentionSpec(lengths=lengths, pages=pages, scaling=size**-0.5)
 
             ours = [
                 partial(decode_attention, query, *cache, scores, longest=length) for cache in caches
@@ -83,7 +83,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
                 partial(
                     F.scaled_dot_product_attention,
                     query[:, :, None],
-                    *(in_order_of_tokens(stored, pages)[:, :, :length] for stored in cache),
+                    *(gather_pages(stored, pages)[:, :, :length] for stored in cache),
                     enable_gqa=True,
                 )
                 for cache in caches

@@ -300,7 +300,7 @@ def _of_trained(
 
 def _policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLogprobs:
     return models.actor(
-        batch, temperature=config.temperature, entropy=True, entropy_learns=config.entropy_coef > 0
+        batch, temperature=config.temperature, entropy=True, entropy_grad=config.entropy_coef > 0
     )
 
 

@@ -20,13 +20,13 @@ from transformers import Cache, PreTrainedModel
 
 from inference.tensor_parallel import kv_heads_here
 from pipeline.kernels.cache_append import append_
-from pipeline.kernels.cache_append import kernel_for as append_kernel_for
+from pipeline.kernels.cache_append import find_kernel as append_kernel_for
 from pipeline.kernels.decode_attention import (
     PAGE,
-    Scores,
+    AttentionSpec,
     decode_attention,
-    in_order_of_tokens,
-    kernel_for,
+    find_kernel,
+    gather_pages,
 )
 from pipeline.models.forward.attention import attend_causally
 
@@ -155,9 +155,9 @@ class NextToken:
         """Attention with a kernel if there is one, otherwise with PyTorch; fills `out` if given."""
         del dropout  # unused in generation
         rows = query[0].transpose(0, 1)  # (N, H, D)
-        if self.is_live or kernel_for(rows, key, value) is not None:
+        if self.is_live or find_kernel(rows, key, value) is not None:
             lengths, pages = self.live(len(rows))
-            scores = Scores(
+            scores = AttentionSpec(
                 lengths=lengths,
                 pages=pages,
                 scaling=rows.shape[2] ** -0.5 if scaling is None else scaling,
@@ -171,8 +171,8 @@ class NextToken:
             self._masks[sliding_window] = self._mask(sliding_window, query.dtype)
         attended = F.scaled_dot_product_attention(
             rows[:count].unflatten(1, (key.shape[1], -1)),  # (B, G, H / G, D)
-            in_order_of_tokens(key, pages),
-            in_order_of_tokens(value, pages),
+            gather_pages(key, pages),
+            gather_pages(value, pages),
             attn_mask=self._masks[sliding_window],
             scale=scaling,
         ).flatten(1, 2)
@@ -237,8 +237,8 @@ class Pieces:
             read = pages[None, : num_pages(end)]
             attended[:, rows] = attend_causally(
                 query[:, :, rows],
-                in_order_of_tokens(key, read)[:, :, :end],
-                in_order_of_tokens(value, read)[:, :, :end],
+                gather_pages(key, read)[:, :, :end],
+                gather_pages(value, read)[:, :, :end],
                 scaling=scaling,
                 sliding_window=sliding_window,
             ).transpose(1, 2)

@@ -30,8 +30,8 @@ from inference.engine.replay import (
 )
 from inference.tensor_parallel import Sharding, get_tp_group
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.decode_attention import PAGE, kernel_for
-from pipeline.kernels.linear import is_built
+from pipeline.kernels.decode_attention import PAGE, find_kernel
+from pipeline.kernels.linear import has_kernel
 from pipeline.models.forward.attention import round_up
 from pipeline.models.forward.forward import base_model
 
@@ -80,7 +80,7 @@ class LiveKeys(NextToken):
         Raises:
             ReplayError: no kernel supports the model on this GPU.
         """
-        if query.is_cuda and kernel_for(query[0].transpose(0, 1), key, value) is None:
+        if query.is_cuda and find_kernel(query[0].transpose(0, 1), key, value) is None:
             raise ReplayError("no attention kernel supports the model")
         return super().attend(query, key, value, **settings)
 
@@ -308,7 +308,7 @@ class Decoder:
 
     def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
         """The smallest verified pass with more rows, at most `WIDER` times as many; else None."""
-        if self._device.type == "cpu" and not (kernel_mode() != "off" and is_built(self._dtype)):
+        if self._device.type == "cpu" and not (kernel_mode() != "off" and has_kernel(self._dtype)):
             return None  # PyTorch would compute the padding too
         found = [
             rows

@@ -562,7 +562,7 @@ class TracedRows(ReplayedRows):
         assert self._trace is not None
         assert self._layout.layout is not None
         for product in self._products:
-            product.take(len(self._layout.layout.lengths))
+            product.set_rows(len(self._layout.layout.lengths))
         return self._trace.replay()
 
     def _product(self, call: Call) -> Replay | None:

@@ -125,7 +125,7 @@ class Sampler(Draw):
         Raises:
             KernelError: kernels are required, but none supports these logits.
         """
-        if sampling.kernel_for(logits, self.alters_logits) is not None and len(logits):
+        if sampling.find_kernel(logits, self.alters_logits) is not None and len(logits):
             numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
             tokens, logprobs = self.draw(logits, *numbers.to(logits.device))
             return tokens.tolist(), logprobs.tolist()
@@ -146,7 +146,7 @@ class Sampler(Draw):
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
         """Like `__call__` if `alters_logits` is None, but without waiting for the device."""
-        gpu = sampling.kernel_for(logits)
+        gpu = sampling.find_kernel(logits)
         if gpu is None:
             return sampling.reference_sample(logits, keys, positions, self)
         return sampling.launch(logits, keys, positions, self, gpu=gpu)

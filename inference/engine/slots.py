@@ -23,7 +23,7 @@ from inference.engine.requests import Ticket, Waiting, as_array
 from inference.tensor_parallel import get_tp_group
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import PAGE
-from pipeline.kernels.linear import LinearByKernel
+from pipeline.kernels.linear import LinearKernelMode
 from pipeline.models.forward.attention import Layout, Ragged
 from pipeline.models.forward.forward import base_model, cache_name
 
@@ -446,7 +446,7 @@ class SlotModel:
         """
         self._cache.begin(inputs[2], reads_pages=reads_pages)
         is_recorded = isinstance(layout, CurrentLayout) and layout.recorder is not None
-        with LinearByKernel() if self._is_cpu and not is_recorded else nullcontext():
+        with LinearKernelMode() if self._is_cpu and not is_recorded else nullcontext():
             output = self._model(
                 input_ids=inputs[:1],
                 position_ids=inputs[1:2],

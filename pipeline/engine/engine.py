@@ -23,7 +23,7 @@ from pipeline.engine.optimizer.host_adamw import HostAdamW
 from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.setup import build_units, get_placement, store_on_disk
 from pipeline.engine.zero import ZeroModel
-from pipeline.kernels.adamw import AdamW, Launches, Shard
+from pipeline.kernels.adamw import AdamW, FlatAdamW, Shard
 from pipeline.kernels.host_allocator import keep_freed_memory, return_freed_memory
 from pipeline.kernels.pinned_memory import pinned_empty
 from pipeline.parallel.device import local_device
@@ -173,7 +173,7 @@ class Engine:
         self.model_parallel, self.tensor, self.stages = model_parallel, tensor, stages
         self._norm_reducer = NormReducer(model_parallel, [group.flat.unit for group in self.groups])
         self._kernels: Kernels = config.kernels
-        self._launches = Launches()
+        self._flat_adamw = FlatAdamW()
         on_host = placement.optimizer_device != device
         self._host_adamw = HostAdamW(device) if on_host else None
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
@@ -331,7 +331,7 @@ class Engine:
                 step=int(group.state["step"].item()),
                 multiplier=multiplier,
             )
-            launches = self._launches if group.steps_in_place else self._host_adamw or Launches()
+            launches = self._flat_adamw if group.steps_in_place else self._host_adamw or FlatAdamW()
             launches.step(shards, step, kernels=self._kernels)
         for work in [group.finish_step() for group in prepared]:
             work.wait()

@@ -19,19 +19,19 @@
 
 namespace {
 
-inline float float_of(uint32_t bits) {
+inline float as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-inline uint32_t bits_of(float value) {
+inline uint32_t as_bits(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-struct Numbers {  // mirrored in adamw.py
+struct Scalars {  // mirrored in adamw.py
     float decay;               // 1 - lr * weight_decay
     float exp_avg_weight;      // 1 - beta1, or -beta1 if its magnitude is smaller
     float exp_avg_from_grad;   // 1 if exp_avg_weight is -beta1: interpolate from the gradient
@@ -54,7 +54,7 @@ struct Vectors {
 
 // Rounds a master weight to bf16, to nearest with ties away from zero. The result is in the upper 16 bits.
 inline uint32_t nearest_weight(float master) {
-    return master != master ? 0x7fc00000u : bits_of(master) + 0x8000u;
+    return master != master ? 0x7fc00000u : as_bits(master) + 0x8000u;
 }
 
 struct Float32 {
@@ -65,12 +65,12 @@ struct Float32 {
 
 struct BFloat16 {
     using Stored = uint16_t;
-    static float load(uint32_t stored) { return float_of(stored << 16); }
+    static float load(uint32_t stored) { return as_float(stored << 16); }
     static Stored store(float value) { return Stored(round(value) >> 16); }
     // The result is in the upper 16 bits. Preserves infinity and NaN: arithmetic returns quiet NaNs, whose
     // highest bit of payload is set.
     static uint32_t round(float value) {
-        const uint32_t bits = bits_of(value);
+        const uint32_t bits = as_bits(value);
         const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
         return value != value ? bits : rounded;
     }
@@ -80,12 +80,12 @@ struct BFloat16 {
 struct Float16 {
     using Stored = uint16_t;
     static Stored store_weight(float value) {
-        const uint32_t bits = bits_of(value);
+        const uint32_t bits = as_bits(value);
         const uint32_t magnitude = bits & 0x7fffffffu;
         const uint32_t rebias = (127u - 15u) << 23;
         const uint32_t normal = (magnitude - rebias + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
         // Below 2^-14, adding 0.5 rounds: the last bit of the sum is the spacing of subnormal numbers.
-        const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+        const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
         uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
         half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 rounds to infinity
         half = magnitude > 0x7f800000u ? 0x7e00u : half;
@@ -111,24 +111,24 @@ struct Element {
     float square;
 };
 
-inline Element next(Element of, float gradient, const Numbers& by) {
-    const float grad = gradient * by.multiplier;
-    const float base = by.exp_avg_from_grad != 0 ? grad : of.average;
-    const float average = std::fmaf(by.exp_avg_weight, grad - of.average, base);
-    const float square = std::fmaf(by.exp_avg_sq_weight * grad, grad, of.square * by.beta2);
-    const float denominator = std::sqrt(square) / by.root_correction + by.eps;
-    return {of.weight * by.decay + by.step_size * average / denominator, average, square};
+inline Element next(Element element, float gradient, const Scalars& scalars) {
+    const float grad = gradient * scalars.multiplier;
+    const float base = scalars.exp_avg_from_grad != 0 ? grad : element.average;
+    const float average = std::fmaf(scalars.exp_avg_weight, grad - element.average, base);
+    const float square = std::fmaf(scalars.exp_avg_sq_weight * grad, grad, element.square * scalars.beta2);
+    const float denominator = std::sqrt(square) / scalars.root_correction + scalars.eps;
+    return {element.weight * scalars.decay + scalars.step_size * average / denominator, average, square};
 }
 
-inline float joined(uint32_t weight, uint32_t low_bits) { return float_of(weight + uint32_t(int32_t(low_bits) >> 16)); }
+inline float join(uint32_t weight, uint32_t low_bits) { return as_float(weight + uint32_t(int32_t(low_bits) >> 16)); }
 
 #if SPLIT
 inline float load_master(const Master* master, const int16_t* low_bits, int32_t i) {
-    return joined(uint32_t(master[i]) << 16, uint32_t(low_bits[i]) << 16);
+    return join(uint32_t(master[i]) << 16, uint32_t(low_bits[i]) << 16);
 }
 inline void store_master(Master* master, int16_t* low_bits, int32_t i, float value) {
     master[i] = Master(nearest_weight(value) >> 16);
-    low_bits[i] = int16_t(bits_of(value));
+    low_bits[i] = int16_t(as_bits(value));
 }
 #else
 inline float load_master(const Master* master, const int16_t*, int32_t i) { return master[i]; }
@@ -136,23 +136,23 @@ inline void store_master(Master* master, int16_t*, int32_t i, float value) { mas
 #endif
 
 // Updates elements [begin, begin + count) with 32-bit loop arithmetic.
-void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
+void update(const Vectors& vectors, const Scalars& scalars, int64_t begin, int32_t count) {
     auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
     auto* __restrict exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
     auto* __restrict exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
     [[maybe_unused]] auto* __restrict copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
     auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
     const float* __restrict gradient = vectors.gradient + begin;
-    const Numbers by = numbers;
+    const Scalars local = scalars;
     for (int32_t i = 0; i < count; i++) {
         const float weight = load_master(master, low_bits, i);
-        const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, gradient[i], by);
-        exp_avg[i] = Moment::store(to.average);
-        exp_avg_sq[i] = Moment::store(to.square);
+        const Element updated = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, gradient[i], local);
+        exp_avg[i] = Moment::store(updated.average);
+        exp_avg_sq[i] = Moment::store(updated.square);
 #if HAS_COPY
-        copy[i] = Copy::store_weight(to.weight);
+        copy[i] = Copy::store_weight(updated.weight);
 #endif
-        store_master(master, low_bits, i, to.weight);
+        store_master(master, low_bits, i, updated.weight);
     }
 }
 
@@ -160,9 +160,9 @@ constexpr int64_t BLOCK = 1 << 16;
 
 struct Work {
     const Vectors* vectors;
-    const Numbers* numbers;
+    const Scalars* scalars;
     int64_t n;
-    int64_t next;  // first element that no thread has taken
+    int64_t next;  // first element that no thread has claimed
 };
 
 void run(void* argument) {
@@ -171,14 +171,14 @@ void run(void* argument) {
         const int64_t begin = __atomic_fetch_add(&work.next, BLOCK, __ATOMIC_RELAXED);
         if (begin >= work.n) return;
         const int64_t left = work.n - begin;
-        update(*work.vectors, *work.numbers, begin, int32_t(left < BLOCK ? left : BLOCK));
+        update(*work.vectors, *work.scalars, begin, int32_t(left < BLOCK ? left : BLOCK));
     }
 }
 
 }  // namespace
 
 // Updates n elements. The result does not depend on the number of threads.
-extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, Parallel parallel, int32_t threads) {
-    Work work{vectors, numbers, n, 0};
-    on_threads(n > BLOCK ? parallel : nullptr, threads, run, &work);
+extern "C" void adamw(const Vectors* vectors, const Scalars* scalars, int64_t n, Parallel parallel, int32_t threads) {
+    Work work{vectors, scalars, n, 0};
+    run_on_threads(n > BLOCK ? parallel : nullptr, threads, run, &work);
 }

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from pipeline.config import Kernels
 from pipeline.kernels import choice
-from pipeline.kernels.build import Library, parallel
+from pipeline.kernels.build import Library, gomp_parallel
 from pipeline.kernels.build import build as build_library
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
-COPIES = (torch.bfloat16, torch.float16)
+COPY_DTYPES = (torch.bfloat16, torch.float16)
 
 CHUNK = 65536
 """Elements that PyTorch steps at once: its temporary tensors fit in a core's cache."""
@@ -68,9 +68,9 @@ class Weights:
         """The vectors that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def part(self, place: slice) -> "Weights":
+    def narrow(self, span: slice) -> "Weights":
         """A range of the elements."""
-        return Weights(**{name: value[place] for name, value in self.tensors().items()})
+        return Weights(**{name: value[span] for name, value in self.tensors().items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Shard:
     weight_decay: float
 
 
-class Kind(NamedTuple):
+class Formats(NamedTuple):
     """Data types of a step; the kernels have a specialization for each combination."""
 
     moments: torch.dtype
@@ -93,7 +93,7 @@ class Kind(NamedTuple):
     split: bool
 
     @classmethod
-    def of(cls, weights: Weights) -> "Kind":
+    def from_weights(cls, weights: Weights) -> "Formats":
         """The data types of these vectors."""
         copy = None if weights.copy is None else weights.copy.dtype
         return cls(weights.exp_avg.dtype, copy, weights.low_bits is not None)
@@ -178,7 +178,7 @@ def split_master(master: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Int1
 
 
 def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The fp32 vector that `split_master` split."""
+    """The inverse of `split_master`."""
     bits = weights.view(torch.int16).int()
     bits <<= 16
     bits += low_bits  # negative where the weight was rounded up
@@ -201,7 +201,7 @@ def adamw_(
     """
     if gradient.numel() == 0:
         return
-    kernel = find(gradient.device, Kind.of(weights), kernels)
+    kernel = find_kernel(gradient.device, Formats.from_weights(weights), kernels)
     if isinstance(kernel, Gpu):
         shard = Shard(weights=weights, gradient=gradient, lr=1.0, weight_decay=step.weight_decay)
         ShardTable([shard], kernel).step(step_scalars(step, kernel.device), step)
@@ -211,12 +211,12 @@ def adamw_(
         numel = gradient.numel()
         size = CHUNK if gradient.device.type == "cpu" else numel
         for start in range(0, numel, size):
-            piece = slice(start, min(start + size, numel))
-            reference_adamw_(weights.part(piece), gradient[piece], step)
+            span = slice(start, min(start + size, numel))
+            reference_adamw_(weights.narrow(span), gradient[span], step)
 
 
-class Launches:
-    """Steps of many vectors, on a GPU with one launch per kind.
+class FlatAdamW:
+    """AdamW for many vectors, on a GPU with one launch for all of the same formats.
 
     Its address tables are kept between steps: as long as no vector moves, a step sends four numbers
     to the GPU.
@@ -239,31 +239,30 @@ class Launches:
             self._addresses, self._tables = None, []
             rest = self._build_tables(shards, kernels)
             for shard in rest:
-                own = replace(step, lr=shard.lr * step.lr, weight_decay=shard.weight_decay)
-                adamw_(shard.weights, shard.gradient, own, kernels=kernels)
+                scaled_step = replace(step, lr=shard.lr * step.lr, weight_decay=shard.weight_decay)
+                adamw_(shard.weights, shard.gradient, scaled_step, kernels=kernels)
             if not rest:
                 self._addresses = addresses
         for table in self._tables:
             table.step(step_scalars(step, table.gpu.device), step)
 
     def _build_tables(self, shards: Sequence[Shard], kernels: Kernels) -> list[Shard]:
-        """Make a table of all shards of each kind on a GPU; return the others."""
-        by_kind: dict[tuple[Gpu, Kind], list[Shard]] = {}
+        """Make a table of the shards of each format on a GPU; return the others."""
+        by_formats: dict[tuple[Gpu, Formats], list[Shard]] = {}
         rest: list[Shard] = []
         for shard in shards:
-            kernel = None
+            kernel, formats = None, Formats.from_weights(shard.weights)
             if shard.gradient.is_cuda and shard.gradient.numel():
-                kernel = find(shard.gradient.device, Kind.of(shard.weights), kernels)
+                kernel = find_kernel(shard.gradient.device, formats, kernels)
             if isinstance(kernel, Gpu):
-                kind = Kind.of(shard.weights)
-                by_kind.setdefault((kernel, kind), []).append(shard)
+                by_formats.setdefault((kernel, formats), []).append(shard)
             else:
                 rest.append(shard)
-        self._tables = [ShardTable(group, gpu) for (gpu, _), group in by_kind.items()]
+        self._tables = [ShardTable(group, gpu) for (gpu, _), group in by_formats.items()]
         return rest
 
 
-def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | None:
+def find_kernel(device: torch.device, formats: Formats, kernels: Kernels) -> Library | Gpu | None:
     """The kernel for vectors on a device, built if necessary; None if PyTorch is used.
 
     Raises:
@@ -272,12 +271,12 @@ def find(device: torch.device, kind: Kind, kernels: Kernels) -> Library | Gpu | 
     if kernels == "off":
         return None
     if device.type == "cuda":
-        kernel = choice.find(device, "adamw", cuda_macros(kind), self_test)
+        kernel = choice.load_kernel(device, "adamw", cuda_macros(formats), self_test)
     elif device.type == "cpu":
-        kernel = library(kind)
+        kernel = library(formats)
     else:
         kernel = f"no kernel supports {device.type}"
-    return choice.accept("AdamW", kernel, kernels)
+    return choice.resolve("AdamW", kernel, kernels)
 
 
 # The C++ kernel
@@ -300,7 +299,7 @@ class Vectors(ctypes.Structure):
     ]
 
 
-class Numbers(ctypes.Structure):
+class Scalars(ctypes.Structure):
     """Scalars of a step for the loop; adamw.cpp has the same structure."""
 
     _fields_ = [
@@ -313,18 +312,18 @@ class Numbers(ctypes.Structure):
 
 
 @functools.cache
-def library(kind: Kind) -> Library | str:
+def library(formats: Formats) -> Library | str:
     """The loop for these formats, or the reason why it can't be built."""
-    return build_library(Path(__file__).with_suffix(".cpp"), kind.macros(CPP_NAMES))
+    return build_library(Path(__file__).with_suffix(".cpp"), formats.macros(CPP_NAMES))
 
 
-def _step_on_cpu(built: Library, weights: Weights, gradient: Tensor, step: AdamW) -> None:
+def _step_on_cpu(library: Library, weights: Weights, gradient: Tensor, step: AdamW) -> None:
     tensors = weights.tensors() | {"gradient": gradient}
     vectors = Vectors(**{name: tensor.data_ptr() for name, tensor in tensors.items()})
     beta1, beta2 = step.betas
     weight = ctypes.c_float(1 - beta1).value
     from_grad = weight >= 0.5  # interpolate from the nearer end, like torch.lerp
-    numbers = Numbers(
+    scalars = Scalars(
         decay=1 - step.lr * step.weight_decay,
         exp_avg_weight=weight - 1 if from_grad else weight,
         exp_avg_from_grad=from_grad,
@@ -335,11 +334,11 @@ def _step_on_cpu(built: Library, weights: Weights, gradient: Tensor, step: AdamW
         step_size=-step.lr / (1 - beta1**step.step),
         multiplier=step.multiplier,
     )
-    built.adamw(
+    library.adamw(
         ctypes.byref(vectors),
-        ctypes.byref(numbers),
+        ctypes.byref(scalars),
         ctypes.c_int64(gradient.numel()),
-        parallel(),
+        gomp_parallel(),
         ctypes.c_int32(torch.get_num_threads()),
     )
 
@@ -377,9 +376,9 @@ class _Params(ctypes.Structure):
     )
 
 
-def cuda_macros(kind: Kind) -> dict[str, str | int]:
+def cuda_macros(formats: Formats) -> dict[str, str | int]:
     """Preprocessor macros of the kernel."""
-    return kind.macros(CUDA_NAMES) | {
+    return formats.macros(CUDA_NAMES) | {
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "SHARD_BYTES": ctypes.sizeof(_Shard),
         "SCALARS_BYTES": 32,
@@ -388,17 +387,17 @@ def cuda_macros(kind: Kind) -> dict[str, str | int]:
 
 
 class ShardTable:
-    """Shards of one kind with their addresses in GPU memory; valid until a tensor moves."""
+    """Shards of one format with their addresses in GPU memory; valid until a tensor moves."""
 
     def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
         self.shards, self.gpu = tuple(shards), gpu
-        self.kind = Kind.of(shards[0].weights)
+        self.formats = Formats.from_weights(shards[0].weights)
         counts = [-(-len(shard.gradient) // BLOCK_ELEMENTS) for shard in shards]
         self.num_blocks = sum(counts)
         first_block = 0
         rows: list[_Shard] = []
         for shard, count in zip(shards, counts, strict=True):
-            rows.append(_row(shard, first_block))
+            rows.append(_make_row(shard, first_block))
             first_block += count
         content = b"".join(bytes(row) for row in rows)
         shard_of_block = torch.arange(len(shards), dtype=torch.int32)
@@ -423,7 +422,7 @@ class ShardTable:
             beta2=step.betas[1],
             eps=step.eps,
         )
-        self.gpu.kernel("adamw", "adamw", cuda_macros(self.kind))(
+        self.gpu.kernel("adamw", "adamw", cuda_macros(self.formats))(
             params, grid=(self.num_blocks, 1, 1), block=(THREADS, 1, 1), shared_bytes=FACTORS_BYTES
         )
 
@@ -436,7 +435,7 @@ def _addresses(shard: Shard) -> tuple[int | float, ...]:
     )
 
 
-def _row(shard: Shard, first_block: int) -> _Shard:
+def _make_row(shard: Shard, first_block: int) -> _Shard:
     vectors = shard.weights.tensors()
     return _Shard(
         **{name: vector.data_ptr() for name, vector in vectors.items()},
@@ -471,13 +470,13 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
         copy=torch.zeros(301, dtype=copy) if defines["HAS_COPY"] else None,
         low_bits=low_bits,
     )
-    remote = Weights(**{name: t.to(gpu.device, copy=True) for name, t in weights.tensors().items()})
-    shard = Shard(weights=remote, gradient=gradient.to(gpu.device), lr=1.0, weight_decay=0.1)
+    on_gpu = Weights(**{name: t.to(gpu.device, copy=True) for name, t in weights.tensors().items()})
+    shard = Shard(weights=on_gpu, gradient=gradient.to(gpu.device), lr=1.0, weight_decay=0.1)
     table = ShardTable([shard], gpu)
     step = AdamW(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1, multiplier=0.5)
     for number in (1, 2):
         step = replace(step, step=number)
         table.step(step_scalars(step, gpu.device), step)
         reference_adamw_(weights, gradient, step)
-    ours = remote.tensors()
-    return all(torch.equal(ours[name].cpu(), tensor) for name, tensor in weights.tensors().items())
+    actual = on_gpu.tensors()
+    return all(torch.equal(actual[name].cpu(), value) for name, value in weights.tensors().items())

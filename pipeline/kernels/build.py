@@ -36,7 +36,7 @@ Library = ctypes.CDLL
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 
 EXACT = ("-ffp-contract=off",)
-"""Flags with which each operation is rounded as written."""
+"""Flags that keep products and sums separate, each rounded."""
 
 FUSED = ("-ffp-contract=fast",)
 """Flags that fuse a product and a sum, as required by `include/vectors.h`."""
@@ -47,7 +47,7 @@ INSTRUCTIONS = {"AVX2": AVX2, "AVX512": (*AVX512, "-mprefer-vector-width=512")}
 """Flags by PyTorch's name of an x86 processor's capability. Not -march=native, because machines may
 share a cache."""
 
-NUMBERS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
+CPP_DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
 """Names of dtypes in `include/vectors.h`."""
 
 HEADERS = Path(__file__).parent / "include"
@@ -62,44 +62,44 @@ def build(
 ) -> Library | str:
     """The library of a C++ source with these macros, or the reason it can't be built."""
     try:
-        words = [*FLAGS, *flags, *instruction_flags()]
-        words += [f"-D{name}={value}" for name, value in defines.items()]
-        return _build(compiler(), source, words)
+        arguments = [*FLAGS, *flags, *instruction_flags()]
+        arguments += [f"-D{name}={value}" for name, value in defines.items()]
+        return _build(compiler(), source, arguments)
     except KernelError as reason:
         return str(reason)
     except OSError as error:  # no writable directory, or a full disk
         return f"it can't be saved: {error}"
 
 
-def _build(command: Sequence[str], source: Path, words: Sequence[str]) -> Library:
+def _build(command: Sequence[str], source: Path, arguments: Sequence[str]) -> Library:
     texts = [file.read_text() for file in (source, *sorted(HEADERS.glob("*.h")))]
     version = run_compiler([*command, "--version"])
-    ingredients = [*command, version, platform.machine(), *words, *texts]
-    identity = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()
-    name = f"{source.stem}-{identity[:24]}.so"
+    inputs = [*command, version, platform.machine(), *arguments, *texts]
+    digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()
+    name = f"{source.stem}-{digest[:24]}.so"
     directory = cache_directory()
-    kept = directory / name if directory else None
-    if kept is not None and kept.exists():
-        return load(kept)
+    cached = directory / name if directory else None
+    if cached is not None and cached.exists():
+        return load(cached)
     with tempfile.TemporaryDirectory() as private:
-        path = kept or Path(private) / name
-        with complete_file(path) as made:
-            run_compiler([*command, *words, str(source), "-o", str(made)])
+        path = cached or Path(private) / name
+        with atomic_file(path) as temporary:
+            run_compiler([*command, *arguments, str(source), "-o", str(temporary)])
         return load(path)
 
 
 @contextmanager
-def complete_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Context with a temporary file to write, which is flushed and renamed to `path` at the end."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    made = Path(name)
+    temporary = Path(name)
     try:
-        yield made
+        yield temporary
         os.fsync(handle)
-        made.replace(path)
+        temporary.replace(path)
     finally:
         os.close(handle)
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def cache_directory() -> Path | None:
@@ -107,10 +107,11 @@ def cache_directory() -> Path | None:
 
     None, with a warning, if it is unusable or others can write there: code is loaded from it.
     """
-    named, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    configured, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:
         cache = Path(base).absolute() if base else Path.home() / ".cache"
-        directory = Path(named).absolute() if named else cache / "rlhf-pipeline" / "kernels"
+        default = cache / "rlhf-pipeline" / "kernels"
+        directory = Path(configured).absolute() if configured else default
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
@@ -129,12 +130,12 @@ def compiler() -> list[str]:
     Raises:
         KernelError: no compiler is installed.
     """
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    for words in [chosen] if chosen else [[name] for name in COMPILERS]:
-        if path := shutil.which(words[0]):
-            return [path, *words[1:]]
-    if chosen:
-        raise KernelError(f"the compiler set by CXX, {chosen[0]}, was not found")
+    cxx = shlex.split(os.environ.get("CXX", ""))
+    for arguments in [cxx] if cxx else [[name] for name in COMPILERS]:
+        if path := shutil.which(arguments[0]):
+            return [path, *arguments[1:]]
+    if cxx:
+        raise KernelError(f"the compiler set by CXX, {cxx[0]}, was not found")
     raise KernelError(f"no C++ compiler was found ({', '.join(COMPILERS)}; or set CXX)")
 
 
@@ -145,18 +146,18 @@ def run_compiler(command: Sequence[str]) -> str:
         KernelError: the compiler fails.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelError(f"the compiler {command[0]} can't be run: {error}") from error
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if result.returncode != 0:
+        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
         raise KernelError(
-            f"the compiler {command[0]} failed with exit code {done.returncode}: {errors[0]}"
+            f"the compiler {command[0]} failed with exit code {result.returncode}: {errors[0]}"
         )
-    return done.stdout
+    return result.stdout
 
 
 def load(library: Path) -> Library:
@@ -193,7 +194,7 @@ def instruction_flags() -> tuple[str, ...]:
 
 def bf16_flags() -> tuple[str, ...]:
     """Flags for instructions that multiply bf16 pairs, if the processor has them."""
-    return ("-mavx512bf16",) if has_avx512() and multiplies_bf16() else ()
+    return ("-mavx512bf16",) if has_avx512() and has_avx512_bf16() else ()
 
 
 def has_avx512() -> bool:
@@ -207,7 +208,7 @@ def is_amd() -> bool:
     return path.exists() and "AuthenticAMD" in path.read_text()
 
 
-def multiplies_bf16() -> bool:
+def has_avx512_bf16() -> bool:
     """Whether an x86 processor has instructions that multiply bf16.
 
     `ONEDNN_MAX_CPU_ISA` disables them, as it does in oneDNN.
@@ -225,7 +226,7 @@ def is_arm() -> bool:
 
 
 @functools.cache
-def parallel() -> ctypes.c_void_p | None:
+def gomp_parallel() -> ctypes.c_void_p | None:
     """The `GOMP_parallel(function, argument, threads, flags)` of PyTorch's OpenMP runtime.
 
     Its threads may still be spinning after PyTorch's last operator, and a second runtime would
@@ -248,6 +249,6 @@ def parallel() -> ctypes.c_void_p | None:
 
 
 @functools.cache
-def _warn(sentence: str) -> None:
+def _warn(message: str) -> None:
     """Log a warning, once per process."""
-    logger.warning("%s", sentence)
+    logger.warning("%s", message)

@@ -12,14 +12,14 @@ from torch import Tensor
 from pipeline.kernels import choice
 from pipeline.kernels.gpu import Gpu, Macros
 
-LOAD = 16
+LOAD_BYTES = 16
 """Bytes that a thread copies at once."""
 
 WARP, THREADS = 32, 256
 
 
-class Part(ctypes.Structure):
-    """`Part` of cache_append.cu."""
+class StateArgs(ctypes.Structure):
+    """`StateArgs` of cache_append.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "stored")),
@@ -31,8 +31,8 @@ class Params(ctypes.Structure):
     """`AppendParams` of cache_append.cu."""
 
     _fields_ = (
-        *((name, Part) for name in ("keys", "values")),
-        ("places", ctypes.c_void_p),
+        *((name, StateArgs) for name in ("keys", "values")),
+        ("slot_mapping", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_slots", "width")),
         ("num_heads", ctypes.c_int),
     )
@@ -45,7 +45,7 @@ MACROS: dict[str, str | int] = {"PARAMS_BYTES": ctypes.sizeof(Params)}
 def reference_append(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
-    places: Int[Tensor, " N"],
+    slot_mapping: Int[Tensor, " N"],
 ) -> None:
     """Store the keys and values of each token at index slot * M + position, with PyTorch.
 
@@ -53,13 +53,13 @@ def reference_append(
     win.
     """
     num_slots, _, width, _ = cache[0].shape
-    real = (places >= 0) & (places < num_slots * width)
-    slots, positions = places[real] // width, places[real] % width
+    is_valid = (slot_mapping >= 0) & (slot_mapping < num_slots * width)
+    slots, positions = slot_mapping[is_valid] // width, slot_mapping[is_valid] % width
     for stored, new in zip(cache, states, strict=True):
-        stored[slots, :, positions] = new.transpose(0, 1)[real]
+        stored[slots, :, positions] = new.transpose(0, 1)[is_valid]
 
 
-def kernel_for(
+def find_kernel(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> Gpu | None:
@@ -73,13 +73,13 @@ def kernel_for(
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
         return None
-    reason = refusal(cache, states)
-    return choice.accept(
-        "the cache", reason or choice.find(device, "cache_append", MACROS, self_test)
+    reason = unsupported_reason(cache, states)
+    return choice.resolve(
+        "the cache", reason or choice.load_kernel(device, "cache_append", MACROS, self_test)
     )
 
 
-def refusal(
+def unsupported_reason(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> str | None:
@@ -91,12 +91,12 @@ def refusal(
             return "a cache that is not contiguous"
         strides = [stride * new.itemsize for stride in new.stride()[:-1]]
         row = new.shape[-1] * new.itemsize
-        places = [stored.data_ptr(), new.data_ptr(), row, *strides]
-        if new.stride(-1) != 1 or any(place % LOAD for place in places):
+        offsets = [stored.data_ptr(), new.data_ptr(), row, *strides]
+        if new.stride(-1) != 1 or any(offset % LOAD_BYTES for offset in offsets):
             # Omits the strides, which vary with the number of tokens: reasons are cached.
             return (
                 f"heads of size {new.shape[-1]}, {new.dtype}: {name} are not contiguous and aligned"
-                f" to {LOAD} bytes"
+                f" to {LOAD_BYTES} bytes"
             )
     return None
 
@@ -104,32 +104,32 @@ def refusal(
 def append_(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
-    places: Int[Tensor, " N"],
+    slot_mapping: Int[Tensor, " N"],
     *,
     gpu: Gpu,
 ) -> None:
-    """`reference_append` on a GPU, for tensors that `refusal` supports.
+    """`reference_append` on a GPU, for tensors that the kernel supports.
 
     The host doesn't read the indices, so a CUDA graph of the call may be replayed with others.
     """
     num_slots, num_heads, width, _ = cache[0].shape
-    keys, values = (_part(stored, new) for stored, new in zip(cache, states, strict=True))
+    keys, values = (_make_args(stored, new) for stored, new in zip(cache, states, strict=True))
     params = Params(
         keys=keys,
         values=values,
-        places=places.data_ptr(),
+        slot_mapping=slot_mapping.data_ptr(),
         num_slots=num_slots,
         width=width,
         num_heads=num_heads,
     )
-    warps = -(-num_heads * (keys.row_bytes + values.row_bytes) // (LOAD * WARP))
+    warps = -(-num_heads * (keys.row_bytes + values.row_bytes) // (LOAD_BYTES * WARP))
     gpu.kernel("cache_append", "cache_append", MACROS)(
-        params, grid=(len(places), 1, 1), block=(min(THREADS, WARP * warps), 1, 1)
+        params, grid=(len(slot_mapping), 1, 1), block=(min(THREADS, WARP * warps), 1, 1)
     )
 
 
-def _part(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> Part:
-    return Part(
+def _make_args(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> StateArgs:
+    return StateArgs(
         states=new.data_ptr(),
         stored=stored.data_ptr(),
         head_bytes=new.stride(0) * new.itemsize,
@@ -144,9 +144,9 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
     generator = torch.Generator().manual_seed(0)
     new = tuple(torch.randn(2, 3, size, generator=generator) for size in (64, 32))
-    places = torch.tensor([9, 16, 0])
-    remote = keys.to(gpu.device, copy=True), values.to(gpu.device, copy=True)
+    slot_mapping = torch.tensor([9, 16, 0])
+    on_gpu = keys.to(gpu.device, copy=True), values.to(gpu.device, copy=True)
     states = new[0].to(gpu.device), new[1].to(gpu.device)
-    append_(remote, states, places.to(gpu.device), gpu=gpu)
-    reference_append((keys, values), (new[0], new[1]), places)
-    return torch.equal(remote[0].cpu(), keys) and torch.equal(remote[1].cpu(), values)
+    append_(on_gpu, states, slot_mapping.to(gpu.device), gpu=gpu)
+    reference_append((keys, values), (new[0], new[1]), slot_mapping)
+    return torch.equal(on_gpu[0].cpu(), keys) and torch.equal(on_gpu[1].cpu(), values)

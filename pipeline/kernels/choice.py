@@ -9,19 +9,19 @@ from typing import TypeVar, get_args
 import torch
 
 from pipeline.config import Kernels
-from pipeline.kernels.gpu import Gpu, LaunchError, Macros, gpu_of
+from pipeline.kernels.gpu import Gpu, LaunchError, Macros, get_gpu
 from pipeline.system.errors import ConfigError, KernelError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SWITCH = "RLHF_PIPELINE_KERNELS"
+KERNELS_VARIABLE = "RLHF_PIPELINE_KERNELS"
 """Environment variable: auto, required or off for the kernels of generation."""
 
 SelfTest = Callable[[Gpu, Macros], bool]
-"""Returns whether a kernel computes what its reference does on a GPU. It runs once per process
-before the kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
+"""Returns whether a kernel matches its reference on a GPU. It runs once per process, before the
+kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
 
 
 def kernel_mode() -> Kernels:
@@ -30,12 +30,13 @@ def kernel_mode() -> Kernels:
     Raises:
         ConfigError: the environment variable has another value.
     """
-    word = os.environ.get(SWITCH, "auto")
-    for known in get_args(Kernels):
-        if word == known:
-            return known
+    value = os.environ.get(KERNELS_VARIABLE, "auto")
+    for mode in get_args(Kernels):
+        if value == mode:
+            return mode
     raise ConfigError(
-        f"the environment variable {SWITCH} must be {', '.join(get_args(Kernels))}, got {word!r}"
+        f"the environment variable {KERNELS_VARIABLE} must be {', '.join(get_args(Kernels))},"
+        f" got {value!r}"
     )
 
 
@@ -44,8 +45,8 @@ def use_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and kernel_mode() != "off"
 
 
-def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
-    """Return a kernel; if it is the reason why there is none, log it once and return None.
+def resolve(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
+    """Return a kernel; if it is a reason why there is none, log that once and return None.
 
     Args:
         operator: name of the operator in messages.
@@ -60,24 +61,24 @@ def accept(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T 
     if (kernels or kernel_mode()) == "required":
         raise KernelError(
             f"the kernel of {operator} is not available: {kernel}; fix that, or fall back to"
-            f" PyTorch with kernels auto, and {SWITCH}=auto for generation"
+            f" PyTorch with kernels auto, and {KERNELS_VARIABLE}=auto for generation"
         )
     _log_once(operator, kernel)
     return None
 
 
-def find(device: torch.device, name: str, defines: Macros, self_test: SelfTest) -> Gpu | str:
+def load_kernel(device: torch.device, name: str, defines: Macros, self_test: SelfTest) -> Gpu | str:
     """The GPU with a kernel compiled and tested, or the reason it can't be used."""
-    return _compiled(device, name, frozenset(defines.items()), self_test)
+    return _compile_and_test(device, name, frozenset(defines.items()), self_test)
 
 
 @functools.cache
-def _compiled(
+def _compile_and_test(
     device: torch.device, name: str, defines: frozenset[tuple[str, str | int]], self_test: SelfTest
 ) -> Gpu | str:
     macros = dict(defines)
     try:
-        gpu = gpu_of(device)
+        gpu = get_gpu(device)
         gpu.kernel(name, name, macros)
         if self_test(gpu, macros):
             return gpu

@@ -31,14 +31,14 @@ struct Attention {  // mirrored in decode_attention.py
 
 constexpr int BLOCK = 512;  // keys per softmax block
 constexpr int PAGE = 64;        // tokens of a page; mirrored in decode_attention.py
-constexpr int MOST_SIZE = 256;  // largest head size; mirrored in decode_attention.py
+constexpr int MAX_HEAD_SIZE = 256;  // largest head size; mirrored in decode_attention.py
 constexpr int STEP = LANES * Number::NUMBERS;
 
 // Online softmax state of a query head.
 struct Head {
     float largest = -INFINITY;  // highest score
     float total = 0;            // sum of the exponentials
-    Vector sums[MOST_SIZE / LANES] = {};
+    Vector sums[MAX_HEAD_SIZE / LANES] = {};
 };
 
 // Scores of LANES keys; only the first `live` are read.

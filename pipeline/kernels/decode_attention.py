@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.build import FUSED, NUMBERS, Library, bf16_flags, build, parallel
+from pipeline.kernels.build import CPP_DTYPES, FUSED, Library, bf16_flags, build, gomp_parallel
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 PAGE = 64
@@ -26,7 +26,7 @@ PAGE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class AttentionSpec:
     """The keys that the last token of each of B sequences attends to, and the score scale."""
 
     lengths: Int[Tensor, " B"]
@@ -42,42 +42,42 @@ class Scores:
     """Number of last keys that a token attends to; None for all."""
 
 
-def in_order_of_tokens(
+def gather_pages(
     stored: Float[Tensor, "P G T D"], pages: Int[Tensor, "B L"]
 ) -> Float[Tensor, "B G L*T D"]:
     """Copy the keys or values of sequences out of their pages."""
-    found = stored.index_select(0, pages.flatten()).unflatten(0, pages.shape)
-    return found.transpose(1, 2).flatten(2, 3)
+    gathered = stored.index_select(0, pages.flatten()).unflatten(0, pages.shape)
+    return gathered.transpose(1, 2).flatten(2, 3)
 
 
 def reference_attention(
     query: Float[Tensor, "B H D"],
     key: Float[Tensor, "P G T D"],
     value: Float[Tensor, "P G T D"],
-    scores: Scores,
+    spec: AttentionSpec,
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each sequence in PyTorch.
 
         out = sum_t softmax_t(scaling * query . key_t) value_t
 
-    over the keys that `scores` allows. A key head serves H / G consecutive query heads. Computed in
+    over the keys that `spec` allows. A key head serves H / G consecutive query heads. Computed in
     fp32, or in the dtype of `query` if that is wider; 0 if there is no key. Other keys and values
     are ignored and may be NaN.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    key, value = (in_order_of_tokens(stored, scores.pages) for stored in (key, value))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    key, value = (gather_pages(stored, spec.pages) for stored in (key, value))
     tokens = torch.arange(key.shape[2], device=key.device)
-    ends = scores.lengths[:, None]
-    seen = tokens < ends  # (B, M)
-    if scores.sliding_window is not None:
-        seen &= tokens >= ends - scores.sliding_window
-    hidden = ~seen[:, None, :, None]
-    key, value = (tensor.to(wide).masked_fill(hidden, 0.0) for tensor in (key, value))
-    grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # (B, G, H / G, D)
-    products = scores.scaling * grouped @ key.transpose(2, 3)  # (B, G, H / G, M)
-    products = products.masked_fill(~seen[:, None, None, :], -math.inf)
+    ends = spec.lengths[:, None]
+    is_visible = tokens < ends  # (B, M)
+    if spec.sliding_window is not None:
+        is_visible &= tokens >= ends - spec.sliding_window
+    is_masked = ~is_visible[:, None, :, None]
+    key, value = (tensor.to(dtype).masked_fill(is_masked, 0.0) for tensor in (key, value))
+    grouped = query.to(dtype).unflatten(1, (key.shape[1], -1))  # (B, G, H / G, D)
+    scores = spec.scaling * grouped @ key.transpose(2, 3)  # (B, G, H / G, M)
+    scores = scores.masked_fill(~is_visible[:, None, None, :], -math.inf)
     # Without visible keys, all weights are NaN.
-    weights = products.softmax(-1).nan_to_num(0.0)
+    weights = scores.softmax(-1).nan_to_num(0.0)
     return (weights @ value).flatten(1, 2).to(query.dtype)
 
 
@@ -85,7 +85,7 @@ def decode_attention(
     query: Float[Tensor, "B H D"],
     key: Float[Tensor, "P G T D"],
     value: Float[Tensor, "P G T D"],
-    scores: Scores,
+    spec: AttentionSpec,
     *,
     longest: int,
     out: Float[Tensor, "B H D"] | None = None,
@@ -101,16 +101,16 @@ def decode_attention(
     """
     if query.numel() == 0:
         return torch.empty_like(query) if out is None else out
-    kernel = kernel_for(query, key, value)
+    kernel = find_kernel(query, key, value)
     if isinstance(kernel, Gpu):
-        return launch(query, key, value, scores, gpu=kernel, longest=longest, out=out)
+        return launch(query, key, value, spec, gpu=kernel, longest=longest, out=out)
     if kernel is not None:
         out = query.new_empty(query.shape) if out is None else out
-        Prepared(
-            kernel, query, key, value, out, scaling=scores.scaling, window=scores.sliding_window
-        )(scores.lengths, scores.pages)
+        PreparedAttention(
+            kernel, query, key, value, out, scaling=spec.scaling, window=spec.sliding_window
+        )(spec.lengths, spec.pages)
         return out
-    result = reference_attention(query, key, value, scores)
+    result = reference_attention(query, key, value, spec)
     return result if out is None else out.copy_(result)
 
 
@@ -122,19 +122,19 @@ def prepare(
     *,
     scaling: float,
     sliding_window: int | None,
-) -> "Prepared | None":
+) -> "PreparedAttention | None":
     """The C++ kernel, prepared for repeated calls on this memory; None if there is none.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
     """
-    built = kernel_for(query, key, value)
-    if not isinstance(built, Library) or not out.is_contiguous():
+    kernel = find_kernel(query, key, value)
+    if not isinstance(kernel, Library) or not out.is_contiguous():
         return None
-    return Prepared(built, query, key, value, out, scaling=scaling, window=sliding_window)
+    return PreparedAttention(kernel, query, key, value, out, scaling=scaling, window=sliding_window)
 
 
-def kernel_for(
+def find_kernel(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Gpu | Library | None:
     """The kernel for these tensors; None if PyTorch is used.
@@ -145,23 +145,23 @@ def kernel_for(
     if torch.is_grad_enabled() and query.requires_grad:
         return None
     if choice.use_gpu(query.device):
-        reason = cuda_refusal(query, key, value)
+        reason = cuda_unsupported_reason(query, key, value)
         if reason is not None:
-            return choice.accept("attention", reason)
-        shape = Shape(query.shape[1] // key.shape[1], key.shape[3], query.dtype.itemsize)
-        defines = cuda_macros(query.dtype, shape)
-        return choice.accept(
-            "attention", choice.find(query.device, "decode_attention", defines, self_test)
+            return choice.resolve("attention", reason)
+        grouping = HeadGrouping(query.shape[1] // key.shape[1], key.shape[3], query.dtype.itemsize)
+        defines = cuda_macros(query.dtype, grouping)
+        return choice.resolve(
+            "attention", choice.load_kernel(query.device, "decode_attention", defines, self_test)
         )
     if query.device.type != "cpu" or choice.kernel_mode() == "off":
         return None
-    reason = next(cpp_refusals(query, key, value), None)
-    return choice.accept("attention", reason or library(query.dtype))
+    reason = next(cpp_unsupported_reasons(query, key, value), None)
+    return choice.resolve("attention", reason or library(query.dtype))
 
 
 # The C++ kernel
 
-MOST_SIZE = 256
+MAX_HEAD_SIZE = 256
 """Largest head size, as in decode_attention.cpp."""
 
 
@@ -172,7 +172,7 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out")),
         *((name, ctypes.c_void_p) for name in ("lengths", "pages")),
         *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "size")),
-        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "pages_row", "most")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "pages_row", "max_pages")),
         ("window", ctypes.c_int32),
         ("scaling", ctypes.c_float),
     ]
@@ -182,38 +182,38 @@ class Attention(ctypes.Structure):
 def library(dtype: torch.dtype) -> Library | str:
     """The kernel for this dtype, or the reason it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
-    return build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *bf16_flags()))
+    return build(source, {"NUMBER": CPP_DTYPES[dtype]}, (*FUSED, *bf16_flags()))
 
 
-def cpp_refusals(
+def cpp_unsupported_reasons(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Iterator[str]:
     """The reasons why the kernel doesn't support these tensors."""
     size = query.shape[2]
     if key.shape[2] != PAGE:
         yield f"pages have {key.shape[2]} tokens"
-    if query.dtype not in NUMBERS:
+    if query.dtype not in CPP_DTYPES:
         yield f"it supports fp32 and bf16, not {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
         yield f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if size != value.shape[3] or size != key.shape[3]:
         yield f"keys have heads of size {key.shape[3]} and values of {value.shape[3]}"
-    unit = 4 // query.element_size() or 1
-    if not 0 < size <= MOST_SIZE or size % unit:
-        even = "even " if unit == 2 else ""
-        yield f"it supports {even}head sizes up to {MOST_SIZE}, not {size}"
+    multiple = 4 // query.element_size() or 1
+    if not 0 < size <= MAX_HEAD_SIZE or size % multiple:
+        even = "even " if multiple == 2 else ""
+        yield f"it supports {even}head sizes up to {MAX_HEAD_SIZE}, not {size}"
     if not key.is_contiguous() or not value.is_contiguous() or query.stride(2) != 1:
         yield "the elements of a head are not contiguous"
     if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
         yield "a tensor is not aligned to its elements"
 
 
-class Prepared:
+class PreparedAttention:
     """Attention on fixed memory, for repeated calls."""
 
     def __init__(
         self,
-        built: Library,
+        library: Library,
         query: Float[Tensor, "B H D"],
         key: Float[Tensor, "P G T D"],
         value: Float[Tensor, "P G T D"],
@@ -222,7 +222,7 @@ class Prepared:
         scaling: float,
         window: int | None,
     ) -> None:
-        self._library = built
+        self._library = library
         self._tensors = query, key, value, out  # keep their memory alive
         self.arguments = Attention(
             query=query.data_ptr(),
@@ -240,11 +240,11 @@ class Prepared:
         )
 
     def __call__(self, lengths: Int[Tensor, " B"], pages: Int[Tensor, "B L"]) -> None:
-        """Compute attention from the current contents; see `Scores`."""
+        """Compute attention from the current contents; see `AttentionSpec`."""
         self.arguments.lengths, self.arguments.pages = lengths.data_ptr(), pages.data_ptr()
-        self.arguments.pages_row, self.arguments.most = pages.stride(0), pages.shape[1]
+        self.arguments.pages_row, self.arguments.max_pages = pages.stride(0), pages.shape[1]
         self._library.decode_attention(
-            ctypes.byref(self.arguments), parallel(), ctypes.c_int32(torch.get_num_threads())
+            ctypes.byref(self.arguments), gomp_parallel(), ctypes.c_int32(torch.get_num_threads())
         )
 
 
@@ -255,16 +255,16 @@ HEAD_SIZES = (8, 32, 48, 64, 80, 96, 128, 256)
 WARPS = 4
 """Warps per block, as in decode_attention.cu."""
 
-KEYS_OF_SPLIT = 128
+MIN_KEYS_PER_SPLIT = 128
 """Minimum keys per split: combining smaller ones costs more than it saves."""
 
-SEQUENCES = 65535
+MAX_SEQUENCES = 65535
 """Maximum sequences per launch: the largest third dimension of a grid."""
 
 AXES = {3: ("sequence", "head"), 4: ("page", "head", "token")}
 """Axes whose strides the kernel takes, by number of dimensions."""
 
-ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative error in norm that the self-test allows: a few times the rounding error."""
 
 
@@ -272,7 +272,7 @@ class Params(ctypes.Structure):
     """`DecodeParams` of decode_attention.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "partials")),
         *((name, ctypes.c_void_p) for name in ("lengths", "pages")),
         *((name, ctypes.c_int64) for name in ("query_sequence", "query_head")),
         *((name, ctypes.c_int64) for name in ("out_sequence", "out_head")),
@@ -285,7 +285,7 @@ class Params(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadGrouping:
     """Distribution over blocks of the query heads that share a key head."""
 
     heads_per_kv: int
@@ -296,27 +296,27 @@ class Shape:
     def blocks_per_kv(self) -> int:
         """Blocks that read the same keys, each for different query heads."""
         # A lane's share of the queries and sums must fit into registers.
-        most = 4 if self.itemsize * self.head_size > 512 else 8
-        return -(-self.heads_per_kv // most)
+        limit = 4 if self.itemsize * self.head_size > 512 else 8
+        return -(-self.heads_per_kv // limit)
 
     @property
-    def group(self) -> int:
+    def heads_per_block(self) -> int:
         """Query heads of a block."""
         return -(-self.heads_per_kv // self.blocks_per_kv)
 
 
-def cuda_macros(dtype: torch.dtype, shape: Shape) -> dict[str, str | int]:
+def cuda_macros(dtype: torch.dtype, grouping: HeadGrouping) -> dict[str, str | int]:
     """Preprocessor macros of the kernel."""
     return {
         "NUMBER": DTYPES[dtype],
-        "HEAD_SIZE": shape.head_size,
-        "GROUP": shape.group,
+        "HEAD_SIZE": grouping.head_size,
+        "GROUP": grouping.heads_per_block,
         "PAGE": PAGE,
         "PARAMS_BYTES": ctypes.sizeof(Params),
     }
 
 
-def cuda_refusal(
+def cuda_unsupported_reason(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> str | None:
     """The reason why the kernel doesn't support these tensors; None if it does."""
@@ -326,8 +326,8 @@ def cuda_refusal(
         return f"head sizes {query.shape[2]} and {value.shape[3]}"
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         return f"{query.shape[1]} query heads for {key.shape[1]} key heads"
-    if not 0 < query.shape[0] <= SEQUENCES or not query.shape[1] or key.shape[2] != PAGE:
-        return f"no heads, no or over {SEQUENCES} sequences, or pages of {key.shape[2]} tokens"
+    if not 0 < query.shape[0] <= MAX_SEQUENCES or not query.shape[1] or key.shape[2] != PAGE:
+        return f"no heads, no or over {MAX_SEQUENCES} sequences, or pages of {key.shape[2]} tokens"
     itemsize = query.dtype.itemsize
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         offsets = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]
@@ -344,51 +344,52 @@ def launch(
     query: Float[Tensor, "B H D"],
     key: Float[Tensor, "P G T D"],
     value: Float[Tensor, "P G T D"],
-    scores: Scores,
+    spec: AttentionSpec,
     *,
     gpu: Gpu,
     longest: int,
     num_splits: int | None = None,
     out: Float[Tensor, "B H D"] | None = None,
 ) -> Float[Tensor, "B H D"]:
-    """`reference_attention` on a GPU, for tensors that `cuda_refusal` accepts.
+    """`reference_attention` on a GPU, for tensors that the kernel supports.
 
     The host doesn't read the lengths, so a CUDA graph of the call may be replayed with others, up
     to `longest`. By default the keys are divided into enough splits to fill the GPU. The result is
     written to `out` if given.
     """
     batch, heads, size = query.shape
-    shape = Shape(heads // key.shape[1], size, query.dtype.itemsize)
-    defines = cuda_macros(query.dtype, shape)
+    grouping = HeadGrouping(heads // key.shape[1], size, query.dtype.itemsize)
+    defines = cuda_macros(query.dtype, grouping)
     kernel = gpu.kernel("decode_attention", "decode_attention", defines)
-    rows, shared_bytes = key.shape[1] * shape.blocks_per_kv, 4 * WARPS * shape.group * (size + 2)
+    rows = key.shape[1] * grouping.blocks_per_kv
+    shared_bytes = 4 * WARPS * grouping.heads_per_block * (size + 2)
     if num_splits is None:
-        at_once = gpu.num_multiprocessors * kernel.blocks_at_once(32 * WARPS, shared_bytes)
-        reach = min(longest, scores.sliding_window or longest)
-        num_splits = choose_splits(batch * rows, reach, at_once)
+        active = gpu.num_multiprocessors * kernel.max_active_blocks(32 * WARPS, shared_bytes)
+        num_keys = min(longest, spec.sliding_window or longest)
+        num_splits = choose_splits(batch * rows, num_keys, active)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    parts = None
+    partials = None
     if num_splits > 1:
-        parts = out.new_empty((batch, heads, num_splits, size + 2), dtype=torch.float32)
+        partials = out.new_empty((batch, heads, num_splits, size + 2), dtype=torch.float32)
     tensors = {"query": query, "out": out, "key": key, "value": value}
     strides = {
         f"{name}_{axis}": stride
         for name, tensor in tensors.items()
         for axis, stride in zip(AXES[tensor.ndim], tensor.stride(), strict=False)
     }
-    tensors |= {"lengths": scores.lengths, "pages": scores.pages}
+    tensors |= {"lengths": spec.lengths, "pages": spec.pages}
     params = Params(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        parts=None if parts is None else parts.data_ptr(),
+        partials=None if partials is None else partials.data_ptr(),
         **strides,
-        heads_per_kv=shape.heads_per_kv,
-        blocks_per_kv=shape.blocks_per_kv,
-        pages_row=scores.pages.stride(0),
-        capacity=scores.pages.shape[1] * PAGE,
-        window=scores.sliding_window or 0,
+        heads_per_kv=grouping.heads_per_kv,
+        blocks_per_kv=grouping.blocks_per_kv,
+        pages_row=spec.pages.stride(0),
+        capacity=spec.pages.shape[1] * PAGE,
+        window=spec.sliding_window or 0,
         num_splits=num_splits,
-        scale=scores.scaling,
+        scale=spec.scaling,
     )
     grid, block = (num_splits, rows, batch), (32 * WARPS, 1, 1)
     kernel(params, grid=grid, block=block, shared_bytes=shared_bytes)
@@ -398,12 +399,12 @@ def launch(
     return out
 
 
-def choose_splits(num_blocks: int, num_keys: int, at_once: int) -> int:
+def choose_splits(num_blocks: int, num_keys: int, max_active_blocks: int) -> int:
     """The number of splits of each sequence's keys that fills the GPU with blocks.
 
-    `at_once` is the number of blocks that the GPU runs at once.
+    `max_active_blocks` is the number of blocks that the GPU runs at once.
     """
-    return max(1, min(-(-at_once // max(num_blocks, 1)), num_keys // KEYS_OF_SPLIT))
+    return max(1, min(-(-max_active_blocks // max(num_blocks, 1)), num_keys // MIN_KEYS_PER_SPLIT))
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
@@ -412,16 +413,16 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)
     lengths, pages = torch.tensor([1, 37]).int(), torch.tensor([[4, 0], [3, 1]]).int()
-    scores = Scores(lengths=lengths, pages=pages, scaling=size**-0.5)
+    spec = AttentionSpec(lengths=lengths, pages=pages, scaling=size**-0.5)
     query = torch.randn(2, heads, size, generator=generator).to(dtype)
     key, value = torch.randn(2, 5, 1, PAGE, size, generator=generator).to(dtype)
     for stored in (key, value):
         stored[4, :, 1:] = stored[1, :, 5:] = stored[0] = stored[2] = torch.nan
-    expected = reference_attention(query.double(), key.double(), value.double(), scores)
+    expected = reference_attention(query.double(), key.double(), value.double(), spec)
     query, key, value = (tensor.to(gpu.device) for tensor in (query, key, value))
-    scores = replace(scores, lengths=lengths.to(gpu.device), pages=pages.to(gpu.device))
+    spec = replace(spec, lengths=lengths.to(gpu.device), pages=pages.to(gpu.device))
     outs = torch.full((2, *query.shape), torch.nan, dtype=dtype, device=gpu.device)
     for num_splits, out in enumerate(outs, start=1):
-        launch(query, key, value, scores, gpu=gpu, longest=37, num_splits=num_splits, out=out)
+        launch(query, key, value, spec, gpu=gpu, longest=37, num_splits=num_splits, out=out)
     errors = [float((out.cpu().double() - expected).norm() / expected.norm()) for out in outs]
-    return all(error <= ERROR[dtype] for error in errors)  # False for NaN
+    return all(error <= TOLERANCES[dtype] for error in errors)  # False for NaN

@@ -17,7 +17,7 @@ from pipeline.kernels.build import FUSED, Library, build
 def library() -> Library | None:
     """The kernels; None if they can't be built."""
     built = build(Path(__file__).with_suffix(".cpp"), {}, FUSED)
-    return choice.accept("RMSNorm, rotary embedding and SwiGLU", built)
+    return choice.resolve("RMSNorm, rotary embedding and SwiGLU", built)
 
 
 def prepare_norm(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline.kernels.build import cache_directory, complete_file
+from pipeline.kernels.build import atomic_file, cache_directory
 from pipeline.system.errors import KernelError
 
 SOURCES = Path(__file__).parent
@@ -27,7 +27,7 @@ OPTIONS = ("-std=c++17", "--fmad=false")
 """Compiler options that round each product and sum separately, as on the CPU, unless a kernel calls
 fmaf."""
 
-OLDEST = 70
+MIN_CAPABILITY = 70
 """The oldest supported compute capability, 7.0."""
 
 LOG_LINES = 5
@@ -72,18 +72,19 @@ class Kernel:
             )
         if code == driver.CUresult.CUDA_SUCCESS:
             return
-        what = (
+        message = (
             f"the kernel {self._name} can't be launched with grid {grid}, block {block} and"
             f" {shared_bytes} bytes of shared memory: {code.name}"
         )
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError(what)
-        raise LaunchError(f"{what}; CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed")
+            raise torch.OutOfMemoryError(message)
+        hint = "CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed"
+        raise LaunchError(f"{message}; {hint}")
 
-    def blocks_at_once(self, threads: int, shared_bytes: int) -> int:
+    def max_active_blocks(self, threads: int, shared_bytes: int) -> int:
         """Number of blocks that a multiprocessor runs at once, limited by registers and memory."""
         occupancy = _bindings("driver").cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return max(1, _checked(occupancy(self._function, threads, shared_bytes)))
+        return max(1, _check(occupancy(self._function, threads, shared_bytes)))
 
 
 class Gpu:
@@ -110,43 +111,43 @@ class Gpu:
 
     def _load(self, name: str, entry: str, defines: Macros) -> Kernel:
         driver = _bindings("driver")
-        image = self._image(name, defines)
+        image = self._get_cubin(name, defines)
         with torch.cuda.device(self.device):
             torch.cuda.mem_get_info(self.device)  # makes the CUDA context current in this thread
             try:
-                library = _checked(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
-                kernel = _checked(driver.cuLibraryGetKernel(library, entry.encode()))
+                library = _check(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0))
+                kernel = _check(driver.cuLibraryGetKernel(library, entry.encode()))
                 # Load the code now: a failure at the first launch would be fatal.
-                function = _checked(driver.cuKernelGetFunction(kernel))
+                function = _check(driver.cuKernelGetFunction(kernel))
             except KernelError as error:
                 raise KernelError(f"{name} can't be loaded onto {self.device}: {error}") from None
         return Kernel(function, self.device, entry)
 
-    def _image(self, name: str, defines: Macros) -> bytes:
+    def _get_cubin(self, name: str, defines: Macros) -> bytes:
         """The machine code of a source, from the cache if possible."""
-        path = self._kept(name, defines)
+        path = self._cache_path(name, defines)
         if path is not None and path.exists():
             return path.read_bytes()
         image, _ = compile_source(
             (SOURCES / f"{name}.cu").read_text(), name, self._options(defines)
         )
         if path is not None:
-            with suppress(OSError), complete_file(path) as made:
-                made.write_bytes(image)
+            with suppress(OSError), atomic_file(path) as temporary:
+                temporary.write_bytes(image)
         return image
 
     def _options(self, defines: Macros) -> list[str]:
         macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
         return [f"--gpu-architecture={architecture(self.capability)}", *OPTIONS, *macros]
 
-    def _kept(self, name: str, defines: Macros) -> Path | None:
+    def _cache_path(self, name: str, defines: Macros) -> Path | None:
         directory = cache_directory()
         if directory is None:
             return None
         source = (SOURCES / f"{name}.cu").read_text()
         version = ".".join(map(str, nvrtc_version()))
-        ingredients = [source, PRELUDE, *self._options(defines), version]
-        digest = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()
+        inputs = [source, PRELUDE, *self._options(defines), version]
+        digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()
         return directory / f"{name}-{digest[:16]}.cubin"
 
 
@@ -158,19 +159,19 @@ def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, s
     """
     nvrtc = _nvrtc()
     header = ([PRELUDE.encode()], [b"prelude.cuh"])
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 1, *header))
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 1, *header))
     try:
-        words = [option.encode() for option in options]
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        encoded = [option.encode() for option in options]
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.rstrip(b"\0").decode(errors="replace").strip()
         if code:
             lines = "\n".join((text or code.name).splitlines()[:LOG_LINES])
             raise KernelError(f"{name} can't be compiled with {' '.join(options)}: {lines}")
         kind = "PTX" if any("=compute_" in option for option in options) else "CUBIN"
-        image = b" " * _checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
-        _checked(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
+        image = b" " * _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return image, text
@@ -182,7 +183,7 @@ def architecture(capability: int) -> str:
     Raises:
         KernelError: the GPU is too old for the compiler.
     """
-    supported = [number for number in supported_capabilities() if number >= OLDEST]
+    supported = [number for number in supported_capabilities() if number >= MIN_CAPABILITY]
     if capability in supported:
         return f"sm_{capability}"
     older = [number for number in supported if number < capability]
@@ -197,7 +198,7 @@ def architecture(capability: int) -> str:
 @cache
 def supported_capabilities() -> tuple[int, ...]:
     """Compute capabilities that NVRTC compiles for, such as 90 for 9.0, sorted."""
-    return tuple(sorted(_checked(_nvrtc().nvrtcGetSupportedArchs())))
+    return tuple(sorted(_check(_nvrtc().nvrtcGetSupportedArchs())))
 
 
 @cache
@@ -225,7 +226,7 @@ def _bindings(module: str) -> Any:  # noqa: ANN401
     return import_module(f"cuda.bindings.{module}")
 
 
-def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
+def _check(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
     """The value returned by a function of the bindings, after its error code."""
     code, *values = result
     if code:
@@ -234,7 +235,7 @@ def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
 
 
 @cache
-def gpu_of(device: torch.device) -> Gpu:
+def get_gpu(device: torch.device) -> Gpu:
     """The GPU of a PyTorch device with an index.
 
     Raises:

@@ -18,11 +18,11 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from pipeline.kernels import build, choice
-from pipeline.kernels.build import FUSED, NUMBERS, Library
+from pipeline.kernels.build import CPP_DTYPES, FUSED, Library
 
 
 @functools.cache
-def most_rows(dtype: torch.dtype) -> int:
+def max_rows(dtype: torch.dtype) -> int:
     """Maximum rows for which the kernel is faster than PyTorch's BLAS; 0 without a kernel.
 
     With many rows the product is compute-bound. MKL reaches that bound on Intel processors only.
@@ -32,7 +32,7 @@ def most_rows(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.bfloat16 else 0
 
 
-class Product(ctypes.Structure):
+class LinearParams(ctypes.Structure):
     """Arguments of a call; linear.cpp has the same structure."""
 
     _fields_ = [
@@ -46,23 +46,22 @@ class Linear:
     """A linear layer on fixed memory, for repeated calls."""
 
     library: Library
-    product: Product
+    params: LinearParams
     rows: int
     """Rows of x and of the result."""
 
     tensors: tuple[Tensor, ...]
-    """The tensors whose memory `product` points to, which keep it alive."""
+    """The tensors whose memory `params` points to, which keep it alive."""
 
-    def take(self, rows: int) -> None:
+    def set_rows(self, rows: int) -> None:
         """Compute only the first `rows` rows from now on."""
         assert 0 <= rows <= self.rows
-        self.product.rows = rows
+        self.params.rows = rows
 
     def __call__(self) -> None:
         """Compute the product from the memory's current contents."""
-        self.library.linear(
-            ctypes.byref(self.product), build.parallel(), ctypes.c_int32(torch.get_num_threads())
-        )
+        threads = ctypes.c_int32(torch.get_num_threads())
+        self.library.linear(ctypes.byref(self.params), build.gomp_parallel(), threads)
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
@@ -78,11 +77,11 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     kernels = choice.kernel_mode()
     if kernels == "off" or not is_supported_layer(x, weight, bias, out):
         return None
-    reason = next(refusals(x, weight, bias, out), None)
-    built = choice.accept("linear layers", reason or library(x.dtype), kernels)
-    if built is None:
+    reason = next(find_problems(x, weight, bias, out), None)
+    kernel = choice.resolve("linear layers", reason or library(x.dtype), kernels)
+    if kernel is None:
         return None
-    product = Product(
+    params = LinearParams(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -91,8 +90,8 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
         inputs=x.shape[-1],
         outputs=weight.shape[0],
     )
-    kept = (x, weight, out) if bias is None else (x, weight, out, bias)
-    return Linear(built, product, product.rows, kept)
+    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
+    return Linear(kernel, params, params.rows, tensors)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -106,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
     return None
 
 
-class LinearByKernel(TorchFunctionMode):
+class LinearKernelMode(TorchFunctionMode):
     """Context in which linear layers without gradients use the kernel where it supports them."""
 
     def __torch_function__(
@@ -124,7 +123,7 @@ class LinearByKernel(TorchFunctionMode):
 
 
 def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Whether this is a linear layer on the CPU with at most `most_rows` rows.
+    """Whether this is a linear layer on the CPU with at most `max_rows` rows.
 
     `addmm` of a matrix, which looks similar, is not.
     """
@@ -136,14 +135,14 @@ def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
         x.shape[-1] == inputs
         and out.shape == (*x.shape[:-1], outputs)
         and (bias is None or bias.shape == (outputs,))
-        and 0 < x.numel() <= most_rows(x.dtype) * inputs
+        and 0 < x.numel() <= max_rows(x.dtype) * inputs
     )
 
 
-def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
+def find_problems(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
     """The reasons why the kernel doesn't support a linear layer."""
-    named = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
-    for name, tensor in named.items():
+    tensors = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
+    for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype != x.dtype:
@@ -160,9 +159,9 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
 def library(dtype: torch.dtype) -> Library | str:
     """The kernel for this dtype, or the reason it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
-    return build.build(source, {"NUMBER": NUMBERS[dtype]}, (*FUSED, *build.bf16_flags()))
+    return build.build(source, {"NUMBER": CPP_DTYPES[dtype]}, (*FUSED, *build.bf16_flags()))
 
 
-def is_built(dtype: torch.dtype) -> bool:
+def has_kernel(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for this dtype."""
-    return dtype in NUMBERS and isinstance(library(dtype), Library)
+    return dtype in CPP_DTYPES and isinstance(library(dtype), Library)

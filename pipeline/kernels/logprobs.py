@@ -12,7 +12,7 @@ kinds of backward pass:
   where the output layer isn't trained, as with adapters, and where all tokens have the same
   weight, as in fine-tuning; if they differ after all, gradients are computed again on a CPU.
 
-`RowLogprobs` does the same from existing logits, a few rows at a time. All is plain PyTorch and
+`RowLogprobs` does the same for existing logits, a few rows at a time. All is plain PyTorch and
 needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or W words of
 a tile.
 """
@@ -41,15 +41,15 @@ gradient more often; larger ones are not faster."""
 VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
 """Logits per tile of the vocabulary: 8 MiB of fp32 stay in a CPU's last-level cache."""
 
-WHOLE = 2**26
+MAX_UNTILED = 2**26
 """Maximum number of logits computed at once: 256 MiB of fp32."""
 
-ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
+ROW_CHUNK = {"cpu": 2**20, "cuda": TILE["cuda"]}
 """Logits of the rows computed at once, by device: 4 and 256 MiB of fp32."""
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabularyShard:
     """The vocabulary rows of an embedding or output layer that this process holds."""
 
     first: int
@@ -59,23 +59,23 @@ class Words:
     """The processes, each with an equal share of the rows."""
 
 
-def logprobs_of(
+def compute_logprobs(
     logits: Float[Tensor, "K V"],
     targets: Int[Tensor, " K"],
     *,
     temperature: float,
     entropy: bool,
-    entropy_learns: bool = True,
+    entropy_grad: bool = True,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probabilities from logits, which `temperature` divides; nats, fp32.
 
-    If `entropy_learns` is false, the entropy has no graph, which would be as large as the logits.
+    If `entropy_grad` is false, the entropy has no graph, which would be as large as the logits.
     """
     all_logprobs = _log_softmax(logits, temperature)
     logprobs = -F.nll_loss(all_logprobs, targets, ignore_index=NO_TARGET, reduction="none")
     if not entropy:
         return logprobs, None
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_learns):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
         return logprobs, -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
 
 
@@ -87,10 +87,10 @@ def linear_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    entropy_learns: bool = True,
+    entropy_grad: bool = True,
     uniform: bool = False,
     tile: int | None = None,
-    words: Words | None = None,
+    words: VocabularyShard | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probability of each target under softmax(hidden @ weight.T + bias), and the entropy.
 
@@ -101,31 +101,31 @@ def linear_logprobs(
         targets: token ids.
         temperature: divides the logits.
         entropy: whether to compute the entropy of each distribution.
-        entropy_learns: whether the entropy is part of a loss; less memory is needed if not.
+        entropy_grad: whether the entropy is part of a loss; less memory is needed if not.
         uniform: whether all log-probabilities have the same weight in the loss, which is faster.
         tile: logits per tile; by default `TILE` or `VOCABULARY_TILE`, or a single tile for up to
-            `WHOLE` logits.
+            `MAX_UNTILED` logits.
         words: the vocabulary range of `weight`, if it is sharded; the function is then a
             collective.
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None without `entropy`.
-        Logits are rounded to the weights' dtype, as in the model itself; what follows is fp32. With
-            one tile the result is bitwise that of `logprobs_of`; with several, the order of sums
-            differs.
+        Logits are rounded to the weights' dtype, as in the model itself; the rest is fp32. With
+            one tile the result is bitwise that of `compute_logprobs`; with several, sums are added
+            in another order.
     """
     is_sharded = words is not None and len(targets) > 0
-    if not is_sharded and len(targets) * len(weight) <= (WHOLE if tile is None else tile):
-        return logprobs_of(
+    if not is_sharded and len(targets) * len(weight) <= (MAX_UNTILED if tile is None else tile):
+        return compute_logprobs(
             F.linear(hidden, weight, bias),
             targets,
             temperature=temperature,
             entropy=entropy,
-            entropy_learns=entropy_learns,
+            entropy_grad=entropy_grad,
         )
-    matrix_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
-    fuses = torch.is_grad_enabled() and not entropy and (uniform or not matrix_learns)
-    if fuses and not is_sharded:
+    head_trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    use_fused = torch.is_grad_enabled() and not entropy and (uniform or not head_trains)
+    if use_fused and not is_sharded:
         tile = tile or TILE.get(weight.device.type, TILE["cpu"])
         return FusedGradLogprobs.apply(hidden, weight, bias, targets, temperature, tile), None
     tile = tile or VOCABULARY_TILE.get(weight.device.type, VOCABULARY_TILE["cpu"])
@@ -139,7 +139,7 @@ def row_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    at_once: int | None = None,
+    chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probability of each target under softmax(logits), and the entropy.
 
@@ -148,14 +148,14 @@ def row_logprobs(
         targets: token ids.
         temperature: divides the logits.
         entropy: whether to compute the entropy of each distribution; it has no graph.
-        at_once: maximum logits of the rows computed at once, but at least two rows; by default
-            `ROWS`.
+        chunk_size: maximum logits of the rows computed at once, but at least two rows; by default
+            `ROW_CHUNK`.
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None without `entropy`.
     """
-    at_once = at_once or ROWS.get(logits.device.type, ROWS["cpu"])
-    return RowLogprobs.apply(logits, targets, temperature, entropy, at_once)
+    chunk_size = chunk_size or ROW_CHUNK.get(logits.device.type, ROW_CHUNK["cpu"])
+    return RowLogprobs.apply(logits, targets, temperature, entropy, chunk_size)
 
 
 class RecomputeLogprobs(torch.autograd.Function):
@@ -176,7 +176,7 @@ class RecomputeLogprobs(torch.autograd.Function):
         temperature: float,
         tile: int,
         entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
-        words: Words | None,
+        words: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies with `entropy`."""
         ctx.set_materialize_grads(False)
@@ -185,31 +185,31 @@ class RecomputeLogprobs(torch.autograd.Function):
         sums = _tile_sums(hidden, weight, bias, local, temperature, tile, entropy=entropy)
         if words is not None:
             sums = _combine_sums(sums, words.group)
-        chosen, largest, total, weighted = sums
-        entropies = total.log() - weighted / total if entropy else None
-        ctx.save_for_backward(hidden, weight, bias, local, largest, total, entropies)
-        logprobs = (chosen - largest - total.log()).squeeze(1)
+        target_logits, max_logits, sum_exp, weighted_sum = sums
+        entropies = sum_exp.log() - weighted_sum / sum_exp if entropy else None
+        ctx.save_for_backward(hidden, weight, bias, local, max_logits, sum_exp, entropies)
+        logprobs = (target_logits - max_logits - sum_exp.log()).squeeze(1)
         return logprobs, None if entropies is None else entropies.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Gradients of hidden states, weight and bias."""
-        of_logprobs, of_entropy = (None if grad is None else grad[:, None] for grad in grads)
-        hidden, weight, bias, targets, largest, total, entropies = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = _tile_gradients(
+        grad_logprobs, grad_entropy = (None if grad is None else grad[:, None] for grad in grads)
+        hidden, weight, bias, targets, max_logits, sum_exp, entropies = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = _tile_gradients(
             (hidden, weight, bias),
             targets,
-            (largest, total),
-            of_logprobs,
-            None if of_entropy is None else (of_entropy, entropies),
-            wanted=ctx.needs_input_grad[:3],
+            (max_logits, sum_exp),
+            grad_logprobs,
+            None if grad_entropy is None else (grad_entropy, entropies),
+            needs_grad=ctx.needs_input_grad[:3],
             temperature=ctx.temperature,
             tile=ctx.tile,
         )
-        if ctx.words is not None and of_hidden is not None:
-            parts = ctx.words.group.all_gather(of_hidden, label="gradients of hidden states")
-            of_hidden = tree_sum(parts)
-        return of_hidden, of_weight, of_bias, *[None] * 5
+        if ctx.words is not None and grad_hidden is not None:
+            parts = ctx.words.group.all_gather(grad_hidden, label="gradients of hidden states")
+            grad_hidden = tree_sum(parts)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 def _tile_sums(
@@ -228,42 +228,43 @@ def _tile_sums(
     the sum of exp(z - largest); and the sum of (z - largest) exp(z - largest), or 0 without
     `entropy`.
     """
-    chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
+    target_logits = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
     # Not -inf: for a tile of -inf, the difference would be NaN.
-    largest = torch.full_like(chosen, torch.finfo(torch.float32).min)
-    total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)
+    max_logits = torch.full_like(target_logits, torch.finfo(torch.float32).min)
+    sum_exp, weighted_sum = torch.zeros_like(target_logits), torch.zeros_like(target_logits)
     for words in _vocabulary_tiles(weight, len(targets), tile):
         logits = _logits(hidden, weight, bias, words, temperature)
-        here, places = _targets_in(targets, words)
-        chosen = torch.where(here, logits.gather(1, places), chosen)
-        before, largest = largest, torch.maximum(largest, logits.amax(dim=1, keepdim=True))
-        shrunk = (before - largest).exp()
+        in_tile, indices = _targets_in(targets, words)
+        target_logits = torch.where(in_tile, logits.gather(1, indices), target_logits)
+        previous = max_logits
+        max_logits = torch.maximum(previous, logits.amax(dim=1, keepdim=True))
+        rescale = (previous - max_logits).exp()
         if entropy:
-            moved = torch.where(total > 0, total * (before - largest), total)
-            weighted = (weighted + moved) * shrunk
-        exponentials = logits.sub_(largest).exp() if entropy else logits.sub_(largest).exp_()
-        total = total * shrunk + exponentials.sum(dim=1, keepdim=True)
+            shifted_sum = torch.where(sum_exp > 0, sum_exp * (previous - max_logits), sum_exp)
+            weighted_sum = (weighted_sum + shifted_sum) * rescale
+        exponentials = logits.sub_(max_logits).exp() if entropy else logits.sub_(max_logits).exp_()
+        sum_exp = sum_exp * rescale + exponentials.sum(dim=1, keepdim=True)
         if entropy:
-            weighted = weighted + exponentials.mul_(logits).sum(dim=1, keepdim=True)
+            weighted_sum = weighted_sum + exponentials.mul_(logits).sum(dim=1, keepdim=True)
         del logits, exponentials  # free memory before the next tile
-    return torch.stack([chosen, largest, total, weighted])
+    return torch.stack([target_logits, max_logits, sum_exp, weighted_sum])
 
 
 def _combine_sums(local: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, "4 K 1"]:
     """Combine the statistics of the vocabulary ranges of all processes."""
-    of_all = torch.stack(group.all_gather(local, label="sums of logits"))
-    chosen, largest, total, weighted = of_all.unbind(dim=1)
-    has_target = ~chosen.isnan()
-    one = torch.where(has_target, chosen, 0.0).sum(dim=0)
-    most = largest.amax(dim=0)
-    shrunk = (largest - most).exp()
-    moved = weighted + total * (largest - most)
+    gathered = torch.stack(group.all_gather(local, label="sums of logits"))
+    target_logits, max_logits, sum_exp, weighted_sum = gathered.unbind(dim=1)
+    has_target = ~target_logits.isnan()
+    target_logit = torch.where(has_target, target_logits, 0.0).sum(dim=0)
+    global_max = max_logits.amax(dim=0)
+    rescale = (max_logits - global_max).exp()
+    shifted_sum = weighted_sum + sum_exp * (max_logits - global_max)
     return torch.stack(
         [
-            torch.where(has_target.any(dim=0), one, float("nan")),
-            most,
-            tree_sum(list(total * shrunk)),
-            tree_sum(list(moved * shrunk)),
+            torch.where(has_target.any(dim=0), target_logit, float("nan")),
+            global_max,
+            tree_sum(list(sum_exp * rescale)),
+            tree_sum(list(shifted_sum * rescale)),
         ]
     )
 
@@ -283,62 +284,62 @@ class FusedGradLogprobs(torch.autograd.Function):
     ) -> Tensor:
         """Log-probabilities."""
         ctx.temperature, ctx.tile = temperature, tile
-        wanted = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         logprobs = hidden.new_empty(len(targets), 1, dtype=torch.float32)
-        largest, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        of_bias = hidden.new_zeros(len(weight), dtype=torch.float32) if wanted[2] else None
-        rows = max(1, tile // len(weight))
-        for part in _slices(len(targets), rows):
-            target = targets[part, None]
-            logits = _logits(hidden[part], weight, bias, slice(None), temperature)
-            largest[part] = logits.amax(dim=1, keepdim=True)
-            grad = logits.sub_(largest[part])
-            chosen = grad.gather(1, target)
-            total[part] = grad.exp_().sum(dim=1, keepdim=True)
-            logprobs[part] = chosen - total[part].log()
-            grad.mul_(-1 / (total[part] * temperature))
-            grad.scatter_add_(1, target, torch.full_like(chosen, 1 / temperature))
+        max_logits, sum_exp = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
+        grad_bias = hidden.new_zeros(len(weight), dtype=torch.float32) if needs_grad[2] else None
+        for rows in _slices(len(targets), max(1, tile // len(weight))):
+            target = targets[rows, None]
+            logits = _logits(hidden[rows], weight, bias, slice(None), temperature)
+            max_logits[rows] = logits.amax(dim=1, keepdim=True)
+            grad = logits.sub_(max_logits[rows])
+            target_logits = grad.gather(1, target)
+            sum_exp[rows] = grad.exp_().sum(dim=1, keepdim=True)
+            logprobs[rows] = target_logits - sum_exp[rows].log()
+            grad.mul_(-1 / (sum_exp[rows] * temperature))
+            grad.scatter_add_(1, target, torch.full_like(target_logits, 1 / temperature))
             grad = grad.to(weight.dtype)
-            if of_hidden is not None:
-                torch.mm(grad, weight, out=of_hidden[part])
-            if of_weight is not None:
-                _add_product(of_weight, grad.t(), hidden[part])
-            if of_bias is not None:
-                of_bias += grad.sum(dim=0, dtype=torch.float32)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden[rows])
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0, dtype=torch.float32)
             del logits, grad
-        ctx.save_for_backward(hidden, weight, bias, targets, largest, total)
+        ctx.save_for_backward(hidden, weight, bias, targets, max_logits, sum_exp)
         # save_for_backward takes only inputs and outputs.
-        ctx.ahead = of_hidden, of_weight, of_bias
+        ctx.precomputed = grad_hidden, grad_weight, grad_bias
         return logprobs.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
         """Gradients of hidden states, weight and bias."""
-        hidden, weight, bias, targets, largest, total = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        matrix_learns = wanted[1] or wanted[2]
-        same = not matrix_learns or _is_uniform(grad)
-        if ctx.ahead is None or not same:
+        hidden, weight, bias, targets, max_logits, sum_exp = ctx.saved_tensors
+        needs_grad = ctx.needs_input_grad
+        head_trains = needs_grad[1] or needs_grad[2]
+        is_uniform = not head_trains or _is_uniform(grad)
+        if ctx.precomputed is None or not is_uniform:
             return *_tile_gradients(
                 (hidden, weight, bias),
                 targets,
-                (largest, total),
+                (max_logits, sum_exp),
                 grad[:, None],
                 None,
-                wanted=wanted[:3],
+                needs_grad=needs_grad[:3],
                 temperature=ctx.temperature,
                 tile=ctx.tile,
             ), *[None] * 3
-        (of_hidden, of_weight, of_bias), ctx.ahead = ctx.ahead, None  # scaled in place, once
-        if of_hidden is not None:
-            of_hidden = of_hidden.mul_(grad[:, None])
-        of_weight, of_bias = (
+        grad_hidden, grad_weight, grad_bias = ctx.precomputed
+        ctx.precomputed = None  # scaled in place, once
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(grad[:, None])
+        grad_weight, grad_bias = (
             None if part is None else part.mul_(grad[0]).to(weight.dtype)
-            for part in (of_weight, of_bias)
+            for part in (grad_weight, grad_bias)
         )
-        return of_hidden, of_weight, of_bias, *[None] * 3
+        return grad_hidden, grad_weight, grad_bias, *[None] * 3
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
@@ -346,9 +347,9 @@ def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
     first = grad[:1]
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))
-    same = (grad == first) | (grad.isnan() & first.isnan())
-    sentence = "gradients differ between tokens in a pass declared `uniform`"
-    torch.ops.aten._assert_async.msg(same.all(), sentence)  # noqa: SLF001
+    is_uniform = (grad == first) | (grad.isnan() & first.isnan())
+    message = "gradients differ between tokens in a pass declared `uniform`"
+    torch.ops.aten._assert_async.msg(is_uniform.all(), message)  # noqa: SLF001
     return True
 
 
@@ -356,14 +357,14 @@ def _tile_gradients(
     inputs: tuple[Tensor, Tensor, Tensor | None],
     targets: Int[Tensor, " K"],
     sums: tuple[Float[Tensor, "K 1"], Float[Tensor, "K 1"]],
-    of_logprobs: Float[Tensor, "K 1"] | None,
-    of_entropy: tuple[Float[Tensor, "K 1"], Float[Tensor, "K 1"]] | None,
+    grad_logprobs: Float[Tensor, "K 1"] | None,
+    grad_entropy: tuple[Float[Tensor, "K 1"], Float[Tensor, "K 1"]] | None,
     *,
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
     temperature: float,
     tile: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states, matrix and bias that are `wanted`.
+    """The required gradients of hidden states, matrix and bias.
 
     With z the logits, p = softmax(z), H the entropy, t the target, and g and h the gradients of
     log p_t and of H:  dz = g * (1[t] - p) - h * p * (log p + H).
@@ -372,41 +373,41 @@ def _tile_gradients(
         inputs: hidden states, matrix and bias.
         targets: token ids.
         sums: the largest logit z_max of each target, and the sum of exp(z - z_max).
-        of_logprobs: g, or None for zeros.
-        of_entropy: h and H, or None for zeros.
-        wanted: whether each of the inputs needs a gradient.
+        grad_logprobs: g, or None for zeros.
+        grad_entropy: h and H, or None for zeros.
+        needs_grad: whether each of the inputs needs a gradient.
         temperature: divides the logits.
         tile: logits of a tile.
     """
     hidden, weight, bias = inputs
-    largest, total = sums
-    of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
-    of_weight = torch.empty_like(weight) if wanted[1] else None
-    of_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    max_logits, sum_exp = sums
+    grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad[0] else None
+    grad_weight = torch.empty_like(weight) if needs_grad[1] else None
+    grad_bias = torch.empty_like(bias) if bias is not None and needs_grad[2] else None
     for words in _vocabulary_tiles(weight, len(targets), tile):
-        shifted = _logits(hidden, weight, bias, words, temperature).sub_(largest)
-        grad = shifted.exp_() if of_entropy is None else shifted.exp()
-        if of_entropy is None:
-            grad.mul_(0.0 if of_logprobs is None else -of_logprobs / (total * temperature))
+        shifted = _logits(hidden, weight, bias, words, temperature).sub_(max_logits)
+        grad = shifted.exp_() if grad_entropy is None else shifted.exp()
+        if grad_entropy is None:
+            grad.mul_(0.0 if grad_logprobs is None else -grad_logprobs / (sum_exp * temperature))
         else:
-            share = shifted.add_(of_entropy[1] - total.log()).mul_(of_entropy[0])
-            if of_logprobs is not None:
-                share.add_(of_logprobs)
-            grad.mul_(share.div_(-total * temperature))
+            share = shifted.add_(grad_entropy[1] - sum_exp.log()).mul_(grad_entropy[0])
+            if grad_logprobs is not None:
+                share.add_(grad_logprobs)
+            grad.mul_(share.div_(-sum_exp * temperature))
             del share
         del shifted
-        if of_logprobs is not None:
-            here, places = _targets_in(targets, words)
-            grad.scatter_add_(1, places, torch.where(here, of_logprobs / temperature, 0.0))
+        if grad_logprobs is not None:
+            in_tile, indices = _targets_in(targets, words)
+            grad.scatter_add_(1, indices, torch.where(in_tile, grad_logprobs / temperature, 0.0))
         grad = grad.to(weight.dtype)
-        if of_hidden is not None:
-            _add_product(of_hidden, grad, weight[words])
-        if of_weight is not None:
-            torch.mm(grad.t(), hidden, out=of_weight[words])
-        if of_bias is not None:
-            of_bias[words] = grad.sum(dim=0)
+        if grad_hidden is not None:
+            _add_product(grad_hidden, grad, weight[words])
+        if grad_weight is not None:
+            torch.mm(grad.t(), hidden, out=grad_weight[words])
+        if grad_bias is not None:
+            grad_bias[words] = grad.sum(dim=0)
         del grad
-    return None if of_hidden is None else of_hidden.to(hidden.dtype), of_weight, of_bias
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -431,8 +432,8 @@ def _logits(
 
 def _targets_in(targets: Int[Tensor, " K"], words: slice) -> tuple[Tensor, Tensor]:
     """Mask (K, 1) of the targets in this vocabulary range, and their indices in it, else 0."""
-    here = ((targets >= words.start) & (targets < words.stop))[:, None]
-    return here, torch.where(here, targets[:, None] - words.start, 0)
+    in_tile = ((targets >= words.start) & (targets < words.stop))[:, None]
+    return in_tile, torch.where(in_tile, targets[:, None] - words.start, 0)
 
 
 def _add_product(
@@ -446,7 +447,7 @@ def _add_product(
 
 
 class RowLogprobs(torch.autograd.Function):
-    """Log-probabilities of existing logits, a few rows at a time; bitwise equal to `logprobs_of`.
+    """Log-probabilities of existing logits, a few rows at a time; bitwise as `compute_logprobs`.
 
     The logits are saved for the backward pass, which recomputes their softmax: that costs less than
     writing and reading it.
@@ -459,21 +460,21 @@ class RowLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
-        at_once: int,
+        chunk_size: int,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies with `entropy`."""
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.at_once = temperature, at_once
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
         logprobs = logits.new_empty(len(targets), dtype=torch.float32)
         entropies = torch.empty_like(logprobs) if entropy else None
-        for rows in _row_chunks(logits, at_once):
-            of_rows = _log_softmax(logits[rows], temperature)
+        for rows in _row_chunks(logits, chunk_size):
+            logprob_rows = _log_softmax(logits[rows], temperature)
             logprobs[rows] = -F.nll_loss(
-                of_rows, targets[rows], ignore_index=NO_TARGET, reduction="none"
+                logprob_rows, targets[rows], ignore_index=NO_TARGET, reduction="none"
             )
             if entropies is not None:
-                entropies[rows] = -of_rows.exp().mul_(of_rows).sum(dim=-1)
-            del of_rows  # free memory before the next chunk
+                entropies[rows] = -logprob_rows.exp().mul_(logprob_rows).sum(dim=-1)
+            del logprob_rows  # free memory before the next chunk
         ctx.save_for_backward(logits, targets)
         if entropies is not None:
             ctx.mark_non_differentiable(entropies)
@@ -486,26 +487,26 @@ class RowLogprobs(torch.autograd.Function):
         if grad is None:
             return (None,) * 5
         logits, targets = ctx.saved_tensors
-        of_logits = torch.empty_like(logits)
-        chunks = _row_chunks(logits, ctx.at_once)
-        most = max((rows.stop - rows.start for rows in chunks), default=0)
-        zeros = logits.new_zeros(most, logits.shape[1], dtype=torch.float32)
+        grad_logits = torch.empty_like(logits)
+        chunks = _row_chunks(logits, ctx.chunk_size)
+        max_rows = max((rows.stop - rows.start for rows in chunks), default=0)
+        zeros = logits.new_zeros(max_rows, logits.shape[1], dtype=torch.float32)
         for rows in chunks:
-            of_rows = _log_softmax(logits[rows], ctx.temperature)
+            logprob_rows = _log_softmax(logits[rows], ctx.temperature)
             words = targets[rows, None]
-            chosen = zeros[: len(words)].scatter_(1, words, grad[rows, None])
+            scattered = zeros[: len(words)].scatter_(1, words, grad[rows, None])
             if logits.dtype == torch.float32:
-                here = of_logits[rows]
-                _softmax_gradient.out(chosen, of_rows, -1, torch.float32, out=here)
+                grad_rows = grad_logits[rows]
+                _softmax_gradient.out(scattered, logprob_rows, -1, torch.float32, out=grad_rows)
             else:
-                here = _softmax_gradient(chosen, of_rows, -1, torch.float32)
+                grad_rows = _softmax_gradient(scattered, logprob_rows, -1, torch.float32)
             if ctx.temperature != 1.0:
-                here.div_(ctx.temperature)
+                grad_rows.div_(ctx.temperature)
             if logits.dtype != torch.float32:
-                of_logits[rows] = here
-            chosen.scatter_(1, words, 0.0)
-            del of_rows, here  # free memory before the next chunk
-        return of_logits, None, None, None, None
+                grad_logits[rows] = grad_rows
+            scattered.scatter_(1, words, 0.0)
+            del logprob_rows, grad_rows  # free memory before the next chunk
+        return grad_logits, None, None, None, None
 
 
 def _log_softmax(logits: Float[Tensor, "R V"], temperature: float) -> Float[Tensor, "R V"]:
@@ -513,10 +514,10 @@ def _log_softmax(logits: Float[Tensor, "R V"], temperature: float) -> Float[Tens
     return (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
 
 
-def _row_chunks(logits: Float[Tensor, "K V"], at_once: int) -> list[slice]:
+def _row_chunks(logits: Float[Tensor, "K V"], chunk_size: int) -> list[slice]:
     """Equal chunks of at least two rows: PyTorch adds a single row in another order."""
     count, words = logits.shape
-    chunks = max(1, min(math.ceil(count * words / at_once), count // 2))
+    chunks = max(1, min(math.ceil(count * words / chunk_size), count // 2))
     return [
         slice(count * chunk // chunks, count * (chunk + 1) // chunks) for chunk in range(chunks)
     ]

@@ -49,39 +49,39 @@ class PinnedMemory:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         size = numel * dtype.itemsize
-        pages = self._take(size + -size % mmap.PAGESIZE)
+        pages = self._acquire(size + -size % mmap.PAGESIZE)
         buffer = (ctypes.c_byte * size).from_buffer(pages)
         # Only the tensor refers to `buffer`.
-        weakref.finalize(buffer, self._give_back, pages).atexit = False
+        weakref.finalize(buffer, self._release, pages).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=numel)
 
-    def release(self) -> None:
-        """Return the kept pages to the system."""
+    def free_unused(self) -> None:
+        """Return unused pages to the system."""
         with self._lock:
-            kept = [pages for same_size in self._free.values() for pages in same_size]
+            unused = [pages for same_size in self._free.values() for pages in same_size]
             self._free.clear()
-        for pages in kept:
+        for pages in unused:
             self._unregister(_address(pages))
             pages.close()
 
-    def _take(self, num_bytes: int) -> mmap.mmap:
+    def _acquire(self, num_bytes: int) -> mmap.mmap:
         with self._lock:
             if self._free[num_bytes]:
                 return self._free[num_bytes].pop()
         try:
-            return self._new(num_bytes)
+            return self._allocate(num_bytes)
         except OSError:
-            self.release()
-            return self._new(num_bytes)
+            self.free_unused()
+            return self._allocate(num_bytes)
 
-    def _new(self, num_bytes: int) -> mmap.mmap:
+    def _allocate(self, num_bytes: int) -> mmap.mmap:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         code = int(self._register(_address(pages), num_bytes, PORTABLE))
         if code:
             raise OSError(f"the CUDA driver can't lock {num_bytes} bytes (error {code})")
         return pages
 
-    def _give_back(self, pages: mmap.mmap) -> None:
+    def _release(self, pages: mmap.mmap) -> None:
         with self._lock:
             self._free[len(pages)].append(pages)
 
@@ -101,7 +101,7 @@ def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     try:
         return _memory().empty(numel, dtype)
     except OSError as error:
-        _log_refused(str(error))
+        _log_fallback(str(error))
     return torch.empty(numel, dtype=dtype, pin_memory=True)
 
 
@@ -112,5 +112,5 @@ def _memory() -> PinnedMemory:
 
 
 @functools.cache
-def _log_refused(reason: str) -> None:
+def _log_fallback(reason: str) -> None:
     logger.warning("PyTorch allocates pinned memory, rounded up to powers of two: %s", reason)

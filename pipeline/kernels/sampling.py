@@ -14,8 +14,8 @@ from torch import Tensor
 from pipeline.kernels import choice
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
-GOLDEN = 0x9E3779B97F4A7C15
-WORD = 2**64
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+UINT64_RANGE = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,18 @@ def reference_sample(
         is_highest = scores == scores.amax(dim=-1, keepdim=True)
         tokens = torch.where(is_highest, ids, len(ids) - 1).amin(dim=-1)
     else:
-        cumulative = kept(logprobs.exp(), draw).cumsum(dim=-1)
+        cumulative = filter_weights(logprobs.exp(), draw).cumsum(dim=-1)
         points = uniforms(draw.seed, keys, positions)[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
         tokens = tokens.clamp(max=scores.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
 
 
-def kept(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "B V"]:
+def filter_weights(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "B V"]:
     """The weights of the tokens that may be drawn, 0 for the others."""
     if draw.top_k is not None:
-        least = weights.topk(min(draw.top_k, weights.shape[-1]), dim=-1).values[:, -1:]
-        weights = weights * (weights >= least)
+        threshold = weights.topk(min(draw.top_k, weights.shape[-1]), dim=-1).values[:, -1:]
+        weights = weights * (weights >= threshold)
     if draw.top_p < 1:
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
@@ -82,32 +82,32 @@ def uniforms(
     There is no stream state, so a row's numbers do not depend on other rows. Three rounds of
     SplitMix64 (Steele et al. 2014), whose 64-bit words are int64 here.
     """
-    state = _mix(torch.zeros_like(keys) + _signed(seed))
+    state = _mix(torch.zeros_like(keys) + _to_int64(seed))
     state = _mix(state ^ keys)
     state = _mix(state ^ positions)
-    return _shifted(state, 11).double() * 2.0**-53
+    return _shift_right(state, 11).double() * 2.0**-53
 
 
 def _mix(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
     """One round of SplitMix64: a bijection of 64-bit words."""
-    state = state + _signed(GOLDEN)
-    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
-    return state ^ _shifted(state, 31)
+    state = state + _to_int64(GOLDEN_GAMMA)
+    state = (state ^ _shift_right(state, 30)) * _to_int64(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _to_int64(0x94D049BB133111EB)
+    return state ^ _shift_right(state, 31)
 
 
-def _shifted(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
+def _shift_right(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
     """Logical right shift."""
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
-def _signed(word: int) -> int:
+def _to_int64(word: int) -> int:
     """A 64-bit word as int64."""
-    word %= WORD
-    return word - WORD if word >= WORD // 2 else word
+    word %= UINT64_RANGE
+    return word - UINT64_RANGE if word >= UINT64_RANGE // 2 else word
 
 
-def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
+def find_kernel(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
     """The GPU with the kernel for these logits; None if PyTorch is used.
 
     `reason` is an additional reason why the kernel can't be used, as a clause.
@@ -117,10 +117,10 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
     """
     if not choice.use_gpu(logits.device):
         return None
-    reason = reason or cuda_refusal(logits)
+    reason = reason or unsupported_reason(logits)
     macros = cuda_macros(logits.dtype)
-    return choice.accept(
-        "sampling", reason or choice.find(logits.device, "sampling", macros, self_test)
+    return choice.resolve(
+        "sampling", reason or choice.load_kernel(logits.device, "sampling", macros, self_test)
     )
 
 
@@ -136,7 +136,7 @@ SHARED_BYTES = 2200
 SEGMENT_BYTES = 12
 """Bytes of shared memory for a segment: a weight and a count."""
 
-MOST_WORDS = SEGMENT * ((48 * 1024 - SHARED_BYTES) // SEGMENT_BYTES)
+MAX_VOCABULARY = SEGMENT * ((48 * 1024 - SHARED_BYTES) // SEGMENT_BYTES)
 """The largest vocabulary that fits into shared memory: about 500,000."""
 
 LOGPROB_ERROR = 1e-4
@@ -153,15 +153,15 @@ class Params(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         *((name, ctypes.c_double) for name in ("top_p", "min_p")),
         ("temperature", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_words", "top_k")),
+        *((name, ctypes.c_int) for name in ("vocabulary_size", "top_k")),
     )
 
 
-def cuda_refusal(logits: Float[Tensor, "B V"]) -> str | None:
+def unsupported_reason(logits: Float[Tensor, "B V"]) -> str | None:
     """The reason why the kernel doesn't support these logits; None if it does."""
     if logits.dtype not in DTYPES:
         return f"logits of {logits.dtype}"
-    if logits.shape[1] > MOST_WORDS:
+    if logits.shape[1] > MAX_VOCABULARY:
         return f"a vocabulary of {logits.shape[1]:,} words"
     if logits.stride(1) != 1 or logits.data_ptr() % logits.itemsize:
         return "logits that are not contiguous or not aligned"
@@ -177,14 +177,14 @@ def launch(
     gpu: Gpu,
     out: tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None = None,
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """`reference_sample` on a GPU, for logits that `cuda_refusal` accepts, into `out` if given.
+    """`reference_sample` on a GPU, for logits that the kernel supports, into `out` if given.
 
     The host doesn't read keys or positions, so a CUDA graph of the call may be replayed with
     others. The uniform numbers are bitwise the reference's. Scores are fp32, their distances to the
     highest are truncated to 2^-27 nats, and weights to 2^-44 of the highest: a token differs only
     if the uniform number is that close to a boundary between two tokens.
     """
-    batch, num_words = logits.shape
+    batch, vocabulary_size = logits.shape
     tokens, logprobs = out or (
         torch.empty(batch, dtype=dtype, device=logits.device)
         for dtype in (torch.int64, torch.float32)
@@ -196,18 +196,18 @@ def launch(
         tokens=tokens.data_ptr(),
         logprobs=logprobs.data_ptr(),
         row_stride=logits.stride(0),
-        seed=draw.seed % WORD,
+        seed=draw.seed % UINT64_RANGE,
         top_p=draw.top_p,
         min_p=draw.min_p,
         temperature=draw.temperature,
-        num_words=num_words,
-        top_k=0 if draw.top_k is None else min(draw.top_k, num_words),
+        vocabulary_size=vocabulary_size,
+        top_k=0 if draw.top_k is None else min(draw.top_k, vocabulary_size),
     )
     gpu.kernel("sampling", "sampling", cuda_macros(logits.dtype))(
         params,
         grid=(batch, 1, 1),
         block=(THREADS, 1, 1),
-        shared_bytes=SHARED_BYTES + SEGMENT_BYTES * -(-num_words // SEGMENT),
+        shared_bytes=SHARED_BYTES + SEGMENT_BYTES * -(-vocabulary_size // SEGMENT),
     )
     return tokens, logprobs
 
@@ -227,20 +227,20 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     logits = 3 * torch.randn(4, 300, generator=generator)
     logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])
     numbers = torch.arange(8).view(2, 4)
-    remote = numbers.to(gpu.device)
+    on_gpu = numbers.to(gpu.device)
     for draw in (
         Draw(seed=1, temperature=0.0),
         Draw(seed=1, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01),
     ):
         out = (
-            torch.full_like(remote[0], -1),
-            torch.full(remote[0].shape, torch.nan, device=gpu.device),
+            torch.full_like(on_gpu[0], -1),
+            torch.full(on_gpu[0].shape, torch.nan, device=gpu.device),
         )
         tokens, logprobs = launch(
-            logits.to(gpu.device), remote[0], remote[1], draw, gpu=gpu, out=out
+            logits.to(gpu.device), on_gpu[0], on_gpu[1], draw, gpu=gpu, out=out
         )
         expected = reference_sample(logits, numbers[0], numbers[1], draw)
-        near = torch.allclose(logprobs.cpu(), expected[1], rtol=0, atol=LOGPROB_ERROR)
-        if not near or not torch.equal(tokens.cpu(), expected[0]):
+        is_close = torch.allclose(logprobs.cpu(), expected[1], rtol=0, atol=LOGPROB_ERROR)
+        if not is_close or not torch.equal(tokens.cpu(), expected[0]):
             return False
     return True

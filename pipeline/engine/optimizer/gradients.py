@@ -300,10 +300,10 @@ class NormReducer:
 
 def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:
     sums: list[float] = []
-    for part in values.split(len(block)):
-        squares = block[: len(part)].copy_(part)
+    for narrow in values.split(len(block)):
+        squares = block[: len(narrow)].copy_(narrow)
         squares.mul_(squares)
-        full_rows = len(part) // ROW_ELEMENTS * ROW_ELEMENTS
+        full_rows = len(narrow) // ROW_ELEMENTS * ROW_ELEMENTS
         sums += squares[:full_rows].view(-1, ROW_ELEMENTS).sum(dim=1).tolist()
         sums.append(squares[full_rows:].sum().item())
     return math.fsum(sums)

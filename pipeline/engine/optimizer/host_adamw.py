@@ -33,7 +33,7 @@ class HostAdamW:
         self._buffer_index = 0
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """Take one step, like `Launches.step`; the compute stream waits for the copies."""
+        """Take one step, like `FlatAdamW.step`; the compute stream waits for the copies."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         chunks = [chunk for shard in shards for chunk in self._split(shard)]
@@ -60,7 +60,7 @@ class HostAdamW:
     def _split(self, shard: Shard) -> Iterator[Shard]:
         for start in range(0, len(shard.gradient), self.chunk):
             span = slice(start, start + self.chunk)
-            weights = shard.weights.part(span)
+            weights = shard.weights.narrow(span)
             yield replace(shard, weights=weights, gradient=shard.gradient[span])
 
     def _fetch(self, gradient: Tensor) -> Tensor:

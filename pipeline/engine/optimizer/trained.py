@@ -14,11 +14,11 @@ from pipeline.engine.optimizer.gradients import FlatGradients
 from pipeline.engine.sharding.flat import FlatParams, Placement
 from pipeline.engine.sharding.tensor_parallel import ParamRange, mask_duplicates, reduce_gradient
 from pipeline.kernels.adamw import (
-    COPIES,
-    Kind,
+    COPY_DTYPES,
+    Formats,
     Shard,
     Weights,
-    find,
+    find_kernel,
     join_master,
     new_moments,
     round_weights,
@@ -118,7 +118,7 @@ class Masters:
         None if there is nothing to round.
         """
         flat = self.flat
-        if self.kind != "separate" or flat.settings.dtype not in COPIES:
+        if self.kind != "separate" or flat.settings.dtype not in COPY_DTYPES:
             return None
         device = flat.placement.optimizer_device
         if flat.disk is None and (self.weights.device == device or device.type == "cpu"):
@@ -158,9 +158,9 @@ class TrainedParams:
         self.moment_dtype = MOMENTS[optim.moments]
         device, dtype = flat.placement.optimizer_device, flat.settings.dtype
         kind = choose_master_kind(dtype, flat.placement)
-        copy = dtype if kind == "separate" and dtype in COPIES else None
-        formats = Kind(self.moment_dtype, copy, kind == "split")
-        find(device, formats, kernels)  # compile before the first step
+        copy = dtype if kind == "separate" and dtype in COPY_DTYPES else None
+        formats = Formats(self.moment_dtype, copy, kind == "split")
+        find_kernel(device, formats, kernels)  # compile before the first step
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)
         self.state: dict[str, Tensor] = {}
@@ -266,7 +266,7 @@ class TrainedParams:
         shards: list[Shard] = []
         for start, stop, rate in self.flat.decay_ranges(first, first + self.masters.numel):
             span = slice(start - first, stop - first)
-            weights = vectors.part(span)
+            weights = vectors.narrow(span)
             shards.append(Shard(weights=weights, gradient=gradient[span], lr=lr, weight_decay=rate))
         return shards
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.sharding.units import UsesHead
-from pipeline.kernels.logprobs import WHOLE, linear_logprobs, logprobs_of, row_logprobs
+from pipeline.kernels.logprobs import MAX_UNTILED, compute_logprobs, linear_logprobs, row_logprobs
 from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, Ragged, unpad
 from pipeline.models.forward.scores import expected_value, response_scores
 from pipeline.models.forward.vocab_parallel import words_of
@@ -71,13 +71,13 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-        entropy_learns: bool = True,
+        entropy_grad: bool = True,
         uniform: bool = False,
         read: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> TokenLogprobs | tuple[Tensor, ...]:
         """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-        `entropy_learns` says that the loss includes the requested entropy; `uniform`, that the loss
+        `entropy_grad` says that the loss includes the requested entropy; `uniform`, that the loss
         weights all log-probabilities equally, which allows a faster computation. With `read`, the
         result is `read(hidden states, matrix, bias)` of the output layer, or `read(logits)`.
         """
@@ -90,7 +90,7 @@ class Policy(nn.Module):
                 return read(self._logits(batch))
             return self.uses_head(read, self._hidden(batch), head.weight, head.bias)
         is_large_batch = head is not None and len(targets) * head.out_features > (
-            self.tile or WHOLE
+            self.tile or MAX_UNTILED
         )
         computed: tuple[Tensor, Tensor | None]
         if head is not None and (words is not None or is_large_batch):
@@ -102,18 +102,18 @@ class Policy(nn.Module):
                 targets,
                 temperature=temperature,
                 entropy=entropy,
-                entropy_learns=entropy_learns,
+                entropy_grad=entropy_grad,
                 uniform=uniform,
                 tile=self.tile,
                 words=words,
             )
-        elif self.kernels == "off" or (entropy and entropy_learns and torch.is_grad_enabled()):
-            computed = logprobs_of(
+        elif self.kernels == "off" or (entropy and entropy_grad and torch.is_grad_enabled()):
+            computed = compute_logprobs(
                 self._logits(batch),
                 targets,
                 temperature=temperature,
                 entropy=entropy,
-                entropy_learns=entropy_learns,
+                entropy_grad=entropy_grad,
             )
         else:
             computed = row_logprobs(
@@ -121,7 +121,7 @@ class Policy(nn.Module):
                 targets,
                 temperature=temperature,
                 entropy=entropy,
-                at_once=self.tile,
+                chunk_size=self.tile,
             )
         return TokenLogprobs(*computed)
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.kernels.logprobs import Words
+from pipeline.kernels.logprobs import VocabularyShard
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
@@ -26,7 +26,7 @@ _WORDS = "divided_words"
 """Attribute of a sharded output layer that holds this process's vocabulary range."""
 
 
-def words_of(head: nn.Module | None) -> Words | None:
+def words_of(head: nn.Module | None) -> VocabularyShard | None:
     """Vocabulary range of an output layer; None if it is not sharded."""
     return getattr(head, _WORDS, None)
 
@@ -57,7 +57,7 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 def divide_table(module: nn.Module, rows: int, group: Group) -> None:
     """Make an embedding or output layer use only this process's share of its `rows` rows."""
-    words = Words(group.rank * (rows // group.size), group)
+    words = VocabularyShard(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
         setattr(module, _WORDS, words)
         object.__setattr__(module, "forward", partial(_logits, module, group))
@@ -72,7 +72,7 @@ def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Flo
     return join_over_group(own, group)
 
 
-def _look_up(module: nn.Embedding, words: Words, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
+def _look_up(module: nn.Embedding, words: VocabularyShard, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
     """The embedding of all tokens, summed over the processes."""
     count, padding = module.weight.shape[0], module.padding_idx
     here = (ids >= words.first) & (ids < words.first + count)

@@ -21,7 +21,7 @@ from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
-from pipeline.kernels.choice import SWITCH
+from pipeline.kernels.choice import KERNELS_VARIABLE
 from pipeline.models.hf.load import load_causal_lm
 from tests.families import RAGGED_FAMILIES, random_rows, save_to, tiny_causal_lm
 from tests.inference.closeness import assert_close
@@ -74,7 +74,9 @@ def test_traces_and_graphs_match_the_modules(
     by_traces, trace_passes = generate_responses(model, slots=slots)
     with monkeypatch.context() as patch:
         patch.setattr("inference.engine.slots.Decoder", partial(Decoder, capture=capture_trace))
-        patch.setenv(SWITCH, "off")  # the trace that replaces a graph records only operators
+        patch.setenv(
+            KERNELS_VARIABLE, "off"
+        )  # the trace that replaces a graph records only operators
         by_graphs, graph_passes = generate_responses(model, slots=slots)
         expected, passes = generate_responses(with_hook(model), slots=slots)
 
@@ -103,7 +105,7 @@ def test_verified_trace_serves_the_remaining_sequences(
     model = load("llama", tmp_path)
     row_counts: list[int] = []
     traced_rows = decoder.TracedRows
-    monkeypatch.setattr(decoder, "is_built", lambda _: True)
+    monkeypatch.setattr(decoder, "has_kernel", lambda _: True)
     monkeypatch.setattr(
         decoder,
         "TracedRows",
@@ -158,7 +160,7 @@ def test_sequences_that_end_during_a_pass_change_no_other(
 
     with monkeypatch.context() as patch:
         patch.setattr(slots, "Decoder", partial(Decoder, capture=capture_trace))
-        patch.setenv(SWITCH, "off")
+        patch.setenv(KERNELS_VARIABLE, "off")
         actual = sample()
 
     assert_close(actual, sample())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.kernels.adamw import ShardTable, step_scalars
-from pipeline.kernels.gpu import Gpu, gpu_of
+from pipeline.kernels.gpu import Gpu, get_gpu
 from tests.pipeline.kernels.adamw.cases import CPU, STEP, Case, clone, make_shards, reference_step
 from tests.pipeline.kernels.test_cases import CASES
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def gpu() -> Gpu:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    return get_gpu(torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.mark.parametrize("kind", ["QUICK", "GRID", "LARGE"])

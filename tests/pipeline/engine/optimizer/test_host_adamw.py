@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pipeline.config import Kernels
 from pipeline.engine.optimizer.host_adamw import HostAdamW
-from pipeline.kernels.adamw import AdamW, Launches, Shard, Weights
+from pipeline.kernels.adamw import AdamW, FlatAdamW, Shard, Weights
 from tests.operators import OperatorRecorder
 
 STEPS = [
@@ -38,7 +38,7 @@ def test_step_in_pieces_matches_a_full_step(copy: torch.dtype | None, kernels: K
     in_pieces = HostAdamW(torch.device("cpu"), chunk=64)
 
     for step in STEPS:
-        Launches().step(expected, step, kernels=kernels)
+        FlatAdamW().step(expected, step, kernels=kernels)
         in_pieces.step(actual, step, kernels=kernels)
 
     assert all(map(torch.equal, get_tensors(actual), get_tensors(expected)))

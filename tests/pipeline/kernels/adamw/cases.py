@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.kernels.adamw import (
     BLOCK_ELEMENTS,
     AdamW,
-    Kind,
+    Formats,
     Shard,
     ShardTable,
     Weights,
@@ -77,7 +77,7 @@ QUICK = [
 GRID = QUICK
 
 SPECIALISATIONS: list[Macros] = [
-    cuda_macros(Kind(moments, copy, split))
+    cuda_macros(Formats(moments, copy, split))
     for moments in (F32, BF16)
     for copy, split in [(None, True), (None, False), (BF16, False), (F16, False)]
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.kernels.decode_attention import (
     HEAD_SIZES,
     PAGE,
-    Scores,
+    AttentionSpec,
     Shape,
     cuda_macros,
     launch,
@@ -50,7 +50,7 @@ class Inputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    scores: Scores
+    scores: AttentionSpec
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
@@ -75,7 +75,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     shape = (case.heads, batch, case.head_size)
     query = torch.randn(shape, generator=generator).to(case.dtype).to(device).transpose(0, 1)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    scores = Scores(
+    scores = AttentionSpec(
         lengths=lengths,
         pages=pages.to(device),
         scaling=case.head_size**-0.5,

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.build import Library
-from pipeline.kernels.choice import SWITCH
+from pipeline.kernels.choice import KERNELS_VARIABLE
 from pipeline.kernels.decode_attention import (
-    MOST_SIZE,
-    Scores,
+    MAX_HEAD_SIZE,
+    AttentionSpec,
     decode_attention,
-    kernel_for,
+    find_kernel,
     reference_attention,
 )
 from tests.pipeline.kernels.decode_attention.cases import Case, make_inputs
@@ -19,7 +19,7 @@ from tests.pipeline.kernels.numbers import random, relative_error
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def make_tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Scores]:
+def make_tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     inputs = make_inputs(case, torch.device("cpu"))
     return inputs.query, inputs.key, inputs.value, inputs.scores
 
@@ -28,7 +28,7 @@ def make_tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Scores]:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: int) -> None:
     query, key, value, scores = make_tensors(Case(dtype, size, 4, 2, (1, 40, 700)))
-    assert isinstance(kernel_for(query, key, value), Library)
+    assert isinstance(find_kernel(query, key, value), Library)
 
     out = decode_attention(query, key, value, scores, longest=700)
 
@@ -56,9 +56,9 @@ def test_unsupported_tensors_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
         (query.double(), key.double(), value.double()),
         (query, key.transpose(2, 3).contiguous().transpose(2, 3), value),
         (query[..., :63].bfloat16(), key[..., :63].bfloat16().contiguous(), value.bfloat16()),
-        (random(2, 4, MOST_SIZE + 1), *[random(2, 2, 9, MOST_SIZE + 1)] * 2),
+        (random(2, 4, MAX_HEAD_SIZE + 1), *[random(2, 2, 9, MAX_HEAD_SIZE + 1)] * 2),
         (query.clone().requires_grad_(), key, value),
     ):
-        assert kernel_for(*unsupported) is None
-    monkeypatch.setenv(SWITCH, "off")
-    assert kernel_for(query, key, value) is None
+        assert find_kernel(*unsupported) is None
+    monkeypatch.setenv(KERNELS_VARIABLE, "off")
+    assert find_kernel(query, key, value) is None

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.decode_attention import Scores, choose_splits, decode_attention
+from pipeline.kernels.decode_attention import AttentionSpec, choose_splits, decode_attention
 
 
 def tensors(heads: int = 4, kv_heads: int = 2, size: int = 64) -> tuple[torch.Tensor, ...]:
@@ -19,7 +19,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 def test_each_sequence_attends_to_its_keys_as_in_pytorch() -> None:
     query, key, value = tensors()
-    scores = Scores(
+    scores = AttentionSpec(
         lengths=ints(67, 5),
         pages=torch.stack([ints(3, 1), ints(2, 0)]),
         scaling=0.3,
@@ -45,7 +45,7 @@ def test_each_sequence_attends_to_its_keys_as_in_pytorch() -> None:
 
 def test_number_of_splits_fills_the_gpu() -> None:
     # 132 multiprocessors run 4.1 x 64 blocks with two blocks each, and 8.3 x 64 with four.
-    assert choose_splits(64, 4096, at_once=132 * 2) == 5
-    assert choose_splits(64, 4096, at_once=132 * 4) == 9
-    assert choose_splits(64, 300, at_once=132 * 4) == 2  # at least 128 keys in each
-    assert choose_splits(2048, 4096, at_once=132 * 4) == 1
+    assert choose_splits(64, 4096, max_active_blocks=132 * 2) == 5
+    assert choose_splits(64, 4096, max_active_blocks=132 * 4) == 9
+    assert choose_splits(64, 300, max_active_blocks=132 * 4) == 2  # at least 128 keys in each
+    assert choose_splits(2048, 4096, max_active_blocks=132 * 4) == 1

@@ -129,7 +129,7 @@ class EmulatedKernel(Kernel):
         if failed:
             raise LaunchError(emulator.library.emulator_error().decode())
 
-    def blocks_at_once(self, threads: int, shared_bytes: int) -> int:
+    def max_active_blocks(self, threads: int, shared_bytes: int) -> int:
         """Number of blocks at 255 of 65,536 registers per thread, as on a GPU."""
         del shared_bytes
         return 65536 // (255 * threads)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.linear import Linear, LinearByKernel, most_rows, prepare
+from pipeline.kernels.linear import Linear, LinearKernelMode, max_rows, prepare
 from tests.pipeline.kernels.numbers import random, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -50,7 +50,7 @@ def test_linear_is_at_least_as_accurate_as_pytorch(
 def test_many_rows_are_at_least_as_accurate_as_pytorch(
     rows: int, inputs: int, outputs: int
 ) -> None:
-    if rows > most_rows(F32):
+    if rows > max_rows(F32):
         pytest.skip("PyTorch is faster on this processor")
     x, weight, bias = random(rows, inputs), random(outputs, inputs), random(outputs)
     linear, out = prepare_linear(x, weight, bias)
@@ -64,7 +64,7 @@ def test_mode_replaces_linear_layers_only_without_gradients() -> None:
     layer, x = torch.nn.Linear(576, 33), random(3, 5, 576).transpose(0, 1)
     linear, expected = prepare_linear(x.contiguous(), layer.weight, layer.bias)
     linear()
-    with LinearByKernel():
+    with LinearKernelMode():
         with torch.inference_mode():
             computed = layer(x)
         trained = layer(x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logprobs import logprobs_of, row_logprobs
+from pipeline.kernels.logprobs import compute_logprobs, row_logprobs
 
 K, V = 37, 1500
 
@@ -37,8 +37,8 @@ def test_row_logprobs_match_the_definition_bitwise(
     inputs = make_inputs(dtype)
     settings = {"temperature": temperature, "entropy": True}
 
-    by_rows = run(row_logprobs, *inputs, **settings, at_once=rows * V + 1)
-    plain = run(logprobs_of, *inputs, **settings, entropy_learns=False)
+    by_rows = run(row_logprobs, *inputs, **settings, chunk_size=rows * V + 1)
+    plain = run(compute_logprobs, *inputs, **settings, entropy_grad=False)
 
     for actual, expected in zip(by_rows, plain, strict=True):
         assert actual.dtype == expected.dtype
@@ -59,7 +59,7 @@ def test_large_vocabularies_match_bitwise_with_any_threads(
     try:
         torch.set_num_threads(threads)
         by_rows = run(row_logprobs, *inputs, entropy=True)
-        plain = run(logprobs_of, *inputs, temperature=1.0, entropy=True, entropy_learns=False)
+        plain = run(compute_logprobs, *inputs, temperature=1.0, entropy=True, entropy_grad=False)
     finally:
         torch.set_num_threads(before)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.memory import measure_peak_bytes
-from pipeline.kernels.logprobs import TILE, VOCABULARY_TILE, linear_logprobs, logprobs_of
+from pipeline.kernels.logprobs import TILE, VOCABULARY_TILE, compute_logprobs, linear_logprobs
 
 K, D, V = 70, 24, 150
 SMALL_TILE = 16 * V
@@ -22,7 +22,7 @@ Inputs = dict[str, Tensor]
 def plain_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    return logprobs_of(F.linear(hidden, weight, bias), targets, **settings)
+    return compute_logprobs(F.linear(hidden, weight, bias), targets, **settings)
 
 
 def make_inputs(dtype: torch.dtype, *, bias: bool, seed: int = 0) -> Inputs:

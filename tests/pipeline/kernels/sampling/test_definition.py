@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.engine.sampling import Sampler
-from pipeline.kernels.sampling import Draw, kept, reference_sample
+from pipeline.kernels.sampling import Draw, filter_weights, reference_sample
 
 HALVES = torch.tensor([[0.5, 0.125, 0.25, 0.125]]).double()
 
@@ -25,7 +25,7 @@ HALVES = torch.tensor([[0.5, 0.125, 0.25, 0.125]]).double()
 def test_truncation_keeps_the_likeliest_tokens(
     settings: dict[str, Any], expected: list[float]
 ) -> None:
-    assert kept(HALVES, Draw(seed=0, temperature=1.0, **settings)).tolist() == [expected]
+    assert filter_weights(HALVES, Draw(seed=0, temperature=1.0, **settings)).tolist() == [expected]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def adapted(model: Any, targets: tuple[str, ...], task: Literal["causal", "class
     return model.eval()
 
 
-def logprobs_of(logits: Tensor, rows: list[list[int]]) -> Tensor:
+def compute_logprobs(logits: Tensor, rows: list[list[int]]) -> Tensor:
     """Log-probabilities of all tokens but the first, from (B, T, V) without padding."""
     each = (
         logits[row, : len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
@@ -133,9 +133,9 @@ def test_outputs_of_an_export_equal_the_trained_ones(
             logits = torch.nn.utils.rnn.pad_sequence(
                 [row[mask] for row, mask in zip(logits, kept, strict=True)], batch_first=True
             )
-        together.append(logprobs_of(logits, rows) if is_lm else logits.flatten())
+        together.append(compute_logprobs(logits, rows) if is_lm else logits.flatten())
     if is_lm:
-        singly = [logprobs_of(each, [row]) for each, row in zip(alone, rows, strict=True)]
+        singly = [compute_logprobs(each, [row]) for each, row in zip(alone, rows, strict=True)]
     else:
         singly = [logits.flatten() for logits in alone]
     for found in (*together, torch.cat(singly)):
