@@ -52,7 +52,7 @@ struct Factors {
 };
 static_assert(sizeof(Factors) == FACTORS_BYTES, "see adamw.py");
 
-DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
+DEVICE Factors compute_factors(const AdamwParams& p, const Shard* shard) {
   const double lr = load_double(&shard->lr) * load_double(&p.scalars->rate);
   Factors f;
   f.decay = static_cast<float>(1 - lr * load_double(&shard->weight_decay));
@@ -82,7 +82,7 @@ template <class T>
 DEVICE T* array(T* const* field, i64 offset) {
   return reinterpret_cast<T*>(load_u64(field)) + offset;
 }
-DEVICE Arrays arrays_of(const Shard* shard, i64 offset) {
+DEVICE Arrays get_arrays(const Shard* shard, i64 offset) {
   return {array(reinterpret_cast<Master* const*>(&shard->master), offset),
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg), offset),
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg_sq), offset),
@@ -90,7 +90,7 @@ DEVICE Arrays arrays_of(const Shard* shard, i64 offset) {
           array(reinterpret_cast<u16* const*>(&shard->low_bits), offset),
           array(&shard->gradient, offset)};
 }
-DEVICE bool may_be_read_by_four(const Arrays& a) {
+DEVICE bool is_aligned_to_four(const Arrays& a) {
   const u64 ends = reinterpret_cast<u64>(a.master) % (4 * sizeof(Master)) |
                    reinterpret_cast<u64>(a.exp_avg) % (4 * sizeof(MOMENT)) |
                    reinterpret_cast<u64>(a.exp_avg_sq) % (4 * sizeof(MOMENT)) |
@@ -156,9 +156,9 @@ DEVICE void store_four(float* p, const float (&v)[4] LINE) {
   store16(p, uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])}
           SAME_LINE);
 }
-DEVICE u16 bits_of(u16 x) { return x; }
-DEVICE u16 bits_of(Bf16 x) { return x.bits; }
-DEVICE u16 bits_of(F16 x) { return x.bits; }
+DEVICE u16 get_bits(u16 x) { return x; }
+DEVICE u16 get_bits(Bf16 x) { return x.bits; }
+DEVICE u16 get_bits(F16 x) { return x.bits; }
 DEVICE void set_bits(u16& x, u32 bits) { x = static_cast<u16>(bits); }
 DEVICE void set_bits(Bf16& x, u32 bits) { x.bits = static_cast<u16>(bits); }
 template <class T>
@@ -169,26 +169,26 @@ DEVICE void load_four(const T* p, T (&v)[4] LINE) {
 }
 template <class T>
 DEVICE void store_four(T* p, const T (&v)[4] LINE) {
-  store8(p, uint2{bits_of(v[0]) | static_cast<u32>(bits_of(v[1])) << 16,
-                  bits_of(v[2]) | static_cast<u32>(bits_of(v[3])) << 16}
+  store8(p, uint2{get_bits(v[0]) | static_cast<u32>(get_bits(v[1])) << 16,
+                  get_bits(v[2]) | static_cast<u32>(get_bits(v[3])) << 16}
          SAME_LINE);
 }
 
-struct Four {
+struct FourElements {
   Master master[4];
   MOMENT exp_avg[4], exp_avg_sq[4];
   COPY copy[4];
   u16 low_bits[4];
   float gradient[4];
 };
-DEVICE void load(const Arrays& a, int i, Four& x) {
+DEVICE void load(const Arrays& a, int i, FourElements& x) {
   load_four(a.gradient + i, x.gradient);
   load_four(a.master + i, x.master);
   load_four(a.exp_avg + i, x.exp_avg);
   load_four(a.exp_avg_sq + i, x.exp_avg_sq);
   if (SPLIT) load_four(a.low_bits + i, x.low_bits);
 }
-DEVICE void store(const Arrays& a, int i, const Four& x) {
+DEVICE void store(const Arrays& a, int i, const FourElements& x) {
   store_four(a.master + i, x.master);
   store_four(a.exp_avg + i, x.exp_avg);
   store_four(a.exp_avg_sq + i, x.exp_avg_sq);
@@ -211,7 +211,7 @@ DEVICE void store_element(const Arrays& a, int i, const Element& x) {
   if (HAS_COPY) store_one(a.copy + i, x.copy);
   if (SPLIT) store2(a.low_bits + i, x.low_bits);
 }
-DEVICE Element element_of(const Four& x, int e) {
+DEVICE Element get_element(const FourElements& x, int e) {
   Element one;
   one.master = x.master[e], one.exp_avg = x.exp_avg[e], one.exp_avg_sq = x.exp_avg_sq[e];
   one.gradient = x.gradient[e];
@@ -219,17 +219,17 @@ DEVICE Element element_of(const Four& x, int e) {
   if (SPLIT) one.low_bits = x.low_bits[e];
   return one;
 }
-DEVICE void put_element(const Element& one, Four& x, int e) {
+DEVICE void set_element(const Element& one, FourElements& x, int e) {
   x.master[e] = one.master, x.exp_avg[e] = one.exp_avg, x.exp_avg_sq[e] = one.exp_avg_sq;
   if (HAS_COPY) x.copy[e] = one.copy;
   if (SPLIT) x.low_bits[e] = one.low_bits;
 }
-DEVICE void update_four(const Factors& f, Four& x) {
+DEVICE void update_four(const Factors& f, FourElements& x) {
 #pragma unroll
   for (int e = 0; e < 4; e++) {
-    Element one = element_of(x, e);
+    Element one = get_element(x, e);
     update(f, one);
-    put_element(one, x, e);
+    set_element(one, x, e);
   }
 }
 DEVICE void update_one(const Factors& f, const Arrays& a, int i) {
@@ -240,10 +240,10 @@ DEVICE void update_one(const Factors& f, const Arrays& a, int i) {
 
 DEVICE void update_elements(const Factors& f, const Arrays& a, int count, int thread) {
   int done = 0;
-  if (may_be_read_by_four(a)) {
+  if (is_aligned_to_four(a)) {
     done = count / 4 * 4;
     for (int from = 4 * thread; from < done; from += 4 * THREADS * UNROLL) {
-      Four x[UNROLL];
+      FourElements x[UNROLL];
 #pragma unroll
       for (int u = 0; u < UNROLL; u++)
         if (from + 4 * THREADS * u < done) load(a, from + 4 * THREADS * u, x[u]);
@@ -263,14 +263,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   const int block = blockIdx.x, thread = threadIdx.x;
   const Shard* shard = p.shards + load_int(p.shard_of_block + block);
   SHARED(Factors, shared);
-  if (thread == 0) *shared = factors_of(p, shard);
+  if (thread == 0) *shared = compute_factors(p, shard);
   __syncthreads();
   const Factors factors = *shared;
 
   const i64 offset = (block - load_i64(&shard->first_block)) * CHUNK;
   const i64 left = load_i64(&shard->numel) - offset;
   const int count = left < CHUNK ? static_cast<int>(left) : CHUNK;
-  const Arrays arrays = arrays_of(shard, offset);
+  const Arrays arrays = get_arrays(shard, offset);
 
   update_elements(factors, arrays, count, thread);
 }

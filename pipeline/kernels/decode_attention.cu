@@ -20,7 +20,7 @@ struct DecodeParams {
   const void* key;
   const void* value;
   void* out;
-  float* parts;         // (sequence, head, split, HEAD_SIZE + 2): weighted values, maximum, sum of weights
+  float* partials;         // (sequence, head, split, HEAD_SIZE + 2): weighted values, maximum, sum of weights
   const int* lengths;   // (sequence): one past the last key
   const int* pages;     // (sequence, page): in the order of the sequence's tokens
   i64 query_sequence, query_head, out_sequence, out_head;
@@ -40,10 +40,10 @@ DEVICE constexpr int lanes_per_key(int loads) {
 constexpr int PER_LOAD = 16 / sizeof(NUMBER);
 constexpr int LOADS = HEAD_SIZE / PER_LOAD;  // per key
 constexpr int LANES = lanes_per_key(LOADS);
-constexpr int OF_LANE = (LOADS + LANES - 1) / LANES;
-constexpr int SIZE = OF_LANE * PER_LOAD;  // elements of a key that a lane holds
+constexpr int LOADS_PER_LANE = (LOADS + LANES - 1) / LANES;
+constexpr int SIZE = LOADS_PER_LANE * PER_LOAD;  // elements of a key that a lane holds
 constexpr int KEYS = WARPS * 32 / LANES;  // keys that a block reads at once
-constexpr int AHEAD = GROUP > 4 || OF_LANE > 1 ? 2 : 4;  // groups of KEYS in flight
+constexpr int PREFETCH = GROUP > 4 || LOADS_PER_LANE > 1 ? 2 : 4;  // groups of KEYS in flight
 static_assert(HEAD_SIZE % PER_LOAD == 0 && LANES <= 32, "HEAD_SIZE and GROUP don't fit");
 
 template <class T>
@@ -64,12 +64,12 @@ struct Sums {
   float highest[GROUP], weight[GROUP], values[GROUP][SIZE];
 };
 // The score to subtract; 0 before the first key, where the highest score is -inf.
-DEVICE float reference(float highest) { return highest == MINUS_INFINITY ? 0.f : highest; }
+DEVICE float base_score(float highest) { return highest == MINUS_INFINITY ? 0.f : highest; }
 
 struct Keys {
   int first, end;
 };
-DEVICE Keys keys_of_block(const DecodeParams& p, int sequence) {
+DEVICE Keys get_block_keys(const DecodeParams& p, int sequence) {
   const int length = load_int(p.lengths + sequence), end = min(length, p.capacity);
   int first = p.window > 0 && length > p.window ? length - p.window : 0;
   int count = (end - first + p.num_splits - 1) / p.num_splits;
@@ -81,12 +81,12 @@ DEVICE Keys keys_of_block(const DecodeParams& p, int sequence) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(DecodeParams p) {
   const int split = blockIdx.x, sequence = blockIdx.z;
   const int kv_head = blockIdx.y / p.blocks_per_kv;
-  const int first_of_kv = blockIdx.y % p.blocks_per_kv * GROUP;
-  const int first_head = kv_head * p.heads_per_kv + first_of_kv;
-  const int num_heads = min(GROUP, p.heads_per_kv - first_of_kv);
+  const int first_of_group = blockIdx.y % p.blocks_per_kv * GROUP;
+  const int first_head = kv_head * p.heads_per_kv + first_of_group;
+  const int num_heads = min(GROUP, p.heads_per_kv - first_of_group);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int lane_of_key = lane % LANES, key_of_block = threadIdx.x / LANES;
-  const Keys keys = keys_of_block(p, sequence);
+  const int lane_in_key = lane % LANES, key_in_block = threadIdx.x / LANES;
+  const Keys keys = get_block_keys(p, sequence);
 
   float query[GROUP][SIZE];
   Sums sums;
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
     sums.highest[g] = MINUS_INFINITY;
     sums.weight[g] = 0.f;
 #pragma unroll
-    for (int i = 0; i < OF_LANE; i++) {
-      const int load = lane_of_key + i * LANES;
+    for (int i = 0; i < LOADS_PER_LANE; i++) {
+      const int load = lane_in_key + i * LANES;
       float numbers[PER_LOAD];
       unpack<NUMBER>(load < LOADS ? load16(from + load * PER_LOAD) : uint4{0, 0, 0, 0}, numbers);
 #pragma unroll
@@ -112,30 +112,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
   const NUMBER* key = static_cast<const NUMBER*>(p.key) + kv_head * p.key_head;
   const NUMBER* value = static_cast<const NUMBER*>(p.value) + kv_head * p.value_head;
   const int* pages = p.pages + static_cast<i64>(sequence) * p.pages_row;
-  for (int from = keys.first; from < keys.end; from += KEYS * AHEAD) {
-    uint4 raw_key[AHEAD][OF_LANE], raw_value[AHEAD][OF_LANE];
+  for (int from = keys.first; from < keys.end; from += KEYS * PREFETCH) {
+    uint4 raw_key[PREFETCH][LOADS_PER_LANE], raw_value[PREFETCH][LOADS_PER_LANE];
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) {
-      const int token = from + a * KEYS + key_of_block;
+    for (int a = 0; a < PREFETCH; a++) {
+      const int token = from + a * KEYS + key_in_block;
       const i64 page = token < keys.end ? load_int(pages + token / PAGE) : 0;
-      const NUMBER* of_key = key + page * p.key_page + token % PAGE * p.key_token;
-      const NUMBER* of_value = value + page * p.value_page + token % PAGE * p.value_token;
+      const NUMBER* key_row = key + page * p.key_page + token % PAGE * p.key_token;
+      const NUMBER* value_row = value + page * p.value_page + token % PAGE * p.value_token;
 #pragma unroll
-      for (int i = 0; i < OF_LANE; i++) {
-        const int load = lane_of_key + i * LANES;
-        const bool real = token < keys.end && load < LOADS;
-        raw_key[a][i] = real ? load16_once(of_key + load * PER_LOAD) : uint4{0, 0, 0, 0};
-        raw_value[a][i] = real ? load16_once(of_value + load * PER_LOAD) : uint4{0, 0, 0, 0};
+      for (int i = 0; i < LOADS_PER_LANE; i++) {
+        const int load = lane_in_key + i * LANES;
+        const bool is_valid = token < keys.end && load < LOADS;
+        raw_key[a][i] = is_valid ? load16_once(key_row + load * PER_LOAD) : uint4{0, 0, 0, 0};
+        raw_value[a][i] = is_valid ? load16_once(value_row + load * PER_LOAD) : uint4{0, 0, 0, 0};
       }
     }
-    float score[AHEAD][GROUP];
+    float score[PREFETCH][GROUP];
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) {
-      const int token = from + a * KEYS + key_of_block;
+    for (int a = 0; a < PREFETCH; a++) {
+      const int token = from + a * KEYS + key_in_block;
 #pragma unroll
       for (int g = 0; g < GROUP; g++) score[a][g] = 0.f;
 #pragma unroll
-      for (int i = 0; i < OF_LANE; i++) {
+      for (int i = 0; i < LOADS_PER_LANE; i++) {
         float numbers[PER_LOAD];
         unpack<NUMBER>(raw_key[a][i], numbers);
 #pragma unroll
@@ -156,22 +156,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
     for (int g = 0; g < GROUP; g++) {
       float highest = sums.highest[g];
 #pragma unroll
-      for (int a = 0; a < AHEAD; a++) highest = fmaxf(highest, score[a][g]);
-      const float zero = reference(highest), shrink = exp2_fast(sums.highest[g] - zero);
+      for (int a = 0; a < PREFETCH; a++) highest = fmaxf(highest, score[a][g]);
+      const float base = base_score(highest), rescale = exp2_fast(sums.highest[g] - base);
       sums.highest[g] = highest;
-      sums.weight[g] *= shrink;
+      sums.weight[g] *= rescale;
 #pragma unroll
-      for (int e = 0; e < SIZE; e++) sums.values[g][e] *= shrink;
+      for (int e = 0; e < SIZE; e++) sums.values[g][e] *= rescale;
 #pragma unroll
-      for (int a = 0; a < AHEAD; a++) {
-        score[a][g] = exp2_fast(score[a][g] - zero);
+      for (int a = 0; a < PREFETCH; a++) {
+        score[a][g] = exp2_fast(score[a][g] - base);
         sums.weight[g] += score[a][g];
       }
     }
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++)
+    for (int a = 0; a < PREFETCH; a++)
 #pragma unroll
-      for (int i = 0; i < OF_LANE; i++) {
+      for (int i = 0; i < LOADS_PER_LANE; i++) {
         float numbers[PER_LOAD];
         unpack<NUMBER>(raw_value[a][i], numbers);
 #pragma unroll
@@ -191,23 +191,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
   for (int g = 0; g < GROUP; g++) {
 #pragma unroll
     for (int other = LANES; other < 32; other *= 2) {
-      const float their_highest = __shfl_xor_sync(0xffffffffu, sums.highest[g], other);
-      const float their_weight = __shfl_xor_sync(0xffffffffu, sums.weight[g], other);
-      const float highest = fmaxf(sums.highest[g], their_highest), zero = reference(highest);
-      const float ours = exp2_fast(sums.highest[g] - zero), theirs = exp2_fast(their_highest - zero);
+      const float other_highest = __shfl_xor_sync(0xffffffffu, sums.highest[g], other);
+      const float other_weight = __shfl_xor_sync(0xffffffffu, sums.weight[g], other);
+      const float highest = fmaxf(sums.highest[g], other_highest), base = base_score(highest);
+      const float own_scale = exp2_fast(sums.highest[g] - base), other_scale = exp2_fast(other_highest - base);
       sums.highest[g] = highest;
-      sums.weight[g] = sums.weight[g] * ours + their_weight * theirs;
+      sums.weight[g] = sums.weight[g] * own_scale + other_weight * other_scale;
 #pragma unroll
       for (int e = 0; e < SIZE; e++) {
-        const float their_value = __shfl_xor_sync(0xffffffffu, sums.values[g][e], other);
-        sums.values[g][e] = sums.values[g][e] * ours + their_value * theirs;
+        const float other_value = __shfl_xor_sync(0xffffffffu, sums.values[g][e], other);
+        sums.values[g][e] = sums.values[g][e] * own_scale + other_value * other_scale;
       }
     }
     if (lane >= LANES) continue;
     const int row = warp * GROUP + g;
 #pragma unroll
-    for (int i = 0; i < OF_LANE; i++) {
-      const int load = lane_of_key + i * LANES;
+    for (int i = 0; i < LOADS_PER_LANE; i++) {
+      const int load = lane_in_key + i * LANES;
       if (load < LOADS)
 #pragma unroll
         for (int e = 0; e < PER_LOAD; e++)
@@ -224,11 +224,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
     float highest = MINUS_INFINITY, weight = 0.f, value_sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, shared_weights[(w * GROUP + g) * 2]);
-    const float zero = reference(highest);
+    const float base = base_score(highest);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       const int row = w * GROUP + g;
-      const float share = exp2_fast(shared_weights[row * 2] - zero);
+      const float share = exp2_fast(shared_weights[row * 2] - base);
       weight = fmaf(share, shared_weights[row * 2 + 1], weight);
       value_sum = fmaf(share, shared[row * HEAD_SIZE + e], value_sum);
     }
@@ -237,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
       NUMBER* to = static_cast<NUMBER*>(p.out) + sequence * p.out_sequence + head * p.out_head;
       write(to + e, weight > 0.f ? value_sum / weight : 0.f);
     } else {
-      const i64 num_heads_in_all = static_cast<i64>(gridDim.y / p.blocks_per_kv) * p.heads_per_kv;
-      float* to = p.parts + ((sequence * num_heads_in_all + head) * p.num_splits + split) * (HEAD_SIZE + 2);
+      const i64 total_heads = static_cast<i64>(gridDim.y / p.blocks_per_kv) * p.heads_per_kv;
+      float* to = p.partials + ((sequence * total_heads + head) * p.num_splits + split) * (HEAD_SIZE + 2);
       write(to + e, value_sum);
       if (e == 0) {
         write(to + HEAD_SIZE, highest);
@@ -251,13 +251,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
 // Combines the splits of a sequence and head: one block per head, one thread per element.
 extern "C" __global__ void __launch_bounds__(HEAD_SIZE) decode_attention_combine(DecodeParams p) {
   const int head = blockIdx.x, sequence = blockIdx.y, e = threadIdx.x;
-  const float* parts = p.parts + (static_cast<i64>(sequence) * gridDim.x + head) * p.num_splits * (HEAD_SIZE + 2);
+  const float* partials = p.partials + (static_cast<i64>(sequence) * gridDim.x + head) * p.num_splits * (HEAD_SIZE + 2);
   float highest = MINUS_INFINITY, weight = 0.f, value_sum = 0.f;
-  for (int s = 0; s < p.num_splits; s++) highest = fmaxf(highest, read(parts + s * (HEAD_SIZE + 2) + HEAD_SIZE));
-  const float zero = reference(highest);
+  for (int s = 0; s < p.num_splits; s++) highest = fmaxf(highest, read(partials + s * (HEAD_SIZE + 2) + HEAD_SIZE));
+  const float base = base_score(highest);
   for (int s = 0; s < p.num_splits; s++) {
-    const float* part = parts + s * (HEAD_SIZE + 2);
-    const float share = exp2_fast(read(part + HEAD_SIZE) - zero);
+    const float* part = partials + s * (HEAD_SIZE + 2);
+    const float share = exp2_fast(read(part + HEAD_SIZE) - base);
     weight = fmaf(share, read(part + HEAD_SIZE + 1), weight);
     value_sum = fmaf(share, read(part + e), value_sum);
   }

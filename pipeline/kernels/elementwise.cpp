@@ -5,14 +5,14 @@
 
 extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t size, float epsilon) {
     for (int64_t row = 0; row < rows; row++, x += size, out += size) {
-        Vector sums = {}, few = {};  // short partial sums, for accuracy
+        Vector sums = {}, partial = {};  // short partial sums, for accuracy
         int64_t k = 0;
         for (; k + LANES <= size; k += LANES) {
             const Vector part = load<Vector>(x + k);
-            few = part * part + few;
-            if (k % (8 * LANES) == 7 * LANES) sums = sums + few, few = Vector{};
+            partial = part * part + partial;
+            if (k % (8 * LANES) == 7 * LANES) sums = sums + partial, partial = Vector{};
         }
-        float sum = horizontal_sum(sums + few);
+        float sum = horizontal_sum(sums + partial);
         for (; k < size; k++) sum += x[k] * x[k];
         const auto scale = float(1.0 / std::sqrt(double(sum) / double(size) + epsilon));
         for (k = 0; k < size; k++) out[k] = x[k] * scale * weight[k];
@@ -21,25 +21,25 @@ extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_
 
 // x cos + (-x2, x1) sin; x and out are (heads, tokens, 2 * half), cos and sin (tokens, 2 * half), with given strides.
 extern "C" void rotate(const float* x, const float* cos, const float* sin, float* out, int64_t heads, int64_t tokens, int64_t half,
-                       int64_t x_head, int64_t x_token, int64_t angle, int64_t out_head, int64_t out_token) {
-    for (int64_t token = 0; token < tokens; token++, cos += angle, sin += angle)
+                       int64_t x_head, int64_t x_token, int64_t angle_stride, int64_t out_head, int64_t out_token) {
+    for (int64_t token = 0; token < tokens; token++, cos += angle_stride, sin += angle_stride)
         for (int64_t head = 0; head < heads; head++) {
-            const float *one = x + head * x_head + token * x_token, *two = one + half;
-            float* to = out + head * out_head + token * out_token;
+            const float *first = x + head * x_head + token * x_token, *second = first + half;
+            float* out_row = out + head * out_head + token * out_token;
             for (int64_t k = 0; k < half; k++) {
-                to[k] = one[k] * cos[k] - two[k] * sin[k];
-                to[k + half] = two[k] * cos[k + half] + one[k] * sin[k + half];
+                out_row[k] = first[k] * cos[k] - second[k] * sin[k];
+                out_row[k + half] = second[k] * cos[k + half] + first[k] * sin[k + half];
             }
         }
 }
 
 // x / (1 + exp(-x)) * up
 extern "C" void silu_product(const float* x, const float* up, float* out, int64_t count) {
-    constexpr float MOST = 88.0f;  // exp(MOST) is still finite
+    constexpr float MAX_EXPONENT = 88.0f;  // exp(MAX_EXPONENT) is still finite
     for (int64_t k = 0; k < count; k += LANES) {
         const int bytes = int(count - k < LANES ? count - k : LANES) * int(sizeof(float));
-        const Vector gate = load_part<Vector>(x + k, bytes);
-        const Vector result = gate / (exp_of(-gate > MOST ? broadcast(MOST) : -gate) + 1.0f) * load_part<Vector>(up + k, bytes);
+        const Vector gate = load_partial<Vector>(x + k, bytes);
+        const Vector result = gate / (exp_lanes(-gate > MAX_EXPONENT ? broadcast(MAX_EXPONENT) : -gate) + 1.0f) * load_partial<Vector>(up + k, bytes);
         std::memcpy(out + k, &result, bytes);
     }
 }

@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr size_t kLarge = 1 << 18, kSpare = 8, kLeast = 256 << 20;  // cache limit beyond the peak: peak / kSpare, at least kLeast
+constexpr size_t kLarge = 1 << 18, kCacheFraction = 8, kMinCache = 256 << 20;  // cache limit beyond the peak: peak / kCacheFraction, at least kMinCache
 
 void free_block(void* data);
 
@@ -29,7 +29,7 @@ struct Block {
 class HostAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {
-    void* data = n < kLarge ? nullptr : take(n);
+    void* data = n < kLarge ? nullptr : allocate_mapping(n);
     if (data == nullptr) data = c10::alloc_cpu(n);
     c10::profiledCPUMemoryReporter().New(data, n);
     return {data, data, raw_deleter(), c10::Device(c10::DeviceType::CPU)};
@@ -39,40 +39,40 @@ class HostAllocator final : public c10::Allocator {
     default_copy_data(to, from, count);
   }
 
-  bool take_back(void* data) {
+  bool recycle(void* data) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    auto found = used_.find(data);
-    if (found == used_.end()) return false;
-    live_ -= found->second;
-    kept_.push_back({data, found->second});
-    used_.erase(found);
+    auto it = used_.find(data);
+    if (it == used_.end()) return false;
+    live_ -= it->second;
+    cached_.push_back({data, it->second});
+    used_.erase(it);
     return true;
   }
 
   // Unmaps cached blocks until `size` more bytes fit below `limit`.
   void release(size_t limit = 0, size_t size = 1) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (; !kept_.empty() && mapped_ + size > limit; kept_.pop_back()) {
-      munmap(kept_.back().data, kept_.back().size);
-      mapped_ -= kept_.back().size;
+    for (; !cached_.empty() && mapped_ + size > limit; cached_.pop_back()) {
+      munmap(cached_.back().data, cached_.back().size);
+      mapped_ -= cached_.back().size;
     }
   }
 
  private:
-  void* take(size_t n) {
+  void* allocate_mapping(size_t n) {
     size_t unit = 4096;
     while (unit * 32 < n) unit *= 2;  // rounds sizes up by at most 1/16
     Block block{nullptr, (n + unit - 1) / unit * unit};
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     // Prefer the last one freed, which may still be in the processor's cache.
-    auto found = std::find_if(kept_.rbegin(), kept_.rend(),
-                              [&](const Block& each) { return each.size == block.size; });
-    if (found != kept_.rend()) {
-      block = *found;
-      kept_.erase(std::next(found).base());
+    auto it = std::find_if(cached_.rbegin(), cached_.rend(),
+                           [&](const Block& cached) { return cached.size == block.size; });
+    if (it != cached_.rend()) {
+      block = *it;
+      cached_.erase(std::next(it).base());
     } else {
-      highest_ = std::max(highest_, live_ + block.size);
-      release(highest_ + std::max(highest_ / kSpare, kLeast), block.size);
+      peak_ = std::max(peak_, live_ + block.size);
+      release(peak_ + std::max(peak_ / kCacheFraction, kMinCache), block.size);
       block.data = mmap(nullptr, block.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                         -1, 0);
       if (block.data == MAP_FAILED) return nullptr;
@@ -85,9 +85,9 @@ class HostAllocator final : public c10::Allocator {
   }
 
   std::recursive_mutex mutex_;
-  std::vector<Block> kept_;  // in the order they were freed
+  std::vector<Block> cached_;  // in the order they were freed
   std::unordered_map<void*, size_t> used_;
-  size_t live_ = 0, highest_ = 0, mapped_ = 0;
+  size_t live_ = 0, peak_ = 0, mapped_ = 0;
 };
 
 auto* const allocator = new HostAllocator;  // never destroyed: tensors may outlive static objects
@@ -95,7 +95,7 @@ auto* const allocator = new HostAllocator;  // never destroyed: tensors may outl
 void free_block(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
-  if (!allocator->take_back(data)) c10::free_cpu(data);
+  if (!allocator->recycle(data)) c10::free_cpu(data);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
 // If `parallel` is null, the calling thread does the work.
-inline void on_threads(Parallel parallel, int32_t threads, void (*run)(void*), void* work) {
+inline void run_on_threads(Parallel parallel, int32_t threads, void (*run)(void*), void* work) {
     if (parallel == nullptr || threads < 2)
         run(work);
     else

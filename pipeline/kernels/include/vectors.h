@@ -43,7 +43,7 @@ inline To load(const void* from) {
 
 // Loads the first `bytes` bytes and fills the rest with zeros.
 template <class To>
-inline To load_part(const void* from, int bytes) {
+inline To load_partial(const void* from, int bytes) {
 #ifdef __AVX512F__
     const uint64_t mask = bytes < 64 ? (uint64_t{1} << bytes) - 1 : ~uint64_t{0};
     if constexpr (sizeof(To) == 64) return as<To>(_mm512_maskz_loadu_epi8(mask, from));
@@ -103,41 +103,41 @@ using Stored = Number::Stored;
 
 // Shuffles two vectors; indices from LANES on select from the second one.
 #ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, Bits{__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Bits{__VA_ARGS__})
 #endif
 
 // Interleave elements 0, 1 or 2, 3 of each 128-bit lane of both vectors, singly or in pairs; or select the even
 // or odd 128-bit lanes of both.
 #ifdef __AVX512F__
-inline Vector low(Vector a, Vector b) { return PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
-inline Vector high(Vector a, Vector b) { return PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
-inline Vector low_pairs(Vector a, Vector b) { return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); }
-inline Vector high_pairs(Vector a, Vector b) { return PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); }
-inline Vector even(Vector a, Vector b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27); }
-inline Vector odd(Vector a, Vector b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31); }
+inline Vector low(Vector a, Vector b) { return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
+inline Vector high(Vector a, Vector b) { return SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
+inline Vector low_pairs(Vector a, Vector b) { return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); }
+inline Vector high_pairs(Vector a, Vector b) { return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); }
+inline Vector even(Vector a, Vector b) { return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27); }
+inline Vector odd(Vector a, Vector b) { return SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31); }
 #else
-inline Vector low(Vector a, Vector b) { return PICK(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
-inline Vector high(Vector a, Vector b) { return PICK(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
-inline Vector low_pairs(Vector a, Vector b) { return PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
-inline Vector high_pairs(Vector a, Vector b) { return PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
-inline Vector even(Vector a, Vector b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11); }
-inline Vector odd(Vector a, Vector b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15); }
+inline Vector low(Vector a, Vector b) { return SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
+inline Vector high(Vector a, Vector b) { return SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+inline Vector low_pairs(Vector a, Vector b) { return SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
+inline Vector high_pairs(Vector a, Vector b) { return SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+inline Vector even(Vector a, Vector b) { return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11); }
+inline Vector odd(Vector a, Vector b) { return SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15); }
 #endif
 
 // Horizontal sums of four vectors within each 128-bit lane.
-inline Vector sums_of_four(const Vector* of) {
-    const Vector first = low(of[0], of[1]) + high(of[0], of[1]), second = low(of[2], of[3]) + high(of[2], of[3]);
+inline Vector sum_four(const Vector* vectors) {
+    const Vector first = low(vectors[0], vectors[1]) + high(vectors[0], vectors[1]), second = low(vectors[2], vectors[3]) + high(vectors[2], vectors[3]);
     return low_pairs(first, second) + high_pairs(first, second);
 }
 
 // Element i is the horizontal sum of vector i.
-inline Vector horizontal_sums(const Vector (&of)[LANES]) {
-    const Vector one = sums_of_four(of), two = sums_of_four(of + 4);
+inline Vector horizontal_sums(const Vector (&vectors)[LANES]) {
+    const Vector one = sum_four(vectors), two = sum_four(vectors + 4);
     const Vector pair = even(one, two) + odd(one, two);
 #ifdef __AVX512F__
-    const Vector three = sums_of_four(of + 8), four = sums_of_four(of + 12);
+    const Vector three = sum_four(vectors + 8), four = sum_four(vectors + 12);
     const Vector other = even(three, four) + odd(three, four);
     return even(pair, other) + odd(pair, other);
 #else
@@ -145,17 +145,17 @@ inline Vector horizontal_sums(const Vector (&of)[LANES]) {
 #endif
 }
 
-inline Vector floor_of(Vector x) {
-    const Vector cut = __builtin_convertvector(__builtin_convertvector(x, Integers), Vector);
-    return cut - as<Vector>(as<Bits>(broadcast(1.0f)) & as<Bits>(cut > x));
+inline Vector floor_lanes(Vector x) {
+    const Vector truncated = __builtin_convertvector(__builtin_convertvector(x, Integers), Vector);
+    return truncated - as<Vector>(as<Bits>(broadcast(1.0f)) & as<Bits>(truncated > x));
 }
 
 // exp(x) for x <= 0, within 2 ulp; flushes subnormal results to 0 and propagates NaN. After Malossi et al. 2015,
 // Fast Exponential Computation on SIMD Architectures.
-inline Vector exp_of(Vector x) {
+inline Vector exp_lanes(Vector x) {
     constexpr float LOWEST = -87.33654785f, LOG2_E = 1.442695021629f;
     const Vector clamped = x > LOWEST ? x : broadcast(LOWEST);
-    const Vector power = floor_of(clamped * LOG2_E + 0.5f);
+    const Vector power = floor_lanes(clamped * LOG2_E + 0.5f);
     const Vector rest = clamped - power * 0.693147182465f;
     Vector sum = rest * 0.00828929059f + 0.0418978221f;
     sum = rest * sum + 0.166676521f;
