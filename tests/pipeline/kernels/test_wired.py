@@ -51,7 +51,7 @@ def test_generation_is_the_same_with_and_without_kernels(
 
     expected = generate_ids()
     monkeypatch.setattr(choice, "use_gpu", lambda *_: True)
-    monkeypatch.setattr(choice, "find", find_emulated_gpu)
+    monkeypatch.setattr(choice, "load_kernel", find_emulated_gpu)
     with emulator.memory(*model.parameters()):
         with_kernels = generate_ids()
 
