@@ -33,7 +33,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def uniforms(
+def uniform_numbers(
     seed: int, keys: Sequence[int], positions: int | Sequence[int]
 ) -> Float[np.ndarray, " B"]:
     """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
@@ -137,7 +137,7 @@ class Sampler(Draw):
             tokens = likeliest_tokens(scores)
         else:
             probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
-            points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
+            points = torch.from_numpy(uniform_numbers(self.seed, keys, positions)).to(logits.device)
             tokens = inverse_transform(self.truncated(probabilities), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()

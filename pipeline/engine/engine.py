@@ -51,7 +51,7 @@ class RolloutOffload:
         """Bytes that are in host memory instead of on the device."""
         return sum(copy.nbytes() for _, copy in self._offloaded)
 
-    def begin(self, kinds: Collection[Kind]) -> None:
+    def offload(self, kinds: Collection[Kind]) -> None:
         """Move tensors of these kinds to host memory.
 
         Masters that are the weights themselves move with the weights; the low bits of
@@ -73,7 +73,7 @@ class RolloutOffload:
         for storage, _ in self._offloaded:
             storage.resize_(0)
 
-    def end(self) -> None:
+    def reload(self) -> None:
         """Move everything back."""
         for storage, copy in self._offloaded:
             storage.resize_(copy.nbytes())
@@ -248,11 +248,11 @@ class Engine:
         Tensors already in host memory stay there.
         """
         self.zero.flush()
-        self.rollout_offload.begin(kinds)
+        self.rollout_offload.offload(kinds)
 
     def reload_states(self) -> None:
         """Move everything back to the device."""
-        self.rollout_offload.end()
+        self.rollout_offload.reload()
 
     def masters(self) -> Iterator[Tensor]:
         """This process's shard of the fp32 weights, one vector for each group.

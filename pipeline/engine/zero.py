@@ -106,11 +106,11 @@ class ZeroModel:
         self.flats = [flat for unit in units for flat in unit.flats]
         self.head = next((unit for unit in units if unit.kind == "head"), None)
         self.is_offloaded = False
-        self.broken = False
+        self.backward_failed = False
         """True after a failed backward pass, until `discard`."""
         self.updates = 0
         """Number of times the weights were changed; graphs of older weights are invalid."""
-        self._pinned = 0
+        self._pin_count = 0
         self._reducing: Unit | None = None
         self._visited: list[Unit] = []
         self._next: dict[Unit, Unit] = {}
@@ -221,7 +221,7 @@ class ZeroModel:
                     if unit.expects_backward:
                         self._before_backward(unit)
         except BaseException:
-            self.broken = True
+            self.backward_failed = True
             raise
         finally:
             self._reaches_root = True
@@ -253,7 +253,7 @@ class ZeroModel:
     def discard(self) -> None:
         """Discard all gradients, and the state of a pass that failed."""
         self._reducing = None
-        self.broken = False
+        self.backward_failed = False
         for unit in self.units:
             unit.in_backward = unit.expects_backward = False
             for params in unit.trained:
@@ -309,20 +309,20 @@ class ZeroModel:
         unit.gather()
 
     def _free(self, unit: Unit) -> None:
-        if not self._pinned:
+        if not self._pin_count:
             unit.free()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context in which all weights are gathered; all processes must enter together."""
         self.check_ready()
-        self._pinned += 1
+        self._pin_count += 1
         try:
             for unit in self.units:
                 unit.gather()
             yield
         finally:
-            self._pinned -= 1
+            self._pin_count -= 1
             for unit in self.units:
                 if not (unit in (self.root, self.head) and unit.expects_backward):
                     self._free(unit)
@@ -367,7 +367,7 @@ class ZeroModel:
         """Raise if the engine is not in a state to continue."""
         if self.is_offloaded:
             raise RuntimeError("the engine's tensors are offloaded: call reload_states() first")
-        if self.broken:
+        if self.backward_failed:
             raise RuntimeError(
                 "a backward pass failed and left part of a gradient: call discard(), then repeat"
                 " the step's micro-batches"

@@ -402,9 +402,9 @@ class ShardTable:
         content = b"".join(bytes(row) for row in rows)
         shard_of_block = torch.arange(len(shards), dtype=torch.int32)
         shard_of_block = shard_of_block.repeat_interleave(torch.tensor(counts))
-        words = memoryview(content).cast("q").tolist()
+        values = memoryview(content).cast("q").tolist()
         # Needs no synchronization: the driver stages a copy this small before returning.
-        self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device, non_blocking=True)
+        self.rows = torch.tensor(values, dtype=torch.int64).to(gpu.device, non_blocking=True)
         self.shard_of_block = shard_of_block.to(gpu.device, non_blocking=True)
 
     def step(self, scalars: Float64[Tensor, "4"], step: AdamW) -> None:

@@ -13,8 +13,8 @@ kinds of backward pass:
   weight, as in fine-tuning; if they differ after all, gradients are computed again on a CPU.
 
 `RowLogprobs` does the same for existing logits, a few rows at a time. All is plain PyTorch and
-needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or W words of
-a tile.
+needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or W tokens
+of a tile.
 """
 
 import math
@@ -90,7 +90,7 @@ def linear_logprobs(
     entropy_grad: bool = True,
     uniform: bool = False,
     tile: int | None = None,
-    words: VocabularyShard | None = None,
+    vocab_shard: VocabularyShard | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probability of each target under softmax(hidden @ weight.T + bias), and the entropy.
 
@@ -105,7 +105,7 @@ def linear_logprobs(
         uniform: whether all log-probabilities have the same weight in the loss, which is faster.
         tile: logits per tile; by default `TILE` or `VOCABULARY_TILE`, or a single tile for up to
             `MAX_UNTILED` logits.
-        words: the vocabulary range of `weight`, if it is sharded; the function is then a
+        vocab_shard: the vocabulary range of `weight`, if it is sharded; the function is then a
             collective.
 
     Returns:
@@ -114,7 +114,7 @@ def linear_logprobs(
             one tile the result is bitwise that of `compute_logprobs`; with several, sums are added
             in another order.
     """
-    is_sharded = words is not None and len(targets) > 0
+    is_sharded = vocab_shard is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (MAX_UNTILED if tile is None else tile):
         return compute_logprobs(
             F.linear(hidden, weight, bias),
@@ -129,7 +129,7 @@ def linear_logprobs(
         tile = tile or TILE.get(weight.device.type, TILE["cpu"])
         return FusedGradLogprobs.apply(hidden, weight, bias, targets, temperature, tile), None
     tile = tile or VOCABULARY_TILE.get(weight.device.type, VOCABULARY_TILE["cpu"])
-    settings = (temperature, tile, entropy, words if is_sharded else None)
+    settings = (temperature, tile, entropy, vocab_shard if is_sharded else None)
     return RecomputeLogprobs.apply(hidden, weight, bias, targets, *settings)
 
 
@@ -176,15 +176,15 @@ class RecomputeLogprobs(torch.autograd.Function):
         temperature: float,
         tile: int,
         entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
-        words: VocabularyShard | None,
+        vocab_shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities, and entropies with `entropy`."""
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.tile, ctx.words = temperature, tile, words
-        local = targets if words is None else targets - words.first
+        ctx.temperature, ctx.tile, ctx.vocab_shard = temperature, tile, vocab_shard
+        local = targets if vocab_shard is None else targets - vocab_shard.first
         sums = _tile_sums(hidden, weight, bias, local, temperature, tile, entropy=entropy)
-        if words is not None:
-            sums = _combine_sums(sums, words.group)
+        if vocab_shard is not None:
+            sums = _combine_sums(sums, vocab_shard.group)
         target_logits, max_logits, sum_exp, weighted_sum = sums
         entropies = sum_exp.log() - weighted_sum / sum_exp if entropy else None
         ctx.save_for_backward(hidden, weight, bias, local, max_logits, sum_exp, entropies)
@@ -206,9 +206,9 @@ class RecomputeLogprobs(torch.autograd.Function):
             temperature=ctx.temperature,
             tile=ctx.tile,
         )
-        if ctx.words is not None and grad_hidden is not None:
-            parts = ctx.words.group.all_gather(grad_hidden, label="gradients of hidden states")
-            grad_hidden = tree_sum(parts)
+        if ctx.vocab_shard is not None and grad_hidden is not None:
+            group, label = ctx.vocab_shard.group, "gradients of hidden states"
+            grad_hidden = tree_sum(group.all_gather(grad_hidden, label=label))
         return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
@@ -232,9 +232,9 @@ def _tile_sums(
     # Not -inf: for a tile of -inf, the difference would be NaN.
     max_logits = torch.full_like(target_logits, torch.finfo(torch.float32).min)
     sum_exp, weighted_sum = torch.zeros_like(target_logits), torch.zeros_like(target_logits)
-    for words in _vocabulary_tiles(weight, len(targets), tile):
-        logits = _logits(hidden, weight, bias, words, temperature)
-        in_tile, indices = _targets_in(targets, words)
+    for tokens in _vocabulary_tiles(weight, len(targets), tile):
+        logits = _logits(hidden, weight, bias, tokens, temperature)
+        in_tile, indices = _targets_in(targets, tokens)
         target_logits = torch.where(in_tile, logits.gather(1, indices), target_logits)
         previous = max_logits
         max_logits = torch.maximum(previous, logits.amax(dim=1, keepdim=True))
@@ -384,8 +384,8 @@ def _tile_gradients(
     grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad[0] else None
     grad_weight = torch.empty_like(weight) if needs_grad[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs_grad[2] else None
-    for words in _vocabulary_tiles(weight, len(targets), tile):
-        shifted = _logits(hidden, weight, bias, words, temperature).sub_(max_logits)
+    for tokens in _vocabulary_tiles(weight, len(targets), tile):
+        shifted = _logits(hidden, weight, bias, tokens, temperature).sub_(max_logits)
         grad = shifted.exp_() if grad_entropy is None else shifted.exp()
         if grad_entropy is None:
             grad.mul_(0.0 if grad_logprobs is None else -grad_logprobs / (sum_exp * temperature))
@@ -397,15 +397,15 @@ def _tile_gradients(
             del share
         del shifted
         if grad_logprobs is not None:
-            in_tile, indices = _targets_in(targets, words)
+            in_tile, indices = _targets_in(targets, tokens)
             grad.scatter_add_(1, indices, torch.where(in_tile, grad_logprobs / temperature, 0.0))
         grad = grad.to(weight.dtype)
         if grad_hidden is not None:
-            _add_product(grad_hidden, grad, weight[words])
+            _add_product(grad_hidden, grad, weight[tokens])
         if grad_weight is not None:
-            torch.mm(grad.t(), hidden, out=grad_weight[words])
+            torch.mm(grad.t(), hidden, out=grad_weight[tokens])
         if grad_bias is not None:
-            grad_bias[words] = grad.sum(dim=0)
+            grad_bias[tokens] = grad.sum(dim=0)
         del grad
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
@@ -422,18 +422,18 @@ def _logits(
     hidden: Float[Tensor, "C d"],
     weight: Float[Tensor, "V d"],
     bias: Float[Tensor, " V"] | None,
-    words: slice,
+    tokens: slice,
     temperature: float,
 ) -> Float[Tensor, "C W"]:
     """A copy of the logits in fp32."""
-    logits = F.linear(hidden, weight[words], None if bias is None else bias[words]).float()
+    logits = F.linear(hidden, weight[tokens], None if bias is None else bias[tokens]).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _targets_in(targets: Int[Tensor, " K"], words: slice) -> tuple[Tensor, Tensor]:
+def _targets_in(targets: Int[Tensor, " K"], tokens: slice) -> tuple[Tensor, Tensor]:
     """Mask (K, 1) of the targets in this vocabulary range, and their indices in it, else 0."""
-    in_tile = ((targets >= words.start) & (targets < words.stop))[:, None]
-    return in_tile, torch.where(in_tile, targets[:, None] - words.start, 0)
+    in_tile = ((targets >= tokens.start) & (targets < tokens.stop))[:, None]
+    return in_tile, torch.where(in_tile, targets[:, None] - tokens.start, 0)
 
 
 def _add_product(
@@ -493,8 +493,8 @@ class RowLogprobs(torch.autograd.Function):
         zeros = logits.new_zeros(max_rows, logits.shape[1], dtype=torch.float32)
         for rows in chunks:
             logprob_rows = _log_softmax(logits[rows], ctx.temperature)
-            words = targets[rows, None]
-            scattered = zeros[: len(words)].scatter_(1, words, grad[rows, None])
+            row_targets = targets[rows, None]
+            scattered = zeros[: len(row_targets)].scatter_(1, row_targets, grad[rows, None])
             if logits.dtype == torch.float32:
                 grad_rows = grad_logits[rows]
                 _softmax_gradient.out(scattered, logprob_rows, -1, torch.float32, out=grad_rows)
@@ -504,7 +504,7 @@ class RowLogprobs(torch.autograd.Function):
                 grad_rows.div_(ctx.temperature)
             if logits.dtype != torch.float32:
                 grad_logits[rows] = grad_rows
-            scattered.scatter_(1, words, 0.0)
+            scattered.scatter_(1, row_targets, 0.0)
             del logprob_rows, grad_rows  # free memory before the next chunk
         return grad_logits, None, None, None, None
 
@@ -516,8 +516,8 @@ def _log_softmax(logits: Float[Tensor, "R V"], temperature: float) -> Float[Tens
 
 def _row_chunks(logits: Float[Tensor, "K V"], chunk_size: int) -> list[slice]:
     """Equal chunks of at least two rows: PyTorch adds a single row in another order."""
-    count, words = logits.shape
-    chunks = max(1, min(math.ceil(count * words / chunk_size), count // 2))
+    count, vocabulary = logits.shape
+    chunks = max(1, min(math.ceil(count * vocabulary / chunk_size), count // 2))
     return [
         slice(count * chunk // chunks, count * (chunk + 1) // chunks) for chunk in range(chunks)
     ]

@@ -44,7 +44,7 @@ def reference_sample(
     """Token ids, and their log-probabilities before any filter, fp32.
 
     A row's token is the one at which the cumulative weight of the kept tokens, in the order of
-    their ids, exceeds the share `uniforms(seed, key, position)` of the total. Computed in float64.
+    their ids, exceeds the fraction `uniform_numbers(seed, key, position)` of the total, in float64.
     The log-probability is NaN for a row with a NaN or infinite logit.
     """
     scores = logits.double() / (draw.temperature or 1.0)
@@ -55,7 +55,7 @@ def reference_sample(
         tokens = torch.where(is_highest, ids, len(ids) - 1).amin(dim=-1)
     else:
         cumulative = filter_weights(logprobs.exp(), draw).cumsum(dim=-1)
-        points = uniforms(draw.seed, keys, positions)[:, None] * cumulative[:, -1:]
+        points = uniform_numbers(draw.seed, keys, positions)[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
         tokens = tokens.clamp(max=scores.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
@@ -74,7 +74,7 @@ def filter_weights(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "
     return weights * (weights >= draw.min_p * weights.amax(dim=-1, keepdim=True))
 
 
-def uniforms(
+def uniform_numbers(
     seed: int, keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
     """One number in [0, 1) for each key and position: a pure function of (seed, key, position).

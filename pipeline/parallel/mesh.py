@@ -79,7 +79,7 @@ class Mesh:
         if size == 1:
             return SELF_GROUP
         rows = [range(first, first + size) for first in range(0, world_size, size)]
-        return subgroup(rows, timeout_seconds=timeout_seconds, is_tracked=False)
+        return new_subgroup(rows, timeout_seconds=timeout_seconds, is_tracked=False)
 
 
 def current_mesh() -> Mesh:
@@ -126,7 +126,7 @@ def split_mesh(
         """This process's group along some dimensions of `ranks`."""
         other_dims = [dim for dim in range(ranks.ndim) if dim not in dims]
         rows = ranks.permute(*other_dims, *dims).flatten(len(other_dims)).flatten(0, -2)
-        return subgroup(rows.tolist(), timeout_seconds=timeout_seconds)
+        return new_subgroup(rows.tolist(), timeout_seconds=timeout_seconds)
 
     if pp * tp > 1:
         mesh = replace(mesh, world=replace(mesh.world, same_collectives=pp == 1), data=axis(1, 2))
@@ -136,7 +136,7 @@ def split_mesh(
     if pp > 1:
         rows = ranks.flatten(1).T.tolist()
         has_tags = dist.get_backend() != "nccl"
-        stages = get_pipeline(rows, timeout_seconds=timeout_seconds, has_tags=has_tags)
+        stages = new_pipeline_group(rows, timeout_seconds=timeout_seconds, has_tags=has_tags)
         model_parallel = stages if tp == 1 else replace(axis(0, 3), same_collectives=False)
         mesh = replace(mesh, stages=stages, model_parallel=model_parallel)
     if replicas > 1:
@@ -149,7 +149,7 @@ def split_mesh(
         _meshes.pop()
 
 
-def get_pipeline(
+def new_pipeline_group(
     rows: Sequence[Sequence[int]], *, timeout_seconds: float, has_tags: bool
 ) -> StageGroup:
     """The stages of this process's pipeline. A collective.
@@ -159,18 +159,18 @@ def get_pipeline(
         timeout_seconds: time that a process may keep the others waiting.
         has_tags: whether the backend has tags; otherwise each `TransferKind` has a separate group.
     """
-    group = subgroup(rows, timeout_seconds=timeout_seconds)
+    group = new_subgroup(rows, timeout_seconds=timeout_seconds)
     kinds = () if has_tags else TRANSFER_KINDS
     return StageGroup(
         group.rank,
         group.ranks,
         group.process_group,
         same_collectives=False,
-        channels={kind: subgroup(rows, timeout_seconds=timeout_seconds) for kind in kinds},
+        channels={kind: new_subgroup(rows, timeout_seconds=timeout_seconds) for kind in kinds},
     )
 
 
-def subgroup(
+def new_subgroup(
     rows: Iterable[Sequence[int]], *, timeout_seconds: float, is_tracked: bool = True
 ) -> Group:
     """This process's group, for a job divided into these rows of ranks. A collective.

@@ -230,7 +230,7 @@ def watch_processes(timeout_seconds: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  # other processes must be notified of any error
-        raise JobFailed(watchdog.fail(error)) from None
+        raise JobFailed(watchdog.report_error(error)) from None
     finally:
         watchdog.stop()
 
@@ -287,7 +287,7 @@ class Watchdog:
 
     # Status of this process
 
-    def fail(self, error: Exception) -> int:
+    def report_error(self, error: Exception) -> int:
         """Print the error, or its cause in another process; return the exit code."""
         if _is_collective_error(error):
             failure = _poll(REPORT_WAIT_SECONDS, self._find_failure) or self._find_exited()
@@ -304,8 +304,8 @@ class Watchdog:
         is_same = isinstance(error, SHARED_ERRORS) and first.message.endswith(summary)
         with self._print_lock:
             if first == failure:
-                sentence = f"error: {' '.join(str(error).split())}"
-                _print_error(sentence if isinstance(error, SHARED_ERRORS) else _traceback(error))
+                message = f"error: {' '.join(str(error).split())}"
+                _print_error(message if isinstance(error, SHARED_ERRORS) else _traceback(error))
             elif not self._has_printed and not is_same:
                 _print_error(f"rank {self.rank} also failed: {summary}")
             self._has_printed = True

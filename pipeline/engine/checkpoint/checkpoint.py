@@ -42,7 +42,7 @@ class StoredFragment:
         """End (exclusive) of the fragment in the full tensor."""
         if self.columns is None:
             return self.stop
-        return -(-self.stop // self.columns.run) * self.columns.stride
+        return -(-self.stop // self.columns.width) * self.columns.stride
 
     def overlap(self, start: int, stop: int) -> int:
         """Number of its elements from `start` to `stop` of the full tensor; 0 for columns."""

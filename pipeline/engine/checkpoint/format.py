@@ -38,7 +38,7 @@ class Columns(NamedTuple):
     offset: int
     """Elements per row of the tensor before the block."""
 
-    run: int
+    width: int
     """Elements per row within the block."""
 
     stride: int
@@ -47,12 +47,12 @@ class Columns(NamedTuple):
     def count_before(self, element: int) -> int:
         """Number of elements in the columns that precede an element of the tensor."""
         row, column = divmod(element, self.stride)
-        return row * self.run + min(max(column - self.offset, 0), self.run)
+        return row * self.width + min(max(column - self.offset, 0), self.width)
 
     def positions(self, first: int, last: int) -> Int[Tensor, " n"]:
         """Positions in the flattened tensor of elements `first` to `last` of the columns."""
         number = torch.arange(first, last)
-        return number // self.run * self.stride + self.offset + number % self.run
+        return number // self.width * self.stride + self.offset + number % self.width
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Fragment:
 
     @property
     def label(self) -> str:
-        """`key|start:stop`, and for columns `key|start:stop@offset/run/stride`."""
+        """`key|start:stop`, and for columns `key|start:stop@offset/width/stride`."""
         suffix = "" if self.columns is None else "@" + "/".join(map(str, self.columns))
         return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}{suffix}"
 

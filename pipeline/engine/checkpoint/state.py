@@ -32,10 +32,11 @@ ReadInto = Callable[[int, Tensor], None]
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
     """Each shard's columns here and in the full parameter; whether this process saves it."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
-    width, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
+    local_stride, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.with_offsets():
-        run = shard.size * inner
-        local, full = Columns(begin * inner, run, width), Columns(shard.start * inner, run, stride)
+        width = shard.size * inner
+        local = Columns(begin * inner, width, local_stride)
+        full = Columns(shard.start * inner, width, stride)
         yield local, full, shard.is_first_copy
 
 
@@ -53,10 +54,10 @@ def list_fragments(
         first, last = local.count_before(start), local.count_before(start + len(values))
         if first == last or not is_saved:
             continue
-        if last <= full.run:  # contiguous in both the shard and the full parameter
+        if last <= full.width:  # contiguous in both the shard and the full parameter
             begin = local.offset + first - start
             yield Fragment(key, full.offset + first, values[begin : begin + last - first])
-        elif local.run == local.stride:
+        elif local.width == local.stride:
             yield Fragment(key, first, values, full)
         else:
             positions = local.positions(first, last).to(values.device) - start
@@ -78,16 +79,16 @@ def read_shard(
         first, last = local.count_before(start), local.count_before(start + len(out))
         if first == last:
             continue
-        if last <= full.run:
+        if last <= full.width:
             begin = local.offset + first - start
             read(full.offset + first, out[begin : begin + last - first])
             continue
-        step = max(1, READ_ELEMENTS // full.stride) * full.run
-        for low in range(first // full.run * full.run, last, step):
-            high = min(low + step, -(-last // full.run) * full.run)
-            rows = torch.empty((high - low) // full.run * full.stride, dtype=out.dtype)
-            read(low // full.run * full.stride, rows)
-            values = rows.view(-1, full.stride)[:, full.offset : full.offset + full.run].flatten()
+        step = max(1, READ_ELEMENTS // full.stride) * full.width
+        for low in range(first // full.width * full.width, last, step):
+            high = min(low + step, -(-last // full.width) * full.width)
+            rows = torch.empty((high - low) // full.width * full.stride, dtype=out.dtype)
+            read(low // full.width * full.stride, rows)
+            values = rows.view(-1, full.stride)[:, full.offset : full.offset + full.width].flatten()
             begin, end = max(first, low), min(last, high)
             positions = local.positions(begin, end).to(out.device) - start
             out[positions] = values[begin - low : end - low].to(out.device)

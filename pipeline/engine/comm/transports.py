@@ -54,20 +54,20 @@ class SharedMemoryCollectives(GroupCollectives):
         return slots
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        pieces = full.view(self.size, -1)
+        by_rank = full.view(self.size, -1)
         step = SLOT_BYTES // full.element_size()
-        for start in range(0, pieces.shape[1], step):
-            columns = pieces[:, start : start + step]
+        for start in range(0, by_rank.shape[1], step):
+            columns = by_rank[:, start : start + step]
             for rank, chunk in enumerate(self._exchange(columns[self.rank])):
                 if rank != self.rank:
                     columns[rank].copy_(chunk)
         return CompletedWork()
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
-        pieces = full.view(self.size, -1)
+        by_rank = full.view(self.size, -1)
         step = SLOT_BYTES // full.element_size() // self.size
-        for start in range(0, pieces.shape[1], step):
-            chunks = self._exchange(pieces[:, start : start + step])
+        for start in range(0, by_rank.shape[1], step):
+            chunks = self._exchange(by_rank[:, start : start + step])
             parts = [chunk[self.rank] for chunk in chunks]
             tree_sum(parts, out=out[start : start + step])
         return CompletedWork()

@@ -42,7 +42,7 @@ def find_units(model: nn.Module) -> list[UnitParams]:
     `nn.ModuleList` of one class. Blocks don't nest: the outermost is used. A parameter that a block
     shares with anything outside belongs to the root.
     """
-    blocks = _outermost(model, _find_blocks(model))
+    blocks = _find_outermost(model, _find_blocks(model))
     # Include duplicate names: a module shared with the outside can't be freed with its block.
     block_names = {id(block): name for name, block in blocks.items()}
     prefixes = {
@@ -91,7 +91,7 @@ def _find_longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {f"{name}.{index}": child for index, child in enumerate(longest)}
 
 
-def _outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _find_outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """The blocks that are not inside other blocks, each under one name."""
     inner = {
         id(child) for block in blocks.values() for child in block.modules() if child is not block

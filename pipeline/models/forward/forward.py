@@ -84,16 +84,16 @@ class Policy(nn.Module):
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
         head = self._output_matrix(batch)
-        words = words_of(head)
+        vocab_shard = words_of(head)
         if read is not None:
-            if head is None or words is not None:
+            if head is None or vocab_shard is not None:
                 return read(self._logits(batch))
             return self.uses_head(read, self._hidden(batch), head.weight, head.bias)
         is_large_batch = head is not None and len(targets) * head.out_features > (
             self.tile or MAX_UNTILED
         )
         computed: tuple[Tensor, Tensor | None]
-        if head is not None and (words is not None or is_large_batch):
+        if head is not None and (vocab_shard is not None or is_large_batch):
             computed = self.uses_head(
                 linear_logprobs,
                 self._hidden(batch),
@@ -105,7 +105,7 @@ class Policy(nn.Module):
                 entropy_grad=entropy_grad,
                 uniform=uniform,
                 tile=self.tile,
-                words=words,
+                vocab_shard=vocab_shard,
             )
         elif self.kernels == "off" or (entropy and entropy_grad and torch.is_grad_enabled()):
             computed = compute_logprobs(

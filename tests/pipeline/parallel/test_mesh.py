@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline.parallel.group import SELF_GROUP, DataGroup
-from pipeline.parallel.mesh import current_mesh, split_mesh, subgroup
+from pipeline.parallel.mesh import current_mesh, new_subgroup, split_mesh
 from pipeline.system.position import POSITION
 from tests.distributed import run_ranks
 
@@ -16,7 +16,7 @@ def place() -> dict[str, Any]:
     names = pair.gather_objects(mesh.world.rank)
     alone = mesh.tp_group(1, timeout_seconds=60.0)
     uncounted = POSITION.number == before
-    every_other = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
+    every_other = new_subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     return {
         "world": mesh.world.ranks,
         "data": mesh.data.ranks,
@@ -43,7 +43,7 @@ def test_axes_know_their_places_in_the_job() -> None:
 
 def go_apart() -> str:
     """Return the error of the second group when two processes diverge."""
-    group = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
+    group = new_subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     POSITION.enter_collective("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
     try:
         group.sum(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.parallel.group import TRANSFER_KINDS, TransferKind
-from pipeline.parallel.mesh import get_pipeline
+from pipeline.parallel.mesh import new_pipeline_group
 from pipeline.parallel.schedules import Instruction, make_schedule
 from pipeline.parallel.transfer import Transfers
 from tests.distributed import run_ranks
@@ -82,7 +82,7 @@ def test_no_stage_waits_forever_where_sends_wait_for_receives(stages: int) -> No
 
 def exchanged() -> list[list[float]]:
     """Both send all kinds before they receive any, in channels that each has for itself."""
-    stages = get_pipeline([(0, 1)], timeout_seconds=60.0, has_tags=False)
+    stages = new_pipeline_group([(0, 1)], timeout_seconds=60.0, has_tags=False)
     groups = (stages, *stages.channels.values())
     assert len({each.process_group for each in groups}) == len(TRANSFER_KINDS) + 1
     transfers, other = Transfers(stages), 1 - stages.rank
