@@ -52,7 +52,7 @@ class RolloutOffload:
         return sum(copy.nbytes() for _, copy in self._offloaded)
 
     def offload(self, kinds: Collection[Kind]) -> None:
-        """Move tensors of these kinds to host memory.
+        """Move the tensors of these kinds to host memory.
 
         Masters that are the weights themselves move with the weights; the low bits of
         split masters move as masters.
@@ -277,7 +277,7 @@ class Engine:
             yield [param for flat in unit.flats for param in flat.params.values()]
 
     def iter_groups(self) -> Iterator[TrainedParams]:
-        """Each group, with its masters and moments in memory while it is visited."""
+        """Iterate over the groups, with the current group's masters and moments in memory."""
         if self.disk is None:
             yield from self.groups
             return

@@ -39,7 +39,7 @@ class AdamW:
     weight_decay: float
 
     step: int
-    """Number of the step, from 1."""
+    """Number of the step, starting at 1."""
 
     multiplier: float = 1.0
     """Factor of the gradient: clip coefficient divided by loss scale, in fp32."""

@@ -30,7 +30,7 @@ ReadInto = Callable[[int, Tensor], None]
 
 
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
-    """Each shard's columns here and in the full parameter; whether this process saves it."""
+    """Columns of each shard here and in the full parameter; whether this process saves them."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
     local_stride, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.with_offsets():

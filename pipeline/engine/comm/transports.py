@@ -125,17 +125,17 @@ class CollectivesOverCopies(Collectives):
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write the sum over all processes of the local shard of `full` to `out`, in fp32."""
         work = self._within_copy.reduce_scatter(full, out, unit)
-        return ChainedWork(work, partial(self.add_copies, out, unit))
+        return ChainedWork(work, partial(self.all_reduce_copies, out, unit))
 
-    def add_copies(self, shard: Tensor, unit: str) -> None:
-        """Sum a shard over the copies, in place: each sums a part, and all gather the parts."""
+    def all_reduce_copies(self, shard: Tensor, unit: str) -> None:
+        """Sum a shard over the copies, in place: reduce-scatter, then all-gather."""
         padded = -(-shard.numel() // self.num_copies) * self.num_copies
         buffer = self._pool.acquire(padded, shard.dtype)
         buffer[: shard.numel()].copy_(shard)
         buffer[shard.numel() :].zero_()
-        part = self._across_copies.local_shard(buffer)
-        self._across_copies.reduce_scatter(buffer, part, unit).wait()
-        self._across_copies.all_gather(buffer, part, unit).wait()
+        local = self._across_copies.local_shard(buffer)
+        self._across_copies.reduce_scatter(buffer, local, unit).wait()
+        self._across_copies.all_gather(buffer, local, unit).wait()
         shard.copy_(buffer[: shard.numel()])
         self._pool.release(buffer)
 

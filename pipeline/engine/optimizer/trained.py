@@ -113,7 +113,7 @@ class Masters:
         return copy
 
     def allocate_rounded(self) -> Tensor | None:
-        """Destination for rounded weights: the weights, or a buffer if those are elsewhere.
+        """The weights as the destination of rounding, or a buffer if they are on another device.
 
         None if there is nothing to round.
         """

@@ -187,7 +187,7 @@ class StreamedState:
         self._wait(group)
 
     def stream(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Each group of `order`, all different, with its tensors in the order of `names`.
+        """Iterate over different groups in `order`, with their tensors in the order of `names`.
 
         In-place changes of the tensors are saved; their memory is reused by the group after the
         next. If the loop's body raises or breaks, the current group is unchanged.
