@@ -69,11 +69,11 @@ class Machines:
         file.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
         return file
 
-    def run(self, name: str, *words: str) -> Sequence[str]:
+    def run(self, name: str, *command: str) -> Sequence[str]:
         """The command line that runs words on a machine."""
-        return [str(self.ssh), name, " ".join(words)]
+        return [str(self.ssh), name, " ".join(command)]
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Cut the cable: packets are lost without notice."""
         self._set_cable("down")
 
@@ -97,5 +97,5 @@ class Machines:
         return f"{self._prefix}-{number}"
 
 
-def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+def _ip(*args: str) -> str:
+    return subprocess.run(["ip", *args], check=True, capture_output=True, text=True).stdout

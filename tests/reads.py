@@ -35,10 +35,10 @@ class DeviceReads(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in READERS or (name in ("__getitem__", "__setitem__") and _is_mask(args[1])):
-            ours = [frame.f_code for frame in _frames(sys._getframe(1)) if _is_project_code(frame)]
-            if self.within in [code.co_name for code in ours]:
-                file = Path(ours[0].co_filename).relative_to(ROOT)
-                self.counts[f"{file}: {ours[0].co_name}"] += 1
+            codes = [frame.f_code for frame in _frames(sys._getframe(1)) if _is_project_code(frame)]
+            if self.within in [code.co_name for code in codes]:
+                file = Path(codes[0].co_filename).relative_to(ROOT)
+                self.counts[f"{file}: {codes[0].co_name}"] += 1
         return func(*args, **(kwargs or {}))
 
 

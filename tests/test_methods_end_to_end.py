@@ -43,15 +43,15 @@ def test_methods_of_one_run_are_compared_and_match_separate_runs(tmp_path: Path)
     ]
     out = tmp_path / "out"
 
-    both = run_train(out, "--method", "ppo", "rloo", *STEP3, *models)
+    first = run_train(out, "--method", "ppo", "rloo", *STEP3, *models)
 
-    assert both.returncode == 0, both.stderr
+    assert first.returncode == 0, first.stderr
     assert json.loads((out / "summary.json").read_text())["steps"].keys() == {
         "step3_ppo",
         "step3_rloo",
     }
-    assert "At equal KL of " in both.stdout
-    assert "\nmethod  correct and polite  " in both.stdout
+    assert "At equal KL of " in first.stdout
+    assert "\nmethod  correct and polite  " in first.stdout
     page = (out / "report.html").read_text()
     assert "The methods side by side" in page
     assert "At equal KL of " in page

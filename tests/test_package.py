@@ -83,8 +83,8 @@ def test_installed_commands_run_the_three_steps_and_generate(bin_dir: Path, tmp_
         tmp_path, bin_dir / "python", "-P", "-m", "rlhf_pipeline", "inference.generate", *args
     )
     assert generated.returncode == 0, generated.stderr[-2000:]
-    refused = run(tmp_path, bin_dir / "rlhf-serve", "--run", "x", "--slots", "0")
-    assert (refused.returncode, refused.stderr) == (2, "error: --slots must be above 0, got 0\n")
+    rejected = run(tmp_path, bin_dir / "rlhf-serve", "--run", "x", "--slots", "0")
+    assert (rejected.returncode, rejected.stderr) == (2, "error: --slots must be above 0, got 0\n")
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
 
 

@@ -66,7 +66,7 @@ def test_functions_and_files_are_short() -> None:
 
 def test_documentation_lines_have_at_most_100_columns() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
-    wide = [
+    long_lines = [
         f"{page.relative_to(ROOT)}:{number} has {len(line)} columns"
         for page in sorted(pages)
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
@@ -74,7 +74,7 @@ def test_documentation_lines_have_at_most_100_columns() -> None:
     ]
 
     assert len(pages) > 15
-    assert not wide, "\n".join(wide)
+    assert not long_lines, "\n".join(long_lines)
 
 
 def test_packages_stay_within_their_line_limits() -> None:

@@ -174,10 +174,10 @@ def test_wrong_input_is_named_with_its_fix_and_creates_no_files(
 
     failures: list[str] = []
     for command, *required in rows:
-        words = shlex.split(command)
-        if "--output-dir" not in words:
-            words += ["--output-dir", "out"]
-        code, message = run_with_wrong_input(words)
+        args = shlex.split(command)
+        if "--output-dir" not in args:
+            args += ["--output-dir", "out"]
+        code, message = run_with_wrong_input(args)
         missing = [part for part in required if part not in message]
         if code != 2 or missing or len(message.splitlines()) > 3 or "Traceback" in message:
             failures.append(f"{command}: exit {code}, without {missing}: {message}")

@@ -19,9 +19,9 @@ def run_suite(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_measurement_suites_list_existing_files_and_valid_ppo_cases(tmp_path: Path) -> None:
-    lists = [run_suite(suite, "--list", out=tmp_path).stdout for suite in ("first", "speed")]
+    outputs = [run_suite(suite, "--list", out=tmp_path).stdout for suite in ("first", "speed")]
 
-    words = " ".join(lists).split()
+    words = " ".join(outputs).split()
     files = {word for word in words if word.startswith(("tests/", "train."))}
     files |= {f"{word.replace('.', '/')}.py" for word in words if word.startswith("benchmarks.")}
     assert words.count("alone") + words.count("shared") == 14

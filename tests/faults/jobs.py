@@ -151,12 +151,12 @@ class Forked:
 
         When one has failed, the others receive SIGTERM, as from torchrun.
         """
-        usual = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
+        non_failures = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
         end = time.monotonic() + seconds
         sent = False
         while any(process.exitcode is None for process in self.processes):
             assert time.monotonic() < end, f"it did not end within {seconds:g} s:\n{self.output()}"
-            if not sent and any(process.exitcode not in usual for process in self.processes):
+            if not sent and any(process.exitcode not in non_failures for process in self.processes):
                 sent = True
                 for process in self.processes:
                     process.terminate()

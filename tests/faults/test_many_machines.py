@@ -104,7 +104,7 @@ def test_lost_machine_is_named_and_the_job_resumes(
     with run_train(out, *options) as job:
         wait_for_checkpoint(out, job)
         start = time.monotonic()
-        machines.kill("worker-1") if fault == "killed" else machines.cut()
+        machines.kill("worker-1") if fault == "killed" else machines.disconnect()
         code = job.wait(200)
         seconds = time.monotonic() - start
         output = job.output()

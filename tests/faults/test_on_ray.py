@@ -12,9 +12,9 @@ from tests.faults.test_many_machines import finish, read_weights, run_train, wai
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
-LONGER = ("--reward.max_steps", "40", "--ppo.max_steps", "6", "--save-every", "2")
-RAY = ("--deployment-type", "ray", *LONGER)
-ONE = ("--deployment-type", "single_node", "--num-processes", "2", *LONGER)
+MORE_STEPS = ("--reward.max_steps", "40", "--ppo.max_steps", "6", "--save-every", "2")
+RAY = ("--deployment-type", "ray", *MORE_STEPS)
+SINGLE = ("--deployment-type", "single_node", "--num-processes", "2", *MORE_STEPS)
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -48,7 +48,7 @@ def test_run_with_a_lost_node_and_an_interrupt_matches_one_machine(
         job.process.send_signal(signal.SIGINT)
         assert job.wait(200) == 130, job.output()
     output = finish(run_train(out, *RAY, "--resume"), seconds=600)
-    finish(run_train(tmp_path / "one", *ONE), seconds=600)
+    finish(run_train(tmp_path / "one", *SINGLE), seconds=600)
 
     assert "node 0 (" in output
     assert read_weights(out) == read_weights(tmp_path / "one")

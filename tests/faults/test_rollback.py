@@ -73,12 +73,12 @@ def test_each_rollback_halves_the_learning_rate_and_resamples(ppo_reference: Pat
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("point", "visit"), POINTS)
+@pytest.mark.parametrize(("point", "count"), POINTS)
 def test_ppo_killed_during_rollback_resumes_bitwise(
-    point: str, visit: int, inputs: Path, ppo_reference: Path, tmp_path: Path
+    point: str, count: int, inputs: Path, ppo_reference: Path, tmp_path: Path
 ) -> None:
     config = ppo_config(inputs, tmp_path)
-    with Forked(config, fault=f"{point}:0:{visit}:kill") as job:
+    with Forked(config, fault=f"{point}:0:{count}:kill") as job:
         codes = job.wait()
     assert codes[0] == -9
 
@@ -105,14 +105,14 @@ def dpo_config(toy: Path, out: Path) -> PreferenceConfig:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("point", "visit"),
+    ("point", "count"),
     [("rollback.before_record", 1), ("rollback.after_record", 2), ("rollback.before_removal", 3)],
 )
 def test_dpo_killed_during_rollback_resumes_bitwise(
-    point: str, visit: int, toy: Path, dpo_reference: Path, tmp_path: Path
+    point: str, count: int, toy: Path, dpo_reference: Path, tmp_path: Path
 ) -> None:
     config = dpo_config(toy, tmp_path)
-    with Forked(config, fault=f"{point}:0:{visit}:kill") as job:
+    with Forked(config, fault=f"{point}:0:{count}:kill") as job:
         codes = job.wait()
     assert codes[0] == -9
 

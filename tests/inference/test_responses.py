@@ -121,8 +121,8 @@ def test_generation_stops_at_a_stop_string(
 ) -> None:
     plain = responder()
     token_ids = plain.encode(prompts[0])
-    ((uncut,),) = plain.responses([token_ids], first_row=0, batch_size=1)
-    stopping = responder(stop_strings=[uncut.text[2:4]])
+    ((full,),) = plain.responses([token_ids], first_row=0, batch_size=1)
+    stopping = responder(stop_strings=[full.text[2:4]])
     lengths: list[int] = []
     finish = stopping.finish
 
@@ -131,25 +131,25 @@ def test_generation_stops_at_a_stop_string(
         return finish(prompt, response)
 
     monkeypatch.setattr(stopping, "finish", record)
-    ((cut,),) = stopping.responses([token_ids], first_row=0, batch_size=1)
+    ((stopped,),) = stopping.responses([token_ids], first_row=0, batch_size=1)
 
-    assert lengths == [len(cut.token_ids)]
-    assert len(cut.token_ids) < len(uncut.token_ids)
+    assert lengths == [len(stopped.token_ids)]
+    assert len(stopped.token_ids) < len(full.token_ids)
 
 
 @pytest.mark.parametrize(
-    ("raw", "whole", "cut"), [(True, " ab  cd ", " ab "), (False, "ab  cd", "ab")]
+    ("raw", "full_text", "stopped_text"), [(True, " ab  cd ", " ab "), (False, "ab  cd", "ab")]
 )
 def test_chat_text_is_stripped_and_raw_text_is_not(
-    responder: Callable[..., Responder], raw: bool, whole: str, cut: str
+    responder: Callable[..., Responder], raw: bool, full_text: str, stopped_text: str
 ) -> None:
     ids = responder().tokenizer(" ab  cd ", add_special_tokens=False)["input_ids"]
     for stopped, stop in ((True, "eos"), (False, "length")):
         response = Response([*ids, 2], [0.0] * (len(ids) + 1), stopped=stopped)
-        assert responder(raw=raw).finish([1], response).text == whole
+        assert responder(raw=raw).finish([1], response).text == full_text
         assert responder(raw=raw).finish([1], response).stop == stop
     cut_response = responder(raw=raw, stop_strings=["d", " cd"]).finish([1], response)
-    assert (cut_response.text, cut_response.stop) == (cut, "stop_string")
+    assert (cut_response.text, cut_response.stop) == (stopped_text, "stop_string")
     assert len(cut_response.token_ids) == len(cut_response.logprobs) < len(ids)
 
 

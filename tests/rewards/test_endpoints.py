@@ -120,9 +120,9 @@ def test_busy_server_is_retried_after_its_retry_after() -> None:
 
     with run_server(answer) as server:
         config = RewardConfig(name="far", kind="remote", path=server.url)
-        began = time.monotonic()
+        start = time.monotonic()
         outcomes = score(config, make_episodes("4"))
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
 
     assert outcomes == [Outcome(1.0)]
     assert len(server.requests) == 3

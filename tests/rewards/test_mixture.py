@@ -89,11 +89,11 @@ def test_hanging_call_among_64_costs_only_its_deadline() -> None:
     responses = ["hang" if number == 5 else "" for number in range(64)]
 
     with Rewards([function("misbehave")], timeout_seconds=1.0) as rewards:
-        began = time.monotonic()
+        start = time.monotonic()
         rewards.submit(episodes(*responses))
-        submitted = time.monotonic() - began
+        submitted = time.monotonic() - start
         results = rewards.results()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
 
     scored = results["misbehave"]
     assert submitted < 0.1
@@ -171,9 +171,7 @@ def test_workers_end_when_trainer_or_supervisor_is_killed(victim: str) -> None:
     assert have_ended
 
 
-def test_edited_file_changes_the_fingerprint_but_not_the_running_function(
-    tmp_path: Path,
-) -> None:
+def test_edited_file_changes_the_fingerprint_but_not_the_running_function(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     source = "import os\ndef score(episodes):\n    if episodes[0].response: os._exit(1)\n"
     file.write_text(source + "    return [1.0]\n")

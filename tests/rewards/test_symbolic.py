@@ -82,6 +82,6 @@ def test_hostile_answer_ends_at_its_deadline(every: int, monkeypatch: pytest.Mon
     symbolic.are_equivalent("x", "y")  # imports math-verify
     monkeypatch.setattr(symbolic, "TIMEOUT_SECONDS", 0.5)
     for answer in HOSTILE[::every]:
-        began = time.monotonic()
+        start = time.monotonic()
         assert reward("x+17", f"\\boxed{{{answer}}}") == 0.0
-        assert time.monotonic() - began < 3, answer
+        assert time.monotonic() - start < 3, answer

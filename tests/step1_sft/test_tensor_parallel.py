@@ -111,7 +111,7 @@ def test_two_tensor_parallel_ranks_match_one_process(case: str, tmp_path: Path) 
     assert json.loads((tmp_path / "together" / "result.json").read_text())["mesh"] == mesh
 
 
-TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
+DETERMINISTIC = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # Processes, parallel settings and model settings, with tensor parallelism of two.
     "stages": (
@@ -119,13 +119,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pp": 2},
         {"precision": "bf16", "zero_stage": 1, "gradient_checkpointing": True},
     ),
-    "shards": (4, {"micro_batches": 2}, {**TREE, "zero_stage": 3}),
-    "replicas": (4, {"micro_batches": 2, "replicas": 2}, {**TREE, "zero_stage": 2}),
+    "shards": (4, {"micro_batches": 2}, {**DETERMINISTIC, "zero_stage": 3}),
+    "replicas": (4, {"micro_batches": 2, "replicas": 2}, {**DETERMINISTIC, "zero_stage": 2}),
     "stages of 4 bits": (4, {"pp": 2}, {**NF4, "lora": LoraConfig(rank=2), "zero_stage": 1}),
     "shards of 8 bits": (
         4,
         {"micro_batches": 2},
-        {**TREE, "lora": LoraConfig(rank=2), "quantize": "int8", "zero_stage": 3},
+        {**DETERMINISTIC, "lora": LoraConfig(rank=2), "quantize": "int8", "zero_stage": 3},
     ),
 }
 
@@ -153,8 +153,8 @@ def resave(config: SFTConfig, step: int) -> None:
     parallel = config.parallel
     with split_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
-        with Run(config, name="step1_sft", total_steps=3, mesh=mesh) as opened:
-            checkpoints = load_model(config, rows, opened).checkpoints
+        with Run(config, name="step1_sft", total_steps=3, mesh=mesh) as run:
+            checkpoints = load_model(config, rows, run).checkpoints
             assert checkpoints.done == step - 1
             checkpoints.save(step)
             assert list(checkpoints.steps(enough=lambda: True)) == []  # waits for the writer

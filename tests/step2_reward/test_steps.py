@@ -62,13 +62,13 @@ def test_labelled_steps_have_equal_weight_in_any_micro_batches() -> None:
     logits = torch.randn(3 * 6, 1)
 
     def total_loss(parts: list[list[int]]) -> tuple[Tensor, float]:
-        loss, right = torch.zeros(()), 0.0
+        loss, num_correct = torch.zeros(()), 0.0
         for part in parts:
             batch = collate_rows(encoded, part, weight=3 / 6)
             tokens = torch.cat([logits[6 * row : 6 * row + 6] for row in part])
             partial_loss, hits = objective.loss(tokens[batch.positions], batch)
-            loss, right = loss + partial_loss / 3, right + hits.item() / 3
-        return loss, right
+            loss, num_correct = loss + partial_loss / 3, num_correct + hits.item() / 3
+        return loss, num_correct
 
     flat = torch.tensor(
         [logits[6 * row + end] for row, (ends, _) in enumerate(rows) for end in ends]
@@ -76,9 +76,9 @@ def test_labelled_steps_have_equal_weight_in_any_micro_batches() -> None:
     targets = torch.tensor([target for _, row_targets in rows for target in row_targets])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(flat, targets)
     for parts in ([[0, 1, 2]], [[2], [1, 0]], [[1], [0], [2]]):
-        loss, right = total_loss(parts)
+        loss, accuracy = total_loss(parts)
         torch.testing.assert_close(loss, expected)
-        assert right == pytest.approx(((flat > 0) == (targets >= 0.5)).float().mean().item())
+        assert accuracy == pytest.approx(((flat > 0) == (targets >= 0.5)).float().mean().item())
 
 
 def test_inseparable_steps_are_rejected() -> None:

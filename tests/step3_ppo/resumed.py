@@ -17,7 +17,7 @@ def run_full_and_resumed(
 
     Their outputs are `directory / "full"` and `directory / "resumed"`.
     """
-    full, resumed = directory / "whole", directory / "again"
+    full, resumed = directory / "full", directory / "resumed"
     train(replace(config, output_dir=full))
     shutil.copytree(full, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_00000002")

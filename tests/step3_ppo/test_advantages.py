@@ -62,14 +62,14 @@ def test_equal_rewards_give_advantages_of_exactly_0(name: str) -> None:
         responses.rewards[:, 0] = reward * 2**-27
         return responses
 
-    wrong = [
+    non_zero = [
         (size, reward)
         for size in range(2, 17)
         for reward in (0.1, 0.7, float(Fraction(1, 3)), -2.5)
         if ESTIMATORS[name](equal(reward, size)).advantages.any()
     ]
 
-    assert not wrong
+    assert not non_zero
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
@@ -102,10 +102,10 @@ def test_dr_grpo_matches_hand_computed_values_and_half_of_rloo() -> None:
 
 
 def test_reinforce_pp_advantage_is_the_reward_to_go() -> None:
-    spread = make_rewarded([2.0, 1.0], [3, 2], group_size=1)
-    spread.rewards[:, 0] = -1.0  # like a KL penalty on every token
+    responses = make_rewarded([2.0, 1.0], [3, 2], group_size=1)
+    responses.rewards[:, 0] = -1.0  # like a KL penalty on every token
 
-    estimate = ESTIMATORS["reinforce_pp"](spread)
+    estimate = ESTIMATORS["reinforce_pp"](responses)
 
     assert estimate.advantages.tolist() == [[1.0, 2.0, 2.0], [0.0, 1.0, 0.0]]
     assert estimate.returns is None

@@ -149,8 +149,8 @@ def test_run_uses_only_actor_and_teacher_and_resumes(
     config = replace(config, data=replace(config.data, max_eval_rows=4))
     runs = run_full_and_resumed(config, tmp_path)
 
-    whole, again = (tmp_path / name / "actor/model.safetensors" for name in ("whole", "again"))
-    assert whole.read_bytes() == again.read_bytes()
+    first, second = (tmp_path / name / "actor/model.safetensors" for name in ("full", "resumed"))
+    assert first.read_bytes() == second.read_bytes()
     assert config.unused_roles == {"critic", "reward", "reference"}
     roles = [model.role for model in config.workload(1).models]
     assert roles == ["actor", "teacher", "base"]
@@ -158,7 +158,7 @@ def test_run_uses_only_actor_and_teacher_and_resumes(
     for line, other in zip(full, resumed, strict=True):
         assert line["reverse_kl"] == other["reverse_kl"]
         assert line["score"] == pytest.approx(-line["reverse_kl"] * line["response_length"])
-    figures = json.loads((tmp_path / "whole/result.json").read_text())["eval"]
+    figures = json.loads((tmp_path / "full/result.json").read_text())["eval"]
     assert (figures["score_before"] < 0, figures["kl"], "kl" in line) == (True, None, False)
 
 

@@ -77,7 +77,7 @@ def same_actors(first_dir: Path, second_dir: Path) -> bool:
 def test_interrupted_method_resumes_bitwise(method: str, toy: Path, tmp_path: Path) -> None:
     run_full_and_resumed(make_config(method, toy, tmp_path, save_every=1), tmp_path)
 
-    full, resumed = tmp_path / "whole", tmp_path / "again"
+    full, resumed = tmp_path / "full", tmp_path / "resumed"
     assert read_metrics(resumed) == read_metrics(full)
     assert same_actors(resumed, full)
 
@@ -99,6 +99,6 @@ def test_method_learns_the_same_on_one_and_two_processes(
     expected, actual = load_actor(single), load_actor(together)
     for name in expected:
         torch.testing.assert_close(expected[name], actual[name], rtol=1e-4, atol=1e-5)
-    for mine, other in zip(read_metrics(single), read_metrics(together), strict=True):
-        for name in mine.keys() & {"refills", "response_length", "dead_groups", "reward_score"}:
-            assert mine[name] == pytest.approx(other[name], abs=1e-6), name
+    for metrics, other in zip(read_metrics(single), read_metrics(together), strict=True):
+        for name in metrics.keys() & {"refills", "response_length", "dead_groups", "reward_score"}:
+            assert metrics[name] == pytest.approx(other[name], abs=1e-6), name

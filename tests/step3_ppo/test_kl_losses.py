@@ -15,7 +15,7 @@ from step3_ppo.losses import KL_LOSSES, TrustRegion, policy_ratio, reinforce, to
 
 LOGITS = torch.tensor([0.3, -0.5, 0.9, -1.2], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.4, 1.8, 0.1, 1.2], dtype=torch.float64).log_softmax(dim=0)
-OLDER = torch.tensor([0.9, 0.4, -0.2, 0.0], dtype=torch.float64).log_softmax(dim=0)
+OLD_POLICY = torch.tensor([0.9, 0.4, -0.2, 0.0], dtype=torch.float64).log_softmax(dim=0)
 
 
 def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -25,10 +25,10 @@ def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
     return grad
 
 
-FORWARD = gradient(lambda logprobs: (logprobs.exp() * (logprobs - REFERENCE)).sum())
+KL_GRADIENT = gradient(lambda logprobs: (logprobs.exp() * (logprobs - REFERENCE)).sum())
 """The gradient of KL(pi || pi_ref)."""
 
-BACKWARD = gradient(lambda logprobs: (REFERENCE.exp() * (REFERENCE - logprobs)).sum())
+REVERSE_KL_GRADIENT = gradient(lambda logprobs: (REFERENCE.exp() * (REFERENCE - logprobs)).sum())
 """The gradient of KL(pi_ref || pi)."""
 
 
@@ -48,12 +48,12 @@ def is_close(actual: Tensor, target: Tensor) -> bool:
 
 
 def test_k2_and_k3_is_have_the_kl_gradient_and_k3_the_reverse() -> None:
-    assert is_close(expected("k2"), FORWARD)
-    assert is_close(expected("k3_is"), FORWARD)
-    assert is_close(expected("k3"), BACKWARD)
-    assert 0.5 < torch.cosine_similarity(BACKWARD, FORWARD, dim=0).item() < 0.99
-    assert is_close(expected("k3_is", OLDER), FORWARD)  # also on tokens of an older policy
-    assert not is_close(expected("k2", OLDER), FORWARD)
+    assert is_close(expected("k2"), KL_GRADIENT)
+    assert is_close(expected("k3_is"), KL_GRADIENT)
+    assert is_close(expected("k3"), REVERSE_KL_GRADIENT)
+    assert 0.5 < torch.cosine_similarity(REVERSE_KL_GRADIENT, KL_GRADIENT, dim=0).item() < 0.99
+    assert is_close(expected("k3_is", OLD_POLICY), KL_GRADIENT)  # also on tokens of an older policy
+    assert not is_close(expected("k2", OLD_POLICY), KL_GRADIENT)
 
 
 def test_k1_as_a_loss_has_zero_expected_gradient() -> None:

@@ -46,8 +46,8 @@ def make_config(toy: Path, reward: Path, **changes: object) -> PPOConfig:
 
 def make_dialogues(models: Models) -> list[Prompt]:
     """Two prompts, the second of which starts the response."""
-    begun = (Message("user", "How are you?"), Message("assistant", "I am"))
-    texts = [(Message("user", "Hi there."),), begun]
+    continued = (Message("user", "How are you?"), Message("assistant", "I am"))
+    texts = [(Message("user", "Hi there."),), continued]
     return [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]
 
 
@@ -68,9 +68,9 @@ def test_reward_model_scores_text_with_its_own_tokenizer(toy: Path, foreign_rewa
     model = AutoModelForSequenceClassification.from_pretrained(foreign_reward, num_labels=1)
     expected = []
     for prompt, response in zip(prompts, (finished, truncated), strict=True):
-        question, *begun = (turn.content for turn in prompt.messages)
+        question, *prefix = (turn.content for turn in prompt.messages)
         answer = models.chat.tokenizer.decode(response.ids, skip_special_tokens=True)
-        text = f"<s>[user] {question}</s>[assistant] {''.join([*begun, answer]).strip()}"
+        text = f"<s>[user] {question}</s>[assistant] {''.join([*prefix, answer]).strip()}"
         text += "</s>" if response.stopped else ""
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         with torch.no_grad():

@@ -84,19 +84,19 @@ def sample(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
 
 
 def test_groups_with_equal_rewards_are_replaced(toy: Path) -> None:
-    first, dead, num_plain = sample(toy, 0)
-    once, still_dead, num_refilled = sample(toy, 1)
+    plain, dead, num_plain = sample(toy, 0)
+    refilled, remaining_once, num_refilled = sample(toy, 1)
     _, remaining, _ = sample(toy, 20)
 
     assert 0 < len(dead) < 4
     assert (num_plain, num_refilled) == (4, 4 + len(dead))
-    assert once.metrics == {"refills": len(dead)}
-    assert set(still_dead) <= set(dead)
+    assert refilled.metrics == {"refills": len(dead)}
+    assert set(remaining_once) <= set(dead)
     assert remaining == []
     for group in range(4):
         rows = slice(2 * group, 2 * group + 2)
-        replaced = once.inputs[rows] != first.inputs[rows]
-        assert replaced == (once.responses[rows] != first.responses[rows]) == (group in dead)
+        replaced = refilled.inputs[rows] != plain.inputs[rows]
+        assert replaced == (refilled.responses[rows] != plain.responses[rows]) == (group in dead)
 
 
 def test_two_processes_share_the_prompts_of_one() -> None:
@@ -126,14 +126,14 @@ def test_solved_prompts_are_dropped_also_after_a_resume(toy: Path, tmp_path: Pat
         critic=TrainedModelConfig(path=str(tmp_path / "nowhere")),
         max_prompt_length=40,
     )
-    (tmp_path / "whole/critic").mkdir(parents=True)  # from an earlier run
+    (tmp_path / "full/critic").mkdir(parents=True)  # from an earlier run
     runs = run_full_and_resumed(config, tmp_path)
 
     lines, others = ([line for line in lines if "solved_prompts" in line] for lines in runs)
     counts = [line["solved_prompts"] for line in lines]
     assert counts == [line["solved_prompts"] for line in others]
     assert (len(counts), counts[0] < counts[1] == 9) == (2, True)
-    full, resumed = tmp_path / "whole", tmp_path / "again"
+    full, resumed = tmp_path / "full", tmp_path / "resumed"
     weights = "actor/model.safetensors"
     assert (full / weights).read_bytes() == (resumed / weights).read_bytes()
     assert not {"value_loss", "explained_variance"} & set(lines[-1])

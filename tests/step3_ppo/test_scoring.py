@@ -62,7 +62,7 @@ def test_score_moments_of_the_first_rollout_survive_a_resume(tmp_path: Path) -> 
 
     first, second = run_full_and_resumed(config, tmp_path)
 
-    full = tmp_path / "whole"
+    full = tmp_path / "full"
     scores = [line["reward_score"] for line in first if "reward_score" in line]
     assert scores == [line["reward_score"] for line in second if "reward_score" in line]
     mean, std = Checkpoint.open(full / "checkpoints" / "step_00000002").state["once"]["moments"]

@@ -51,7 +51,7 @@ def test_default_guard_warns_after_two_unhealthy_evaluations(
 
     trips = [guards.check(5 * number, metrics) for number in range(1, 5)]
 
-    warnings = [trip for trips_of_step in trips for trip in trips_of_step]
+    warnings = [trip for new in trips for trip in new]
     assert [trip.step for trip in warnings] == [10]
     assert warnings[0].sentence.startswith(message)
     assert (warnings[0].window, warnings[0].unit) == (10, "step")

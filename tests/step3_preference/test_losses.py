@@ -95,8 +95,8 @@ def test_dpo_gradient_vanishes_at_the_optimal_policy() -> None:
 
     (at_optimum,) = torch.autograd.grad(population(logits), logits)
     assert at_optimum.abs().max() < 1e-15
-    (elsewhere,) = torch.autograd.grad(population(moved := (best + reward).requires_grad_()), moved)
-    assert elsewhere.abs().max() > 1e-3
+    (at_other,) = torch.autograd.grad(population(other := (best + reward).requires_grad_()), other)
+    assert at_other.abs().max() > 1e-3
 
 
 def test_simpo_without_margin_is_length_normalized_dpo() -> None:

@@ -18,12 +18,12 @@ from step3_preference.reference import RowStore
 from step3_preference.rows import Row, collate_rows, fit, mismatched
 from tests.step3_preference.toy import toy_config, write_rows
 
-USER, SURE, NO = (
+USER, CHOSEN, REJECTED = (
     Message("user", "What is two and two, please, my friend?"),
     Message("assistant", "Sure! It is four."),
     Message("assistant", "Go away. Nobody asked me, and I don't know."),
 )
-PAIR = Example((USER,), (SURE,), (NO,))
+PAIR = Example((USER,), (CHOSEN,), (REJECTED,))
 
 
 def setup(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
@@ -33,7 +33,7 @@ def setup(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, Prefe
 
 def encoded_lengths(toy: Path) -> tuple[int, int, int]:
     chat, _ = setup(toy, 200)
-    rows = (len(chat.encode((USER,), (response,))) for response in (SURE, NO))
+    rows = (len(chat.encode((USER,), (response,))) for response in (CHOSEN, REJECTED))
     return len(chat.encode_prompt((USER,))), *rows
 
 
@@ -42,9 +42,9 @@ def test_uninformative_rows_are_skipped_and_counted(
 ) -> None:
     _, chosen, rejected = encoded_lengths(toy)
     chat, config = setup(toy, chosen)
-    equal = Example((USER,), (SURE,), (SURE,))
-    unlearned = Example((USER,), (Message("assistant", "x", trained=False),), (SURE,))
-    long = Example((USER,), (SURE,), (Message("assistant", "no " * 99),))
+    equal = Example((USER,), (CHOSEN,), (CHOSEN,))
+    unlearned = Example((USER,), (Message("assistant", "x", trained=False),), (CHOSEN,))
+    long = Example((USER,), (CHOSEN,), (Message("assistant", "no " * 99),))
     store = RowStore(config)
 
     with caplog.at_level(logging.INFO):
@@ -63,7 +63,7 @@ def test_uninformative_rows_are_skipped_and_counted(
 
 def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
     chat, config = setup(toy, 200)
-    equal = Example((USER,), (SURE,), (SURE,))
+    equal = Example((USER,), (CHOSEN,), (CHOSEN,))
     data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
 
     with pytest.raises(DataError, match=r"none of the 2 training rows .*2 have equal responses"):
@@ -91,7 +91,7 @@ def test_rows_that_do_not_fit_are_replaced_in_the_evaluation(toy: Path, tmp_path
 def test_kto_balances_good_and_bad_over_all_training_rows(toy: Path) -> None:
     chat, config = setup(toy, 64, method="kto", weight_chosen="auto", weight_rejected="auto")
     good = [Example((USER,), (Message("assistant", text),)) for text in ("a", "b", "c")]
-    bad = Example((USER,), (), (SURE,))
+    bad = Example((USER,), (), (CHOSEN,))
     store = RowStore(config)
 
     store.sift(StageData([*good, bad], [good[0], bad], []), chat)

@@ -123,6 +123,6 @@ def test_kept_error_keeps_no_cache_and_no_batch(family: str, steps: int, tmp_pat
     text = "".join(traceback.format_exception(ended.error))
     assert all(part in text for part in ("no room", "in _raise_error", "in _before", "in _forward"))
     assert [cache() for cache in failing.caches] == [None]
-    kept = weakref.ref(batch)
+    batch_ref = weakref.ref(batch)
     del batch
-    assert kept() is None
+    assert batch_ref() is None

@@ -86,7 +86,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
 
 @contextmanager
 def serving(
-    paths: tuple[ModelPath, ...] = (ModelPath("tiny", TINY),),
+    models_to_serve: tuple[ModelPath, ...] = (ModelPath("tiny", TINY),),
     reward: str | None = None,
     send_buffer: int | None = None,
     **settings: Any,
@@ -95,9 +95,9 @@ def serving(
 
     `send_buffer` limits the bytes that the system buffers for a client that doesn't read.
     """
-    names = tuple(place.path for place in paths)
+    names = tuple(model.path for model in models_to_serve)
     config = ServeConfig(**{"path": names, "port": 0, "slots": 4, "drain_seconds": 0, **settings})
-    models, served_reward = load_models(config, paths, reward)
+    models, served_reward = load_models(config, models_to_serve, reward)
     state = State(config, read_keys(config), models, reward=served_reward)
     listener = listen(config)
     if send_buffer is not None:  # connections inherit it from the listener

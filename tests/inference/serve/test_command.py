@@ -111,9 +111,9 @@ def test_models_of_a_run_are_listed_with_the_best_last(tmp_path: Path) -> None:
         ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
         ModelPath("step3_dpo", str(tmp_path / "step3_dpo" / "actor")),
     ]
-    both = ServeConfig(run=tmp_path, path=("one=a", "b/actor", "b/ema", "."))
+    config = ServeConfig(run=tmp_path, path=("one=a", "b/actor", "b/ema", "."))
     others = {"one": "a", "b": "b/actor", "b-ema": "b/ema", Path.cwd().name: "."}
-    assert paths_to_serve(both) == [*models, *(ModelPath(*item) for item in others.items())]
+    assert paths_to_serve(config) == [*models, *(ModelPath(*item) for item in others.items())]
 
 
 def test_reward_model_of_a_run_is_that_of_a_finished_step2(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def serve_offline(answers: SimpleQueue[int | str]) -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
         answers.put(os.strerror(ctypes.get_errno()))
         return
-    with socket.socket() as any_socket:  # ip link set lo up
-        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))
+    with socket.socket() as loopback:  # ip link set lo up
+        fcntl.ioctl(loopback, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))
     with pytest.raises(OSError, match="unreachable"):
         socket.create_connection(("203.0.113.1", 80), timeout=1)
     with serving() as server:

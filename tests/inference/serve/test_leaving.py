@@ -112,7 +112,7 @@ def test_shutdown_finishes_running_and_rejects_new_requests() -> None:
             assert wait_until(lambda: server.state.broker.num_open == 2)
             server.loop.call_soon_threadsafe(server.server.stop)
             assert wait_until(lambda: server.state.broker.draining)
-            refused = post(server, CHAT, chat())
+            rejected = post(server, CHAT, chat())
             ready = server.connect()
             ready.sendall(request_bytes("/ready", method="GET"))
             assert receive(ready).status == 503
@@ -120,26 +120,26 @@ def test_shutdown_finishes_running_and_rejects_new_requests() -> None:
         response = receive(connection)
         connection.close()
 
-    assert refused.status == 503
-    assert "shutting down" in refused.error["message"]
+    assert rejected.status == 503
+    assert "shutting down" in rejected.error["message"]
     assert stream_events(response)[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_requests_time_out_in_the_queue_and_while_running() -> None:
     with serving(slots=1, queue_seconds=0.2, request_seconds=0.4) as server:
         with server.paused():
-            waited, scored = post(server, CHAT, chat()), post(server, COMPLETIONS, ECHO)
+            queued, scored = post(server, CHAT, chat()), post(server, COMPLETIONS, ECHO)
         connection = server.connect()
         connection.sendall(request_bytes(CHAT, chat(max_tokens=200, min_tokens=200)))
         assert wait_until(lambda: server.server._worker._rows)
         with server.paused():
-            ran = receive(connection)
+            running = receive(connection)
         connection.close()
 
-    assert (waited.status, scored.status, ran.status) == (503, 504, 504)
-    assert "no slot was free for 0.2 seconds" in waited.error["message"]
-    for late in (scored, ran):
-        assert "the request took longer than 0.4 seconds" in late.error["message"]
+    assert (queued.status, scored.status, running.status) == (503, 504, 504)
+    assert "no slot was free for 0.2 seconds" in queued.error["message"]
+    for timed_out in (scored, running):
+        assert "the request took longer than 0.4 seconds" in timed_out.error["message"]
 
 
 def test_server_stops_when_generation_fails() -> None:

@@ -157,7 +157,7 @@ def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:
     with make_client(server) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             client.chat.completions.create(model="other", messages=MESSAGES)
-        with pytest.raises(openai.BadRequestError) as wrong:
+        with pytest.raises(openai.BadRequestError) as invalid:
             client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
         with pytest.raises(openai.BadRequestError) as long:
             client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10_000)
@@ -170,7 +170,7 @@ def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:
 
     assert missing.value.code == "model_not_found"
     assert "available: tiny" in missing.value.message
-    assert wrong.value.param == "temperature"
+    assert invalid.value.param == "temperature"
     assert long.value.code == "context_length_exceeded"
     assert tools.value.param == "tools"
 
@@ -181,8 +181,8 @@ def test_wrong_key_and_full_queue_raise_the_clients_exceptions() -> None:
     with serving(api_key=("secret-key",), queue=1) as server:
         with make_client(server) as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
-        right = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret-key", max_retries=0)
-        with right as client, server.paused():
+        authorized = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret-key", max_retries=0)
+        with authorized as client, server.paused():
             waiting = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
             with pytest.raises(openai.RateLimitError) as full:
                 client.chat.completions.create(model="tiny", messages=MESSAGES)

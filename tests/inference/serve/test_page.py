@@ -124,6 +124,6 @@ def test_markup_of_a_model_is_shown_as_text(page: Any, page_server: LiveServer) 
 
     assert page.evaluate("window.hit") is None
     assert page.locator("main script, main iframe, main img, main a, main style").count() == 0
-    shown = page.locator(".turn.user .text").all_inner_texts()
-    assert [text.split() for text in shown] == [text.split() for text in MARKUP]
+    texts = page.locator(".turn.user .text").all_inner_texts()
+    assert [text.split() for text in texts] == [text.split() for text in MARKUP]
     assert get(page_server, "/api/server").status == 200

@@ -101,7 +101,7 @@ def test_foreign_origins_are_rejected(server: LiveServer) -> None:
 def test_large_body_is_rejected_before_it_is_read() -> None:
     with serving(max_body_mib=0.01) as server:
         long = post(server, CHAT, chat("x" * 20_000))
-        misdeclared = post(server, CHAT, b"", **{"Content-Length": "9" * 14})
+        declared_long = post(server, CHAT, b"", **{"Content-Length": "9" * 14})
         chunks = b"1000\r\n" + b"a" * 4096 + b"\r\n"
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
@@ -111,4 +111,4 @@ def test_large_body_is_rejected_before_it_is_read() -> None:
             connection.sendall(head + chunks * 4 + b"0\r\n\r\n")
             assert connection.recv(64).startswith(b"HTTP/1.1 413")
 
-    assert long.status == misdeclared.status == 413
+    assert long.status == declared_long.status == 413
