@@ -1,8 +1,8 @@
 """The short commands of README and docs run without changes.
 
 They run in a directory like a checkout after a run of all steps, where the models that the pages
-name are tiny directories of those names. Commands that would take long, a network, or a GPU are in
-`ELSEWHERE`, with what runs them.
+name are tiny models. Commands that need much time, a network or a GPU are in `ELSEWHERE`, with the
+tests that run them.
 """
 
 import json

@@ -21,7 +21,7 @@ STEP3 = [
     *("--ppo.data.max_eval_rows", "8", "--ppo.base.path", "null", "--ppo.keep_best", "false"),
     *("--ppo.actor.optim.lr", "1e-2", "--methods.rloo.kl_coef", "0.01"),
 ]
-"""Three iterations of step 3 in seconds; they move so far that there is a KL."""
+"""Three short iterations of step 3, with updates large enough for a measurable KL."""
 
 
 def run_train(out: Path, *options: str) -> CompletedProcess[str]:

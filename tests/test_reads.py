@@ -36,6 +36,6 @@ def test_more_micro_batches_cause_no_more_device_reads(
 
     few, many = counts
     increased = {name for name in many if many[name] > few.get(name, 0)}
-    assert "pipeline/data/batches.py: collate" in increased  # there were more of them
+    assert "pipeline/data/batches.py: collate" in increased  # there are more micro-batches
     assert increased - HOST_ONLY == set()
     assert few["pipeline/engine/engine.py: _grad_norm"] == 2

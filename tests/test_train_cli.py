@@ -1,4 +1,4 @@
-"""`run_train.py` as a user runs it: wrong input, plans, dry runs."""
+"""`train.py` as a user runs it: wrong input, plans, dry runs."""
 
 import os
 import sys

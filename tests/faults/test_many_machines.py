@@ -34,7 +34,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def run_train(out: Path, *options: str) -> Command:
-    """Start `run_train.py` on the embedded model and task with few, small steps."""
+    """Start `train.py` on the embedded model and task with few, small steps."""
     settings = out.with_name("small.yaml")
     settings.write_text(SMALL)
     return Command(

@@ -76,7 +76,7 @@ def test_weights_are_copied_only_after_update_or_release(llama: str, resident: b
 
 
 def sync_repeatedly(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
-    """Sync 20 times during training; return if frozen weights are equal, and added bytes.
+    """Sync 20 times; return whether frozen weights are equal, and the added bytes.
 
     The replica then still equals the trained model.
     """

@@ -182,7 +182,7 @@ def test_invalid_request_is_rejected(
 
 
 def test_reported_logprobs_are_at_temperature_1(llama: PreTrainedModel) -> None:
-    """The sampler's changes to the logits and rows without reports have no effect."""
+    """Neither the sampler's changes to the logits nor rows without reports affect them."""
     batch = open_batch(llama)
     biased = Sampler(temperature=0.3, seed=1, logit_bias=((7, 100.0),))
     ticket = batch.submit(Request(PROMPTS[0], biased, key=0, max_new_tokens=3, num_top=4))

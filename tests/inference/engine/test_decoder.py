@@ -1,4 +1,4 @@
-"""Decoding with traces and graphs matches the modules, which run if it doesn't.
+"""Decoding with traces and graphs matches the modules; otherwise the modules run.
 
 Without a GPU a trace replaces the CUDA graph: both repeat operators on the same memory.
 """

@@ -22,7 +22,7 @@ MARKUP = (
 
 @pytest.fixture
 def page(browser: Any, page_server: LiveServer) -> Iterator[Any]:
-    """A page of 360 pixels width, on which no script errors and policy violations occur."""
+    """A page 360 pixels wide, which must have no script errors or policy violations."""
     context = browser.new_context(viewport={"width": 360, "height": 720})
     new_page = context.new_page()
     errors: list[str] = []
