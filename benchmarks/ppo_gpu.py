@@ -62,7 +62,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.experience import check_rollout_gap, compute_advantages, rollout_gap, score_responses
 from step3_ppo.methods import METHODS
 from step3_ppo.models import Models, load_models
-from step3_ppo.rewards import compute_reward
+from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import update_policy
 
@@ -170,7 +170,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
     end("generation")
     experience = score_responses(models, prompts, responses, config)
     assert experience.score is not None
-    score = compute_reward(experience.score, experience.stopped, models, config)
+    score = score_to_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
     end("experience")
     updates = update_policy(models, rollout, config, step=step, forward=experience.forward)

@@ -124,7 +124,7 @@ class HeldOutPrompts(ABC):
         ]
 
     @abstractmethod
-    def on(self, prompts: Sequence[Prompt]) -> Self:
+    def with_prompts(self, prompts: Sequence[Prompt]) -> Self:
         """The same evaluation with different prompts."""
 
     @abstractmethod
@@ -236,7 +236,7 @@ def responses_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> Held
         return None
     # All processes check before any of them loads, so that all take the same path.
     seen = _on_all(lambda: _look(held_out, base), base)
-    shown = held_out.on(held_out.prompts[:NUM_SAMPLES])
+    shown = held_out.with_prompts(held_out.prompts[:NUM_SAMPLES])
     responses = None if seen is None else _on_all(lambda: _respond(held_out, shown, base), base)
     if responses is None:
         return None
@@ -301,7 +301,7 @@ def talk(held_out: HeldOutPrompts) -> float:
         for messages in [(Message("user", written.text),)]
         for _ in range(TRIES)
     ]
-    by_hand = held_out.on(prompts)
+    by_hand = held_out.with_prompts(prompts)
     with held_out.generating() as actor:
         responses = by_hand.respond(actor, temperature=ChatConfig.temperature)
     verdicts = by_hand.verdicts(by_hand.scored(responses))

@@ -15,16 +15,16 @@ from torch import Tensor
 
 def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
     """Mean of the counted values in each group; 0 if there are none."""
-    return _sum(grouped, counted) / counts(counted).clamp(min=1)
+    return _group_sum(grouped, counted) / group_counts(counted).clamp(min=1)
 
 
 def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
     """Sample standard deviation of the counted values in each group; 0 for a single one."""
     squares = (grouped - group_mean(grouped, counted)).square()
-    return (_sum(squares, counted) / (counts(counted) - 1).clamp(min=1)).sqrt()
+    return (_group_sum(squares, counted) / (group_counts(counted) - 1).clamp(min=1)).sqrt()
 
 
-def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
+def all_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
     """Whether all counted values of a group are equal; True for groups with fewer than two.
 
     The largest is compared with the smallest, because rounding makes differences from the mean and
@@ -34,14 +34,13 @@ def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bo
     return largest <= grouped.masked_fill(~counted, torch.inf).amin(dim=1, keepdim=True)
 
 
-def counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+def group_counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
     """Number of counted entries in each group."""
     return counted.double().sum(dim=1, keepdim=True)
 
 
-def _sum(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    ordered = grouped.masked_fill(~counted, 0.0).sort(dim=1).values
-    return ordered.sum(dim=1, keepdim=True)
+def _group_sum(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+    return grouped.masked_fill(~counted, 0.0).sort(dim=1).values.sum(dim=1, keepdim=True)
 
 
 STD_FLOOR = 1e-4
@@ -49,7 +48,7 @@ STD_FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
-class Rewarded:
+class RewardedResponses:
     """Responses with their rewards; those to the same prompt are adjacent."""
 
     rewards: Float[Tensor, "B T"]
@@ -88,12 +87,12 @@ class Estimate:
     returns: Float[Tensor, "B T"] | None = None
     """Targets of the critic's values; None without a critic."""
 
-    silent: Bool[Tensor, " B"] | None = None
+    zeroed: Bool[Tensor, " B"] | None = None
     """Responses whose advantages remain 0 when whitening shifts all others; None if there are
     none."""
 
 
-def gae_estimate(rewarded: Rewarded) -> Estimate:
+def gae_estimate(rewarded: RewardedResponses) -> Estimate:
     """Generalized advantage estimation with a critic; see `gae`."""
     assert rewarded.values is not None
     advantages, returns = gae(
@@ -131,7 +130,7 @@ def gae(
     return advantages, advantages + values
 
 
-def grpo(rewarded: Rewarded) -> Estimate:
+def grpo(rewarded: RewardedResponses) -> Estimate:
     """Group-relative advantages (Shao et al. 2024, section 4.1.2), equal for all tokens.
 
         A_i = (R_i - mean R) / (std R + 1e-4)
@@ -140,13 +139,13 @@ def grpo(rewarded: Rewarded) -> Estimate:
     group. If all scores of a group are equal, the advantages are exactly 0: otherwise the KL
     penalty, divided by its own small deviation, would count as much as a score.
     """
-    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
-    scaled = centered(grouped, counted) / (group_std(grouped, counted) + STD_FLOOR)
-    scores = by_group(rewarded.scores, rewarded)
-    return of_every_token(scaled.masked_fill(are_equal(scores, counted), 0.0), rewarded)
+    grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
+    scaled = center(grouped, counted) / (group_std(grouped, counted) + STD_FLOOR)
+    scores = split_groups(rewarded.scores, rewarded)
+    return expand_to_tokens(scaled.masked_fill(all_equal(scores, counted), 0.0), rewarded)
 
 
-def dr_grpo(rewarded: Rewarded) -> Estimate:
+def dr_grpo(rewarded: RewardedResponses) -> Estimate:
     """Group-relative advantages without the division (Liu et al. 2025), equal for all tokens.
 
         A_i = R_i - mean R
@@ -154,11 +153,11 @@ def dr_grpo(rewarded: Rewarded) -> Estimate:
     Groups whose rewards differ little have little weight. The expected gradient is (G - 1) / G
     times the gradient of the expected reward. A group of equal returns has advantages of exactly 0.
     """
-    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
-    return of_every_token(centered(grouped, counted), rewarded)
+    grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
+    return expand_to_tokens(center(grouped, counted), rewarded)
 
 
-def rloo(rewarded: Rewarded) -> Estimate:
+def rloo(rewarded: RewardedResponses) -> Estimate:
     """REINFORCE leave-one-out (Ahmadian et al. 2024), equal for all tokens.
 
         A_i = R_i - mean of the other R_j = G / (G - 1) * (R_i - mean R)
@@ -167,74 +166,74 @@ def rloo(rewarded: Rewarded) -> Estimate:
     depend on the response itself, so the policy gradient is unbiased. A group of equal returns has
     advantages of exactly 0.
     """
-    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
-    size = counts(counted)
-    advantages = size / (size - 1).clamp(min=1) * centered(grouped, counted)
-    return of_every_token(advantages, rewarded)
+    grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
+    size = group_counts(counted)
+    advantages = size / (size - 1).clamp(min=1) * center(grouped, counted)
+    return expand_to_tokens(advantages, rewarded)
 
 
-def reinforce_pp(rewarded: Rewarded) -> Estimate:
+def reinforce_pp(rewarded: RewardedResponses) -> Estimate:
     """REINFORCE++ (Hu 2025): each token's discounted reward-to-go, for whitening over all tokens.
 
     With `group_baseline`, the group's mean score is first subtracted from each score; a group of
     equal returns then has advantages of exactly 0, even after whitening.
     """
-    rewards, silent = rewarded.rewards, ~rewarded.counted
+    rewards, zeroed = rewarded.rewards, ~rewarded.counted
     if rewarded.group_baseline:
-        counted = by_group(rewarded.counted, rewarded)
-        scores = by_group(rewarded.scores, rewarded)
-        baseline = (scores - centered(scores, counted)).flatten().to(rewards.dtype)
+        counted = split_groups(rewarded.counted, rewarded)
+        scores = split_groups(rewarded.scores, rewarded)
+        baseline = (scores - center(scores, counted)).flatten().to(rewards.dtype)
         last = rewarded.mask.sum(dim=1, keepdim=True) - 1
         rewards = rewards.scatter_add(1, last, -baseline[:, None])
-        dead = are_equal(returns_by_group(rewarded), counted).expand_as(scores)
-        silent = silent | dead.flatten()
+        dead = all_equal(group_returns(rewarded), counted).expand_as(scores)
+        zeroed = zeroed | dead.flatten()
     zeros = torch.zeros_like(rewards)
     advantages, _ = gae(rewards, zeros, rewarded.mask, gamma=rewarded.gamma, lam=1.0)
-    return Estimate(advantages.masked_fill(silent[:, None], 0.0), silent=silent)
+    return Estimate(advantages.masked_fill(zeroed[:, None], 0.0), zeroed=zeroed)
 
 
-def best(rewarded: Rewarded) -> Estimate:
+def best_of_group(rewarded: RewardedResponses) -> Estimate:
     """1 for the best response of each group, else 0 (RAFT: Dong et al. 2023; Yuan et al. 2023).
 
     With the loss `none` this is the negative log-likelihood of the best responses. Tied best
     responses share the 1; a group of equal returns has no best response.
     """
-    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
-    among = grouped.masked_fill(~counted, -torch.inf)
-    is_best = (among == among.amax(dim=1, keepdim=True)) & counted
+    grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
+    eligible = grouped.masked_fill(~counted, -torch.inf)
+    is_best = (eligible == eligible.amax(dim=1, keepdim=True)) & counted
     share = is_best.double() / is_best.sum(dim=1, keepdim=True).clamp(min=1)
-    return of_every_token(share.masked_fill(are_equal(grouped, counted), 0.0), rewarded)
+    return expand_to_tokens(share.masked_fill(all_equal(grouped, counted), 0.0), rewarded)
 
 
-def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
+def group_returns(rewarded: RewardedResponses) -> Float[Tensor, "P G"]:
     """The sum of each response's token rewards, by prompt, in float64."""
-    return by_group(rewarded.rewards.double().sum(dim=1), rewarded)
+    return split_groups(rewarded.rewards.double().sum(dim=1), rewarded)
 
 
-def by_group(of_responses: Tensor, rewarded: Rewarded) -> Tensor:
+def split_groups(values: Tensor, rewarded: RewardedResponses) -> Tensor:
     """Reshape (B) to (P, G), with values in float64."""
-    wide = of_responses.double() if of_responses.is_floating_point() else of_responses
-    return wide.view(-1, rewarded.group_size)
+    widened = values.double() if values.is_floating_point() else values
+    return widened.view(-1, rewarded.group_size)
 
 
-def centered(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P G"]:
+def center(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P G"]:
     """The difference of each number from its group's mean, exactly 0 if all are equal."""
-    distance = grouped - group_mean(grouped, counted)
-    return distance.masked_fill(are_equal(grouped, counted), 0.0)
+    deviation = grouped - group_mean(grouped, counted)
+    return deviation.masked_fill(all_equal(grouped, counted), 0.0)
 
 
-def of_every_token(advantages: Float[Tensor, "P G"], rewarded: Rewarded) -> Estimate:
+def expand_to_tokens(advantages: Float[Tensor, "P G"], rewarded: RewardedResponses) -> Estimate:
     """Assign each response's advantage to all its tokens; 0 for responses that are not counted."""
     counted = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
     return Estimate(counted.float()[:, None] * rewarded.mask)
 
 
-ESTIMATORS: Mapping[str, Callable[[Rewarded], Estimate]] = {
+ESTIMATORS: Mapping[str, Callable[[RewardedResponses], Estimate]] = {
     "gae": gae_estimate,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
-    "best": best,
+    "best": best_of_group,
 }
 """Estimators by the setting `advantage`."""

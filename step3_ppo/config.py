@@ -22,13 +22,13 @@ from pipeline.config import (
 )
 from pipeline.guards.settings import check_guards, with_defaults
 from pipeline.system.errors import require
-from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
-from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Grouped, Needs
+from step3_ppo.guard_settings import DEFAULT_GUARDS, GuardSettings, unmeasured_signals
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, EstimatorNeeds, GroupMethod
 from step3_ppo.reward_settings import (
-    MODEL,
+    MODEL_KIND,
     RewardSettings,
+    add_environment_source,
     read_reward_options,
-    with_environment,
 )
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
@@ -75,7 +75,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     output_dir: Path = Path("output/step3_ppo")
 
-    method: Literal["ppo", Grouped, "reinforce_pp", "raft", "distill", "gkd"] = "ppo"
+    method: Literal["ppo", GroupMethod, "reinforce_pp", "raft", "distill", "gkd"] = "ppo"
     """Other defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
@@ -265,16 +265,15 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     def reuses_forward(self, *, processes: int) -> bool:
         """Whether each process's rollout is one micro-batch whose forward pass is reused."""
-        of_process = self.responses_per_process(processes)
-        is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
-        is_one = is_one and self.min_micro_batches == 1 and self.parallel.pp == 1
-        return self.reuse_forward and is_one and self.method != "gkd"
+        responses = self.responses_per_process(processes)
+        is_single = self.batch_size == self.rollout_size and responses <= self.micro_batch_size
+        is_single = is_single and self.min_micro_batches == 1 and self.parallel.pp == 1
+        return self.reuse_forward and is_single and self.method != "gkd"
 
     @property
     def min_micro_batches(self) -> int:
         """Minimum micro-batches per minibatch on each process or pipeline."""
-        given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
-        if given is None and deterministic == "deterministic":
+        if self.parallel.micro_batches is None and self.actor.zero.reduction == "deterministic":
             return 1
         return self.parallel.min_micro_batches or 1
 
@@ -287,14 +286,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def method_name(self) -> str:
         """Name of the method: `method`, or if that is ppo, the name that fits `advantage`."""
         by_advantage = {"gae": "ppo", "best": "raft"}
-        named = self.method != "ppo"
-        return self.method if named else by_advantage.get(self.advantage, self.advantage)
+        is_named = self.method != "ppo"
+        return self.method if is_named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def step_name(self) -> str:
         """Name in metrics: step3_METHOD if the directory is so named, else step3_ppo."""
-        own = f"step3_{self.method}"
-        return own if self.output_dir.name == own else "step3_ppo"
+        method_step = f"step3_{self.method}"
+        return method_step if self.output_dir.name == method_step else "step3_ppo"
 
     @property
     def kl_weight(self) -> float:
@@ -302,14 +301,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return 0.0 if self.kl_in == "none" else self.kl_coef
 
     @property
-    def distills(self) -> bool:
+    def is_distillation(self) -> bool:
         """Whether the actor learns from a teacher alone, without rewards."""
         return self.method in ("distill", "gkd")
 
     @property
     def uses_reward_model(self) -> bool:
         """Whether a reward model scores the responses."""
-        return not self.distills and super().uses_reward_model
+        return not self.is_distillation and super().uses_reward_model
 
     @property
     def reference_role(self) -> Literal["reference", "teacher"] | None:
@@ -317,7 +316,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
         None if there is none, or a server has it.
         """
-        if self.distills:
+        if self.is_distillation:
             return "teacher" if self.teacher_url is None else None
         measured = self.reference.path is not None or self.step_name != "step3_ppo"
         return "reference" if measured or self.kl_weight > 0 else None
@@ -357,8 +356,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Reward sources, the method of a teacher, no tensor parallelism with an environment."""
-        words = {name: given[name] for name in ("reward_function", "reward") if name in given}
-        sources = {"rewards": read_reward_options(words.items())} if words else {}
+        options = {name: given[name] for name in ("reward_function", "reward") if name in given}
+        sources = {"rewards": read_reward_options(options.items())} if options else {}
         teacher = given.get("teacher")
         sources |= {"method": "distill"} if teacher else {}
         if teacher and str(teacher).startswith(("http://", "https://")):
@@ -436,20 +435,19 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         check_method(self, ESTIMATOR_NEEDS[self.advantage])
-        object.__setattr__(self, "rewards", with_environment(self))
+        object.__setattr__(self, "rewards", add_environment_source(self))
         self.check_rewards()
         _check_scores(self)
         check_tasks(self)
         self._complete_guards()
         for source in self.rewards:
-            if source.kind == MODEL and source.path is not None:
+            if source.kind == MODEL_KIND and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
         require(0 <= self.gamma <= 1, f"ppo.gamma must be in [0, 1], got {self.gamma}")
         require(0 <= self.lam <= 1, f"ppo.lam must be in [0, 1], got {self.lam}")
         require(0 <= self.gkd_beta <= 1, f"ppo.gkd_beta must be in [0, 1], got {self.gkd_beta}")
         require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
-        above = ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl")
-        for name in above:
+        for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl"):
             value = getattr(self, name)
             require(value is None or value > 0, f"ppo.{name} must be above 0 or null, got {value}")
         require(
@@ -474,15 +472,17 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     def _complete_guards(self) -> None:
         """Add the default guards to the given ones, and reject guards that could never trip."""
-        object.__setattr__(self, "guards", with_defaults(self.guards, WARNING))
-        missing = unmeasured(
+        object.__setattr__(self, "guards", with_defaults(self.guards, DEFAULT_GUARDS))
+        unmeasured = unmeasured_signals(
             gold=self.gold is not None,
             critic=self.has_critic,
             reference=self.reference_role == "reference",
             groups=self.group_size > 1,
             sources=bool(self.rewards),
         )
-        check_guards(self.guards, WARNING, section="ppo", missing=missing, saves=self.save_interval)
+        check_guards(
+            self.guards, DEFAULT_GUARDS, section="ppo", missing=unmeasured, saves=self.save_interval
+        )
 
 
 def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
@@ -491,7 +491,7 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
         ModelUse(
             role="actor",
             settings=config.actor,
-            scoring_passes=1 if _has_reference_of_its_own(config) else 2,
+            scoring_passes=1 if _loads_reference(config) else 2,
             text_length=config.data.max_length if config.ptx_coef > 0 else None,
             host_copies=config.keep_best,
             keeps_average=config.ema_decay is not None,
@@ -513,14 +513,14 @@ def _describe_models(config: PPOConfig) -> tuple[ModelUse, ...]:
     return tuple(model for model in models if model.role not in config.unused_roles)
 
 
-def _has_reference_of_its_own(config: PPOConfig) -> bool:
+def _loads_reference(config: PPOConfig) -> bool:
     is_actor = config.reference.path is None and config.actor.lora is not None
     return config.reference_role != "reference" or not is_actor
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
     """The given `reference`, also if the actor's base serves (LoRA); else the actor's settings."""
-    if config.reference.path is not None or not _has_reference_of_its_own(config):
+    if config.reference.path is not None or not _loads_reference(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}
     return FrozenModelConfig(**shared)
@@ -530,7 +530,7 @@ def _if_sharded(model: TrainedModelConfig) -> TrainedModelConfig | None:
     return model if model.zero_stage == 3 else None
 
 
-def check_method(config: PPOConfig, needs: Needs) -> None:
+def check_method(config: PPOConfig, needs: EstimatorNeeds) -> None:
     """Reject incompatible estimators, losses, groups and penalties.
 
     Raises:
@@ -543,7 +543,7 @@ def check_method(config: PPOConfig, needs: Needs) -> None:
     _check_overlong(config)
 
 
-def _check_groups(config: PPOConfig, needs: Needs) -> None:
+def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     require(
         config.rollout_size % config.group_size == 0,
         f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size}:"
@@ -570,9 +570,10 @@ def _check_groups(config: PPOConfig, needs: Needs) -> None:
         "ppo.dynamic_sampling replaces prompts whose responses have the same reward: set"
         " ppo.group_size to 2 or more",
     )
-    solved, have_maxima = config.drop_solved, math.inf not in (config.maxima.values() or [math.inf])
+    bounded = math.inf not in (config.max_rewards.values() or [math.inf])
+    solved = config.drop_solved
     require(
-        solved is None or (0 < solved <= 1 and have_maxima),
+        solved is None or (0 < solved <= 1 and bounded),
         f"ppo.drop_solved {solved} must be at most 1 and above 0, and needs rewards with a maximum,"
         " unlike those of a reward model or a remote service; set it to null",
     )
@@ -622,7 +623,7 @@ def _check_kl(config: PPOConfig) -> None:
 
 def _check_teacher(config: PPOConfig) -> None:
     served, method = config.teacher_url is not None, config.method
-    if not config.distills:
+    if not config.is_distillation:
         is_one_of_several = config.step_name != "step3_ppo" or method == "ppo"
         require(
             not (config.teacher.path or served) or is_one_of_several,

@@ -34,20 +34,20 @@ def generalized_jsd(
         mixture, weight = torch.lerp(p, q, beta), 1 - beta
         mixture.clamp_(min=torch.finfo(p.dtype).tiny).log_()
     ratio = student - mixture
-    own = (p * ratio).sum(dim=1, keepdim=True)
-    divergence = weight * own.squeeze(1)
+    kl = (p * ratio).sum(dim=1, keepdim=True)
+    divergence = weight * kl.squeeze(1)
     if beta < 1:
         divergence += beta * q.mul_(teacher - mixture).sum(dim=1)
-    return divergence, ratio.sub_(own).mul_(p).mul_(weight)
+    return divergence, ratio.sub_(kl).mul_(p).mul_(weight)
 
 
-class Output:
+class Logits:
     """Logits of K targets, as hidden states and an output layer, or as they are."""
 
     def __init__(self, hidden: Tensor, *layer: Tensor | None) -> None:
         matrix, bias = layer or (None, None)
         self.tensors = hidden, matrix, bias
-        self.vocabulary = hidden.shape[1] if matrix is None else len(matrix)
+        self.vocab_size = hidden.shape[1] if matrix is None else len(matrix)
 
     def log_softmax(self, part: slice, end: int | None, temperature: float) -> Float[Tensor, "C V"]:
         """Log-probabilities of some targets over the first `end` tokens, or over all."""
@@ -57,8 +57,8 @@ class Output:
 
 
 def gkd_loss(
-    student: Output,
-    teacher: Output,
+    student: Logits,
+    teacher: Logits,
     targets: Int[Tensor, " K"],
     weights: Float[Tensor, " K"],
     *,
@@ -71,58 +71,60 @@ def gkd_loss(
     Gradients are computed with the loss, a tile of tokens at a time. Token ids that only one of the
     models has are ignored: they are padding.
     """
-    return _Loss.apply(*student.tensors, teacher, targets, weights, beta, temperature, tile)
+    return _GKDLoss.apply(*student.tensors, teacher, targets, weights, beta, temperature, tile)
 
 
-class _Loss(torch.autograd.Function):
+class _GKDLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
         hidden: Tensor,
         matrix: Tensor | None,
         bias: Tensor | None,
-        teacher: Output,
+        teacher: Logits,
         targets: Tensor,
         weights: Tensor,
         beta: float,
         temperature: float,
         tile: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        student, wanted = Output(hidden, matrix, bias), ctx.needs_input_grad
-        size = min(student.vocabulary, teacher.vocabulary)
-        of_hidden = torch.zeros_like(hidden)
-        of_matrix, of_bias = (
-            torch.zeros_like(each, dtype=torch.float32) if each is not None and needed else None
-            for each, needed in ((matrix, wanted[1]), (bias, wanted[2]))
+        student, needs_grad = Logits(hidden, matrix, bias), ctx.needs_input_grad
+        vocab = min(student.vocab_size, teacher.vocab_size)
+        is_shared = vocab == student.vocab_size
+        hidden_grad = torch.zeros_like(hidden)
+        matrix_grad, bias_grad = (
+            torch.zeros_like(param, dtype=torch.float32) if param is not None and needed else None
+            for param, needed in ((matrix, needs_grad[1]), (bias, needs_grad[2]))
         )
         loss, logprobs, reverse_kl = (torch.empty_like(weights) for _ in range(3))
         # Up to eight tensors of this size exist at once.
         tile = tile or TILE.get(hidden.device.type, TILE["cpu"]) // 2
-        rows = max(1, tile // size)
+        rows = max(1, tile // vocab)
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
-            own, fixed = (each.log_softmax(part, size, temperature) for each in (student, teacher))
-            pi = own if size == student.vocabulary else student.log_softmax(part, None, temperature)
+            log_p = student.log_softmax(part, vocab, temperature)
+            log_q = teacher.log_softmax(part, vocab, temperature)
+            pi = log_p if is_shared else student.log_softmax(part, None, temperature)
             logprobs[part] = pi.gather(1, targets[part, None]).squeeze(1)
-            reverse_kl[part] = (own.exp() * (own - fixed)).sum(dim=1)
-            loss[part], gradient = generalized_jsd(own, fixed, beta=beta)
-            del own, fixed, pi  # free memory
+            reverse_kl[part] = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+            loss[part], gradient = generalized_jsd(log_p, log_q, beta=beta)
+            del log_p, log_q, pi  # free memory
             gradient = gradient.mul_(weights[part, None] / temperature).to(hidden.dtype)
             if matrix is None:
-                of_hidden[part, :size] = gradient
+                hidden_grad[part, :vocab] = gradient
             else:
-                torch.mm(gradient, matrix[:size], out=of_hidden[part])
-            if of_matrix is not None:
-                of_matrix[:size] += gradient.t() @ hidden[part]
-            if of_bias is not None:
-                of_bias[:size] += gradient.sum(dim=0, dtype=torch.float32)
+                torch.mm(gradient, matrix[:vocab], out=hidden_grad[part])
+            if matrix_grad is not None:
+                matrix_grad[:vocab] += gradient.t() @ hidden[part]
+            if bias_grad is not None:
+                bias_grad[:vocab] += gradient.sum(dim=0, dtype=torch.float32)
         ctx.mark_non_differentiable(logprobs, reverse_kl)
-        ctx.ahead, ctx.dtype = (of_hidden, of_matrix, of_bias), hidden.dtype
+        ctx.gradients, ctx.dtype = (hidden_grad, matrix_grad, bias_grad), hidden.dtype
         return (loss * weights).sum(), logprobs, reverse_kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        ahead, ctx.ahead = ctx.ahead, None  # scaled in place, once
-        gradients = (None if each is None else each.mul_(grad).to(ctx.dtype) for each in ahead)
+        stored, ctx.gradients = ctx.gradients, None  # scaled in place, once
+        gradients = (None if x is None else x.mul_(grad).to(ctx.dtype) for x in stored)
         return *gradients, *[None] * 6

@@ -27,11 +27,11 @@ from step3_ppo.config import PPOConfig
 OnResponse = Callable[[int, Response], None]
 """Called with a prompt's index and its response."""
 
-End = Literal["environment", "turns", "tokens", "failed"]
+EpisodeEnd = Literal["environment", "turns", "tokens", "failed"]
 """How an episode ended: by the environment, the maximum turns or tokens, or a failure."""
 
 
-THINKING_STEPS = 8
+ENVIRONMENT_DELAY_STEPS = 8
 """Steps of the batch before it waits for an environment's move."""
 
 
@@ -49,7 +49,7 @@ class EpisodeResponse(Response):
     turns: tuple[Message, ...] = ()
     """Responses and observations after the opening; the last is a response."""
 
-    end: End = "environment"
+    end: EpisodeEnd = "environment"
     verdict: EnvironmentReward = field(default_factory=lambda: EnvironmentReward(Outcome()))
     """Result of the environment's `reward` for the episode."""
 
@@ -71,13 +71,13 @@ def episode_seed(seed: int, group: int) -> int:
 
 
 @dataclass
-class _Playing:
+class _EpisodeState:
     """A running episode."""
 
     index: int
     """Index of its prompt."""
 
-    number: int
+    env_id: int
     """Number of its environment, unique within the run."""
 
     prompt: Prompt
@@ -87,7 +87,7 @@ class _Playing:
     """Maximum tokens in the whole sequence, including the opening."""
 
 
-def play(
+def run_episodes(
     model: nn.Module,
     chat: ChatFormat,
     environments: EnvironmentPool,
@@ -119,31 +119,31 @@ def play(
         ConfigError: there is no room for the keys and values of one sequence.
     """
     sampler = Sampler(temperature=temperature, top_p=1.0, seed=seed, stop_ids=tuple(chat.stop_ids))
-    free = free_bytes(next(model.parameters()).device)
-    room = pages_within(base_model(model), free, num_tokens=config.max_length)
+    memory = free_bytes(next(model.parameters()).device)
+    max_pages = pages_within(base_model(model), memory, num_tokens=config.max_length)
     slots = max(1, min(config.generation_batch_size, len(prompts)))
     if not takes_slots(base_model(model)):
-        slots = min(slots, (room - 1) // num_pages(config.max_length))
+        slots = min(slots, (max_pages - 1) // num_pages(config.max_length))
     batch = OpenBatch(
         model,
         num_slots=slots,
         capacity=config.max_length,
-        num_pages=min(room, 1 + slots * num_pages(config.max_length)),
+        num_pages=min(max_pages, 1 + slots * num_pages(config.max_length)),
         reuses=True,  # a turn reads only what came after the last one
     )
-    table = _Table(batch, chat, environments, sampler, config)
+    scheduler = _EpisodeScheduler(batch, chat, environments, sampler, config)
     for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-        table.begin(index, prompt, key=key, seed=episode_seed(seed, key // group_size))
+        scheduler.begin(index, prompt, key=key, seed=episode_seed(seed, key // group_size))
     done: dict[int, EpisodeResponse] = {}
-    while table.busy:
-        for index, episode in table.advance():
+    while scheduler.busy:
+        for index, episode in scheduler.advance():
             done[index] = episode
             if on_response is not None:
                 on_response(index, episode)
     return [done[index] for index in range(len(prompts))]
 
 
-class _Table:
+class _EpisodeScheduler:
     """Running episodes, each waiting for the actor or the environment to move next."""
 
     def __init__(
@@ -159,10 +159,10 @@ class _Table:
         self._environments = environments
         self._sampler = sampler
         self._config = config
-        self._generating: dict[Ticket, _Playing] = {}
-        self._thinking: deque[tuple[int, _Playing]] = deque()
+        self._generating: dict[Ticket, _EpisodeState] = {}
+        self._waiting: deque[tuple[int, _EpisodeState]] = deque()
         """Episodes waiting for their environment, and the step at which they are resumed."""
-        self._finishing: dict[int, _Playing] = {}
+        self._unrewarded: dict[int, _EpisodeState] = {}
         """Episodes waiting for their reward, by the number of their environment."""
         self._replies: dict[int, CallResult] = {}
         self._steps = 0
@@ -170,13 +170,13 @@ class _Table:
     @property
     def busy(self) -> bool:
         """Whether any episode has not ended."""
-        return bool(self._generating or self._thinking or self._finishing)
+        return bool(self._generating or self._waiting or self._unrewarded)
 
     def begin(self, index: int, prompt: Prompt, *, key: int, seed: int) -> None:
         """Begin an episode by resetting its environment."""
-        row = {**prompt.extra, "dialogue": [each.turn for each in prompt.messages]}
-        number = self._environments.begin(row, seed=seed)
-        self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
+        row = {**prompt.extra, "dialogue": [message.turn for message in prompt.messages]}
+        env_id = self._environments.begin(row, seed=seed)
+        self._waiting.append((self._steps, _EpisodeState(index, env_id, prompt, key)))
 
     def advance(self) -> list[tuple[int, EpisodeResponse]]:
         """Process the environments' replies and one step of the batch; return the ended episodes.
@@ -184,7 +184,7 @@ class _Table:
         Which sequences share a pass depends only on the number of steps, not on the clock: if an
         environment has not replied when it is due, the batch waits for it.
         """
-        done = [*self._take_moves(), *self._take_rewards()]
+        done = [*self._resume_due(), *self._collect_rewarded()]
         if self._batch.busy:
             self._steps += 1
             for event in self._batch.step():
@@ -192,153 +192,153 @@ class _Table:
                     if event.error is not None:
                         raise event.error
                     done += self._end_turn(self._generating.pop(event.ticket), event.ticket)
-        return [(playing.index, playing.episode) for playing in done]
+        return [(state.index, state.episode) for state in done]
 
-    def _take_moves(self) -> list[_Playing]:
+    def _resume_due(self) -> list[_EpisodeState]:
         """Resume the episodes whose environments are due; return the ended ones."""
-        done: list[_Playing] = []
-        while self._thinking:
-            due, playing = self._thinking[0]
+        done: list[_EpisodeState] = []
+        while self._waiting:
+            due, state = self._waiting[0]
             if not self._batch.busy:
                 self._steps = max(self._steps, due)  # no other episode is running
             if due > self._steps:
                 break
-            self._thinking.popleft()
-            done += self._take(playing, self._reply_to(playing.number))
+            self._waiting.popleft()
+            done += self._apply_reply(state, self._wait_for_reply(state.env_id))
         return done
 
-    def _take_rewards(self) -> list[_Playing]:
+    def _collect_rewarded(self) -> list[_EpisodeState]:
         """Return the episodes whose rewards have arrived; wait for one if nothing else can run."""
-        if not self._finishing:
+        if not self._unrewarded:
             return []
         self._receive()
-        if not (self._batch.busy or self._thinking):
-            number = next(iter(self._finishing))
-            self._replies[number] = self._reply_to(number)
-        rewarded = sorted(self._finishing.keys() & self._replies.keys())
+        if not (self._batch.busy or self._waiting):
+            env_id = next(iter(self._unrewarded))
+            self._replies[env_id] = self._wait_for_reply(env_id)
+        rewarded = sorted(self._unrewarded.keys() & self._replies.keys())
         return [
             ended
-            for number in rewarded
-            for ended in self._take(self._finishing.pop(number), self._replies.pop(number))
+            for env_id in rewarded
+            for ended in self._apply_reply(self._unrewarded.pop(env_id), self._replies.pop(env_id))
         ]
 
     def _receive(self, *, wait: bool = False) -> None:
-        self._replies |= {each.episode: each for each in self._environments.receive(wait=wait)}
+        self._replies |= {reply.episode: reply for reply in self._environments.receive(wait=wait)}
 
-    def _reply_to(self, number: int) -> CallResult:
+    def _wait_for_reply(self, env_id: int) -> CallResult:
         """Return the result of an environment's move once it has arrived."""
-        while number not in self._replies:
+        while env_id not in self._replies:
             self._receive(wait=True)
-        return self._replies.pop(number)
+        return self._replies.pop(env_id)
 
-    def _take(self, playing: _Playing, played: CallResult) -> list[_Playing]:
+    def _apply_reply(self, state: _EpisodeState, reply: CallResult) -> list[_EpisodeState]:
         """Continue with the result of a move; return the episode if it has ended."""
-        episode = playing.episode
-        if played.reward is not None:
-            episode.verdict = played.reward
-            if played.reward.outcome.failure is not None:
-                _fail(episode, played.reward.outcome.failure)
-            return [playing]
+        episode = state.episode
+        if reply.reward is not None:
+            episode.verdict = reply.reward
+            if reply.reward.outcome.failure is not None:
+                _fail(episode, reply.reward.outcome.failure)
+            return [state]
         if not episode.sequence.input_ids:
-            self._open(playing, played)
-        elif played.failure is not None:
-            _fail(episode, played.failure)
-            return [playing]
-        elif played.messages is None:
+            self._start(state, reply)
+        elif reply.failure is not None:
+            _fail(episode, reply.failure)
+            return [state]
+        elif reply.messages is None:
             episode.stopped = True
-            self._finish(playing, "environment")
+            self._finish(state, "environment")
         else:
-            return self._observe(playing, played.messages)
+            return self._observe(state, reply.messages)
         return []
 
-    def _open(self, playing: _Playing, played: CallResult) -> None:
+    def _start(self, state: _EpisodeState, reply: CallResult) -> None:
         """Submit the first turn; if the episode can't start, respond to the row's prompt instead.
 
         This way, a rollout always has the full number of responses, all from the policy.
         """
-        episode, failure = playing.episode, played.failure
-        opening = played.messages or ()
+        episode, failure = state.episode, reply.failure
+        opening = reply.messages or ()
         ids: list[int] = []
         try:
             ids = self._chat.encode_prompt(opening) if opening else []
         except DataError as error:
             failure = f"the result of reset can't be rendered in the chat format: {error}"
-            self._environments.request_reward(playing.number)
+            self._environments.request_reward(state.env_id)
         if len(ids) > self._config.max_prompt_length:
             failure = (
                 f"reset returned {len(ids)} tokens, more than ppo.max_prompt_length"
                 f" {self._config.max_prompt_length}"
             )
-            self._environments.request_reward(playing.number)
+            self._environments.request_reward(state.env_id)
         if failure is not None:
-            opening, ids = playing.prompt.messages, playing.prompt.input_ids
+            opening, ids = state.prompt.messages, state.prompt.input_ids
             _fail(episode, failure)
         episode.opening = tuple(opening)
         episode.sequence = Encoded.untrained(list(ids))
-        playing.limit = min(len(ids) + self._config.max_new_tokens, self._batch.capacity)
-        self._submit(playing)
+        state.limit = min(len(ids) + self._config.max_new_tokens, self._batch.capacity)
+        self._submit(state)
 
-    def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> list[_Playing]:
+    def _observe(self, state: _EpisodeState, messages: tuple[Message, ...]) -> list[_EpisodeState]:
         """Append an observation and submit the next turn, or end the episode at its limit.
 
         Return the episode if it failed because the chat format can't render the observation.
         """
-        episode = playing.episode
+        episode = state.episode
         if episode.num_turns == self._config.max_turns:
-            self._finish(playing, "turns")
+            self._finish(state, "turns")
             return []
         try:
-            ids = self._chat.encode_observation((*episode.opening, *episode.turns), observation)
+            ids = self._chat.encode_observation((*episode.opening, *episode.turns), messages)
         except DataError as error:
             _fail(episode, f"the result of step can't be rendered in the chat format: {error}")
-            self._environments.request_reward(playing.number)
-            return [playing]
-        if len(episode.sequence) + len(ids) >= playing.limit:
-            self._finish(playing, "tokens")
+            self._environments.request_reward(state.env_id)
+            return [state]
+        if len(episode.sequence) + len(ids) >= state.limit:
+            self._finish(state, "tokens")
             return []
-        episode.turns += observation
+        episode.turns += messages
         _append(episode.sequence, ids, trained=False)
-        self._submit(playing)
+        self._submit(state)
         return []
 
-    def _submit(self, playing: _Playing) -> None:
-        sequence = playing.episode.sequence
+    def _submit(self, state: _EpisodeState) -> None:
+        sequence = state.episode.sequence
         request = Request(
             tuple(sequence.input_ids),
             self._sampler,
-            playing.key,
-            playing.limit - len(sequence),
-            drawn=len(playing.episode.ids),
+            state.key,
+            state.limit - len(sequence),
+            drawn=len(state.episode.ids),
         )
-        self._generating[self._batch.submit(request)] = playing
+        self._generating[self._batch.submit(request)] = state
 
-    def _end_turn(self, playing: _Playing, ticket: Ticket) -> list[_Playing]:
+    def _end_turn(self, state: _EpisodeState, ticket: Ticket) -> list[_EpisodeState]:
         """Request the next move or the reward; return the episode if it had already failed."""
-        episode, response = playing.episode, ticket.response
+        episode, response = state.episode, ticket.response
         _append(episode.sequence, response.ids, trained=True)
         episode.ids += response.ids
         episode.logprobs += response.logprobs
         text = decode_response(self._chat.tokenizer, response.text_ids)
         episode.turns += (Message("assistant", text),)
         if episode.end == "failed":
-            return [playing]
+            return [state]
         if response.stopped:
-            self._environments.step(playing.number, text)
-            self._thinking.append((self._steps + THINKING_STEPS, playing))
+            self._environments.step(state.env_id, text)
+            self._waiting.append((self._steps + ENVIRONMENT_DELAY_STEPS, state))
         else:
-            self._finish(playing, "tokens")
+            self._finish(state, "tokens")
         return []
 
-    def _finish(self, playing: _Playing, end: End) -> None:
+    def _finish(self, state: _EpisodeState, end: EpisodeEnd) -> None:
         """Record how the episode ended, and request its reward."""
-        playing.episode.end = end
-        self._environments.request_reward(playing.number)
-        self._finishing[playing.number] = playing
+        state.episode.end = end
+        self._environments.request_reward(state.env_id)
+        self._unrewarded[state.env_id] = state
 
 
-def _fail(episode: EpisodeResponse, sentence: str) -> None:
+def _fail(episode: EpisodeResponse, failure: str) -> None:
     episode.end, episode.stopped = "failed", False
-    episode.verdict = EnvironmentReward(Outcome.failed(sentence))
+    episode.verdict = EnvironmentReward(Outcome.failed(failure))
 
 
 def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
@@ -346,15 +346,15 @@ def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
     sequence.trained.extend([trained] * len(ids))
 
 
-def transcript(turns: Sequence[Message]) -> str:
+def format_transcript(turns: Sequence[Message]) -> str:
     """Responses and observations as text; other turns follow the name of their role."""
     return "\n".join(
-        each.content if each.role == "assistant" else f"[{each.role}] {each.content}"
-        for each in turns
+        turn.content if turn.role == "assistant" else f"[{turn.role}] {turn.content}"
+        for turn in turns
     )
 
 
-def play_shared(
+def run_shared_episodes(
     model: nn.Module,
     chat: ChatFormat,
     environments: EnvironmentPool,
@@ -366,32 +366,32 @@ def play_shared(
     on_response: OnResponse | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> list[EpisodeResponse]:
-    """`play` on one process, or as a collective of processes with the same prompts.
+    """`run_episodes` on one process, or as a collective of processes with the same prompts.
 
     With several processes `on_response` is called once all episodes have ended.
     """
-    same_rows = current_mesh().model_parallel.untracked
+    model_group = current_mesh().model_parallel.untracked
     starts = range(0, len(prompts), group_size)
-    groups = same_rows.shard([range(at, min(at + group_size, len(prompts))) for at in starts])
-    own = [place for group in groups for place in group]
-    played = play(
+    groups = model_group.shard([range(i, min(i + group_size, len(prompts))) for i in starts])
+    local = [index for group in groups for index in group]
+    local_episodes = run_episodes(
         model,
         chat,
         environments,
-        [prompts[place] for place in own],
+        [prompts[index] for index in local],
         config,
-        keys=[keys[place] for place in own],
+        keys=[keys[index] for index in local],
         group_size=group_size,
-        on_response=on_response if same_rows.size == 1 else None,
+        on_response=on_response if model_group.size == 1 else None,
         **settings,
     )
-    if same_rows.size == 1:
-        return played
+    if model_group.size == 1:
+        return local_episodes
     done: dict[int, EpisodeResponse] = {}
-    for theirs in same_rows.gather_objects(dict(zip(own, played, strict=True))):
-        done |= theirs
-    episodes = [done[place] for place in range(len(prompts))]
-    for place, episode in enumerate(episodes):
+    for gathered in model_group.gather_objects(dict(zip(local, local_episodes, strict=True))):
+        done |= gathered
+    episodes = [done[index] for index in range(len(prompts))]
+    for index, episode in enumerate(episodes):
         if on_response is not None:
-            on_response(place, episode)
+            on_response(index, episode)
     return episodes

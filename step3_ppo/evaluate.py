@@ -34,17 +34,17 @@ from pipeline.run.training import check_finite, check_start, evaluation_interval
 from pipeline.system.errors import require
 from rewards.mixture import GOLD
 from step3_ppo.config import PPOConfig
-from step3_ppo.episodes import EpisodeResponse, play_shared, transcript
+from step3_ppo.episodes import EpisodeResponse, format_transcript, run_shared_episodes
 from step3_ppo.experience import score_responses
-from step3_ppo.metrics import kl_statistics, parts_of
+from step3_ppo.metrics import get_reward_parts, kl_statistics
 from step3_ppo.models import Models
-from step3_ppo.reward_sources import Submitting
-from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards, raw_scores
+from step3_ppo.reward_sources import ResponseSubmitter
+from step3_ppo.rewards import ResponseRewards, compute_raw_scores, compute_rewards, score_to_reward
 
 logger = logging.getLogger(__name__)
 
 
-SHOWN = 2
+NUM_PRINTED_SAMPLES = 2
 """Number of prompts whose responses are printed during training."""
 
 
@@ -52,7 +52,7 @@ def get_opening(response: Response) -> list[Mapping[str, Any]]:
     """The start of an episode; empty for any other response."""
     if not isinstance(response, EpisodeResponse):
         return []
-    return [each.turn for each in response.opening]
+    return [turn.turn for turn in response.opening]
 
 
 class HeldOut(HeldOutPrompts):
@@ -71,10 +71,10 @@ class HeldOut(HeldOutPrompts):
         self.models = models
         self.config = config
 
-    def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
+    def with_prompts(self, prompts: Sequence[Prompt]) -> "HeldOut":
         """The same evaluation with different prompts."""
         if self.models.reward is not None and self.models.reward.text is not None:
-            self.models.reward.text.know(prompts)
+            self.models.reward.text.register_prompts(prompts)
         return HeldOut(self.models, prompts, self.config)
 
     def _respond(
@@ -92,7 +92,7 @@ class HeldOut(HeldOutPrompts):
         if environments is None:
             return super()._respond(model, prompts, temperature=temperature, seed=seed, keys=keys)
         return [
-            *play_shared(
+            *run_shared_episodes(
                 model,
                 models.chat,
                 environments,
@@ -112,36 +112,36 @@ class HeldOut(HeldOutPrompts):
         Raises:
             RewardError: as `compute_rewards`, with `strict`; otherwise failed rewards are unknown.
         """
-        rewards = self._rewards(responses, strict=strict)
+        rewards = self._compute_rewards(responses, strict=strict)
         known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
         scores = [score if is_known else None for score, is_known in known]
         raw = [None] * len(scores) if rewards.raw_score is None else rewards.raw_score.tolist()
         by_source = rewards.by_source()
-        mine = [
+        local = [
             ScoredResponse(
-                text=self._text(response),
-                score=scores[place],
+                text=self._decode(response),
+                score=scores[index],
                 length=len(response.ids),
                 stopped=response.stopped,
                 rewards={
-                    **{name: values[place] for name, values in by_source.items()},
-                    **self._parts(response),
+                    **{name: values[index] for name, values in by_source.items()},
+                    **self._reward_parts(response),
                 },
                 opening=get_opening(response),
-                raw_score=raw[place],
+                raw_score=raw[index],
             )
-            for place, response in enumerate(responses)
+            for index, response in enumerate(responses)
         ]
-        return self.merged(mine)
+        return self.merged(local)
 
     def kl(self, responses: Sequence[Response]) -> float:
         """KL to the reference in nats per response; NaN without a reference."""
         if self.config.reference_role != "reference":
             return math.nan
-        experience = score_responses(self.models, self._inputs(), responses, self.config)
+        experience = score_responses(self.models, self._prompt_ids(), responses, self.config)
         # The last processes' shares are padded with the first prompts, which count once.
-        own = torch.tensor(self.counted, device=experience.mask.device)
-        return kl_statistics(experience, own)["kl"]
+        counted = torch.tensor(self.counted, device=experience.mask.device)
+        return kl_statistics(experience, counted)["kl"]
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
         """The best available measure of each response, under its name; None if unknown.
@@ -163,41 +163,42 @@ class HeldOut(HeldOutPrompts):
 
     def print_samples(self, iteration: int) -> None:
         """Log the actor's greedy responses to the first prompts."""
-        shown = self.prompts[:SHOWN]
+        prompts = self.prompts[:NUM_PRINTED_SAMPLES]
         with self.generating() as actor:
             responses = self._respond(
-                actor, shown, temperature=0.0, seed=self.config.seed, keys=range(len(shown))
+                actor, prompts, temperature=0.0, seed=self.config.seed, keys=range(len(prompts))
             )
-        for prompt, response in zip(shown, responses, strict=True):
+        for prompt, response in zip(prompts, responses, strict=True):
             opening = get_opening(response)
             question = opening[-1]["content"] if opening else prompt.messages[-1].content
-            logger.info("iteration %d: %r -> %r", iteration, question, self._text(response))
+            logger.info("iteration %d: %r -> %r", iteration, question, self._decode(response))
 
-    def _text(self, response: Response) -> str:
+    def _decode(self, response: Response) -> str:
         if isinstance(response, EpisodeResponse):
-            return transcript(response.turns)
+            return format_transcript(response.turns)
         return decode_response(self.models.chat.tokenizer, response.text_ids)
 
-    def _parts(self, response: Response) -> dict[str, float]:
+    def _reward_parts(self, response: Response) -> dict[str, float]:
         is_episode = isinstance(response, EpisodeResponse)
-        return parts_of(response, self.config) if is_episode else {}
+        return get_reward_parts(response, self.config) if is_episode else {}
 
-    def _inputs(self) -> list[list[int]]:
+    def _prompt_ids(self) -> list[list[int]]:
         return [self.prompts[row].input_ids for row in self.rows]
 
-    def _rewards(self, responses: Sequence[Response], *, strict: bool) -> ResponseRewards:
+    def _compute_rewards(self, responses: Sequence[Response], *, strict: bool) -> ResponseRewards:
         models = self.models
         prompts = [self.prompts[row] for row in self.rows]
-        submit = Submitting(models.sources, prompts, models.chat)
+        submit = ResponseSubmitter(models.sources, prompts, models.chat)
         for index, response in enumerate(responses):
             submit(index, response)
         has_model = models.reward is not None
-        score = raw_scores(models, self._inputs(), responses, self.config) if has_model else None
-        stopped = torch.tensor([each.stopped for each in responses], device=local_device())
+        inputs = self._prompt_ids()
+        score = compute_raw_scores(models, inputs, responses, self.config) if has_model else None
+        stopped = torch.tensor([response.stopped for response in responses], device=local_device())
         rewards = compute_rewards(models, score, stopped, self.config, strict=strict)
-        if not self.config.distills:
+        if not self.config.is_distillation:
             return rewards
-        experience = score_responses(models, self._inputs(), responses, self.config)
+        experience = score_responses(models, inputs, responses, self.config)
         assert experience.ref_logprobs is not None
         distance = (experience.logprobs - experience.ref_logprobs) * experience.mask
         return replace(rewards, score=-distance.sum(dim=1))
@@ -208,12 +209,12 @@ class HeldOut(HeldOutPrompts):
         Higher is better. The penalty's weight is the setting kl_coef, even if that is adaptive.
         """
         penalty = self.config.kl_weight * kl if self.config.reference_role == "reference" else 0.0
-        if self.config.rewards or self.config.distills:  # their scores are the objective
+        if self.config.rewards or self.config.is_distillation:  # their scores are the objective
             known = [response.score for response in responses if response.score is not None]
             return mean(known) - penalty
         score = torch.tensor([response.score for response in responses])
         stopped = torch.tensor([response.stopped for response in responses])
-        reward = compute_reward(score, stopped, self.models, self.config)
+        reward = score_to_reward(score, stopped, self.models, self.config)
         return reward.double().mean().item() - penalty
 
 
@@ -231,17 +232,17 @@ class Evaluator:
         self.config = config
         self.total_steps = total_steps
         self.held_out = HeldOut(models, prompts, config)
-        self.watched = HeldOut(models, prompts[: config.rollout_size], config)
-        self.every = evaluation_interval(
+        self.subset = HeldOut(models, prompts[: config.rollout_size], config)
+        self.interval = evaluation_interval(
             config.eval_every,
             total_steps=total_steps,
-            cost=evaluation_cost(len(self.watched.prompts), config),
+            cost=estimate_evaluation_cost(len(self.subset.prompts), config),
         )
         self.best = BestWeights(models.actor, keep=config.keep_best)
         self.tasks = TaskEvaluations(config, models.chat, models.hybrid_engine.generating)
         self.start = 0.0
         """The starting model's objective."""
-        self.least_gold = -math.inf
+        self.min_gold = -math.inf
         """Minimum gold reward of the best actor, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
@@ -253,28 +254,28 @@ class Evaluator:
             ConfigError: no source applies to any response; or the run resumes and its starting
                 model no longer exists.
         """
-        start = checkpoints.require_same_start(self.config.actor)
-        plain = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
-        self.before = HeldOutResponses.read(plain)
-        responses = self.before.sampled[: len(self.watched.prompts)]
+        origin = checkpoints.require_same_start(self.config.actor)
+        state = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
+        self.before = HeldOutResponses.read(state)
+        responses = self.before.sampled[: len(self.subset.prompts)]
         require(
             any(response.score is not None for response in responses),
             "no response to a held-out prompt has a reward: no source of ppo.rewards applies to"
             " any; check the columns that they read, such as a non-numeric answer",
         )
-        figures = self._figures(responses, kl=self.before.kl)
-        check_start(self.config.actor.path, figures)
-        self.start = figures["objective"]
+        metrics = self._get_metrics(responses, kl=self.before.kl)
+        check_start(self.config.actor.path, metrics)
+        self.start = metrics["objective"]
         if any(guard.signal == "divergence" for guard in self.config.acting_guards):
-            self.least_gold = figures.get(GOLD, -math.inf)
-        self.first = checkpoints.once("tasks", self.tasks.metrics)
+            self.min_gold = metrics.get(GOLD, -math.inf)
+        self.initial_tasks = checkpoints.once("tasks", self.tasks.metrics)
         if checkpoints.is_new:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
             greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
-            details = {"eval_by_prompt": self.watched.by_prompt(responses), "began_from": start}
-            run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
+            details = {"eval_by_prompt": self.subset.by_prompt(responses), "began_from": origin}
+            run.evaluated(0, {**greedy_score, **metrics, **self.initial_tasks}, details=details)
 
     def evaluate(self, step: int, run: Run, *, is_last: bool = False) -> None:
         """Print samples and evaluate the actor after iteration `step`, each if due or `is_last`.
@@ -284,17 +285,17 @@ class Evaluator:
         """
         if step % self.config.samples_every == 0:
             self.held_out.print_samples(step)
-        if step % self.every and step != self.total_steps and not is_last:
+        if step % self.interval and step != self.total_steps and not is_last:
             return
-        with self.watched.models.hybrid_engine.generating() as actor:
-            responses = self.watched.respond(actor, temperature=self.config.temperature)
-        scored = self.watched.scored(responses)
-        figures = self._figures(scored, kl=self.watched.kl(responses))
-        is_sound = figures.get(GOLD, math.inf) >= self.least_gold
-        self.best.update(-figures["objective"], step=step, may_be_best=is_sound)
-        details = {"eval_by_prompt": self.watched.by_prompt(scored)}
-        run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
-        check_finite(f"of held-out prompts after iteration {step}", figures)
+        with self.subset.models.hybrid_engine.generating() as actor:
+            responses = self.subset.respond(actor, temperature=self.config.temperature)
+        scored = self.subset.scored(responses)
+        metrics = self._get_metrics(scored, kl=self.subset.kl(responses))
+        is_eligible = metrics.get(GOLD, math.inf) >= self.min_gold
+        self.best.update(-metrics["objective"], step=step, may_be_best=is_eligible)
+        details = {"eval_by_prompt": self.subset.by_prompt(scored)}
+        run.evaluated(step, {**metrics, **self.tasks.metrics()}, details=details)
+        check_finite(f"of held-out prompts after iteration {step}", metrics)
 
     def end(self, run: Run, guards: Guards) -> None:
         """Evaluate the exported actor and the base on all prompts; write samples and the result."""
@@ -307,7 +308,7 @@ class Evaluator:
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
         run.evaluated(run.step, evaluation, details={"eval_by_prompt": exported})
         changed = self.best.exported_step != self.best.last_step or guards.stopped
-        tasks = self.tasks.summary(self.first, changed=changed)
+        tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(self.config.actor.path, self.config.base)
         responses = {before: self.before, self.config.step_name: after}
         base = None if before == "base" else responses_of_base(self.held_out, self.config.base)
@@ -320,10 +321,10 @@ class Evaluator:
             **({"guards": guards.acted} if guards.acted else {}),
         )
 
-    def _figures(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
+    def _get_metrics(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
         """Metrics of sampled responses to the watched prompts; wins are against the start."""
         return {
-            "objective": self.watched.objective(responses, kl=kl),
+            "objective": self.subset.objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
             **({"kl": kl} if self.config.reference_role == "reference" else {}),
             "sampled_length": mean_length(responses),
@@ -338,7 +339,7 @@ class Evaluator:
         return "reward" if self.config.rewards else "score"
 
 
-def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
+def estimate_evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     """Cost of an evaluation during training, in iterations, by counting passes over a token.
 
     Generation counts four passes, scoring one per model, and training three per trained model and
@@ -346,9 +347,9 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     """
     trained = 2 if config.has_critic else 1
     frozen = (config.reference_role is not None) + config.uses_reward_model
-    scored = 4 + frozen + trained
-    learned = 3 * trained * config.ppo_epochs
-    return num_prompts / config.rollout_size * scored / (scored + learned)
+    forward_passes = 4 + frozen + trained
+    backward_passes = 3 * trained * config.ppo_epochs
+    return num_prompts / config.rollout_size * forward_passes / (forward_passes + backward_passes)
 
 
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
@@ -356,25 +357,25 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
 
     The metric is the objective on the watched prompts: mean reward minus kl_coef times the KL.
     """
-    now = -best.last
+    objective = -best.last
     method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
             "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: train"
             " longer, lower ppo.actor.%s, or inspect the %s",
             method,
-            now,
+            objective,
             start,
             ", and the starting weights are exported" if best.keep else "",
             config.actor.peak_lr[0],
             "reward model" if config.uses_reward_model else "rewards",
         )
-    elif now < start:
+    elif objective < start:
         logger.warning(
             "%s made the final actor worse than the initial one (%.3g on held-out prompts, "
             "initially %.3g)%s: lower ppo.actor.%s",
             method,
-            now,
+            objective,
             start,
             f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
             if best.keep

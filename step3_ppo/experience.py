@@ -23,19 +23,19 @@ from pipeline.models.forward.forward import TokenLogprobs
 from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, to_device
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.advantages import ESTIMATORS, Rewarded
+from step3_ppo.advantages import ESTIMATORS, RewardedResponses
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import correction_weights, overlong_penalty, token_rewards, whiten
 from step3_ppo.methods import ESTIMATOR_NEEDS
-from step3_ppo.models import Models, own_micro_batches, whole_sequence
-from step3_ppo.rewards import raw_scores
+from step3_ppo.models import Models, join_response, split_micro_batches
+from step3_ppo.rewards import compute_raw_scores
 from step3_ppo.served_teacher import collect
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardPass:
     """One pass of actor and critic over a process's entire rollout, with its autograd graph."""
 
     policy: TokenLogprobs
@@ -84,7 +84,7 @@ class Experience:
     shares_prompts: bool = False
     """Whether responses to one prompt share one copy of it in the models' passes."""
 
-    forward: Forward | None = None
+    forward: ForwardPass | None = None
     """The pass through which the first update may backpropagate, once."""
 
     @cached_property
@@ -149,38 +149,38 @@ class Rollout:
     def minibatch(self, rows: Sequence[int]) -> Minibatch:
         """The rows, concatenated; without rows, a minibatch that has no gradient."""
         experience = self.experience
-        device, taken = experience.mask.device, torch.tensor(list(rows) or [0])
-        index = to_device(taken, device)
+        device, indices = experience.mask.device, torch.tensor(list(rows) or [0])
+        index = to_device(indices, device)
         mask = experience.mask[index] if rows else torch.zeros_like(experience.mask[index])
-        sequences = [experience.sequences[row] for row in taken.tolist()]
+        sequences = [experience.sequences[row] for row in indices.tolist()]
         if not rows:
             sequences = [Encoded.untrained(sequences[0].input_ids)]
         lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)
         # Computed on the host to avoid a device synchronization.
-        here = experience.mask_on_host[taken] if rows else torch.zeros(0, dtype=torch.bool)
-        places = to_device(here.flatten().nonzero().squeeze(1), device)
+        host_mask = experience.mask_on_host[indices] if rows else torch.zeros(0, dtype=torch.bool)
+        token_indices = to_device(host_mask.flatten().nonzero().squeeze(1), device)
 
-        def tokens_of(padded: Shaped[Tensor, "_B _T"]) -> Shaped[Tensor, " K"]:
-            return padded.flatten()[places]
+        def gather_tokens(padded: Shaped[Tensor, "_B _T"]) -> Shaped[Tensor, " K"]:
+            return padded.flatten()[token_indices]
 
-        def of_response(flags: Bool[Tensor, " B"]) -> Float[Tensor, " K"]:
-            return tokens_of(flags[index, None].expand_as(mask)).float()
+        def expand_to_tokens(flags: Bool[Tensor, " B"]) -> Float[Tensor, " K"]:
+            return gather_tokens(flags[index, None].expand_as(mask)).float()
 
-        def of_tokens(values: Float[Tensor, "B T"] | None) -> Float[Tensor, " K"] | None:
-            return None if values is None else tokens_of(values[index])
+        def gather_rows(values: Float[Tensor, "B T"] | None) -> Float[Tensor, " K"] | None:
+            return None if values is None else gather_tokens(values[index])
 
         return Minibatch(
             tokens=collate(sequences, share_prompts=experience.shares_prompts).to(local_device()),
             mask=mask,
-            old_logprobs=tokens_of(experience.logprobs[index]),
-            ref_logprobs=of_tokens(experience.ref_logprobs),
-            advantages=tokens_of(self.advantages[index]),
-            lengths=tokens_of(lengths).float(),
-            counted=of_response(self.counted),
-            correction=of_tokens(self.correction),
+            old_logprobs=gather_tokens(experience.logprobs[index]),
+            ref_logprobs=gather_rows(experience.ref_logprobs),
+            advantages=gather_tokens(self.advantages[index]),
+            lengths=gather_tokens(lengths).float(),
+            counted=expand_to_tokens(self.counted),
+            correction=gather_rows(self.correction),
             kl_coef=self.kl_coef,
-            old_values=of_tokens(experience.values),
-            returns=of_tokens(self.returns),
+            old_values=gather_rows(experience.values),
+            returns=gather_rows(self.returns),
         )
 
 
@@ -205,31 +205,30 @@ def score_responses(
             update follows, in which case no graph is built.
     """
     device = local_device()
-    sequences = list(map(whole_sequence, prompts, responses))
+    sequences = list(map(join_response, prompts, responses))
     shared = config.group_size > 1 and models.shares_prompts
-    parts = [part or [0] for part in own_micro_batches(config, sequences, shared=shared)]
+    parts = [rows or [0] for rows in split_micro_batches(config, sequences, shared=shared)]
     batches = [
         collate([sequences[row] for row in rows], share_prompts=shared).to(device) for rows in parts
     ]
-    taught = _request_teacher(models, prompts, responses)
+    read_teacher = _request_teacher(models, prompts, responses)
     # Frozen models run first, before autograd graphs occupy memory.
-    found: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     if models.reference is not None and (config.method != "gkd" or step is None):
-        found["ref_logprobs"] = models.reference.logprobs(batches, temperature=config.temperature)
+        results["ref_logprobs"] = models.reference.logprobs(batches, temperature=config.temperature)
     if score is None and models.reward is not None:
-        score = raw_scores(models, prompts, responses, config)
-    kept: Forward | None = None
+        score = compute_raw_scores(models, prompts, responses, config)
+    forward: ForwardPass | None = None
     if step is not None and config.reuses_forward(processes=current_mesh().data.size):
         (batch,) = batches
-        kept = Forward(
-            _policy(models, batch, config), None if models.critic is None else models.critic(batch)
-        )
-        found |= {name: [output] for name, output in kept.outputs().items()}
+        values = None if models.critic is None else models.critic(batch)
+        forward = ForwardPass(_run_policy(models, batch, config), values)
+        results |= {name: [output] for name, output in forward.outputs().items()}
     else:
-        with _without_graphs(models):
-            found |= _of_trained(models, batches, config)
+        with _evaluation_mode(models):
+            results |= _run_trained_models(models, batches, config)
     lengths = [len(response.ids) for response in responses]
-    outputs = {name: _padded(each, parts, lengths) for name, each in found.items()}
+    outputs = {name: _pad_rows(result, parts, lengths) for name, result in results.items()}
     sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
     return Experience(
         sequences=sequences,
@@ -237,12 +236,12 @@ def score_responses(
         mask=mask,
         sampled_logprobs=sampled,
         logprobs=outputs["logprobs"],
-        ref_logprobs=outputs.get("ref_logprobs") if taught is None else taught(),
+        ref_logprobs=outputs.get("ref_logprobs") if read_teacher is None else read_teacher(),
         entropy=outputs["entropy"],
         values=outputs.get("values"),
         score=score,
         shares_prompts=shared,
-        forward=kept,
+        forward=forward,
     )
 
 
@@ -252,60 +251,60 @@ def _request_teacher(
     """Request a served teacher's log-probabilities; the returned function waits for them."""
     if models.teacher is None:
         return None
-    parts, pending = current_mesh().model_parallel, []
-    if parts.rank == 0:  # servers don't repeat their bits, which all parts of a model must share
+    model_group, pending = current_mesh().model_parallel, []
+    if model_group.rank == 0:  # all parts of a model need the same bits, which servers don't repeat
         pending = models.teacher.submit(prompts, [response.ids for response in responses])
 
     def wait() -> Tensor:
-        scores = parts.gather_objects(collect(pending))[0]
-        return pad([torch.tensor(each, device=local_device()) for each in scores])[0]
+        scores = model_group.gather_objects(collect(pending))[0]
+        return pad([torch.tensor(row, device=local_device()) for row in scores])[0]
 
     return wait
 
 
-def _padded(
+def _pad_rows(
     outputs: Sequence[Float[Tensor, " _K"]],
     parts: Sequence[Sequence[int]],
     lengths: Sequence[int],
 ) -> Float[Tensor, "B T"]:
     """A model's outputs for the responses' tokens in each micro-batch, padded in order of rows."""
-    pieces = [torch.empty(0)] * len(lengths)
+    by_row = [torch.empty(0)] * len(lengths)
     for rows, output in zip(parts, outputs, strict=True):
-        for row, piece in zip(rows, output.split([lengths[row] for row in rows]), strict=True):
-            pieces[row] = piece
-    return pad(pieces)[0]
+        for row, tokens in zip(rows, output.split([lengths[row] for row in rows]), strict=True):
+            by_row[row] = tokens
+    return pad(by_row)[0]
 
 
-def _of_trained(
+def _run_trained_models(
     models: Models, batches: Sequence[TokenBatch], config: PPOConfig
 ) -> dict[str, list[Tensor]]:
     """Outputs of actor and critic, without graphs."""
 
     def policy(batch: TokenBatch) -> Tensor:
-        outputs = _policy(models, batch, config)
+        outputs = _run_policy(models, batch, config)
         assert outputs.entropy is not None
         return torch.stack([outputs.logprobs, outputs.entropy])
 
-    both = models.policy_passes.forward_everywhere(
+    pairs = models.policy_passes.forward_everywhere(
         batches, policy, lambda batch: (2, batch.num_targets)
     )
-    found = {"logprobs": [each[0] for each in both], "entropy": [each[1] for each in both]}
+    outputs = {"logprobs": [pair[0] for pair in pairs], "entropy": [pair[1] for pair in pairs]}
     if models.value_passes is None or models.critic is None:
-        return found
+        return outputs
     values = models.value_passes.forward_everywhere(
         batches, models.critic, lambda batch: (batch.num_targets,)
     )
-    return found | {"values": values}
+    return outputs | {"values": values}
 
 
-def _policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLogprobs:
+def _run_policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLogprobs:
     return models.actor(
         batch, temperature=config.temperature, entropy=True, entropy_grad=config.entropy_coef > 0
     )
 
 
 @contextmanager
-def _without_graphs(models: Models) -> Iterator[None]:
+def _evaluation_mode(models: Models) -> Iterator[None]:
     with ExitStack() as stack:
         for engine in models.trained.values():
             stack.enter_context(evaluating(engine.model))
@@ -332,16 +331,16 @@ def compute_advantages(
     mask = experience.mask
     if counted is None:
         counted = torch.ones_like(experience.stopped)
-    reward_score, ends = with_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
-    counted = counted & ends
-    own, in_reward = experience.logprobs, kl_coef if config.kl_in == "reward" else 0.0
-    reference = own if experience.ref_logprobs is None else experience.ref_logprobs
-    rewards = token_rewards(reward_score, own, reference, mask, kl_coef=in_reward)
-    if config.distills:
+    reward_score, kept = apply_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
+    counted = counted & kept
+    logprobs, reward_kl_coef = experience.logprobs, kl_coef if config.kl_in == "reward" else 0.0
+    reference = logprobs if experience.ref_logprobs is None else experience.ref_logprobs
+    rewards = token_rewards(reward_score, logprobs, reference, mask, kl_coef=reward_kl_coef)
+    if config.is_distillation:
         reward_score = rewards.sum(dim=1)
     counted_mask = mask & counted[:, None]
     estimate = ESTIMATORS[config.advantage](
-        Rewarded(
+        RewardedResponses(
             rewards=rewards,
             mask=mask,
             scores=reward_score,
@@ -357,21 +356,21 @@ def compute_advantages(
     if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
         mean, variance = global_moments(advantages, counted_mask)
         advantages = whiten(advantages, mask, mean=mean, variance=variance)
-    silent = ~counted if estimate.silent is None else estimate.silent | ~counted
+    zeroed = ~counted if estimate.zeroed is None else estimate.zeroed | ~counted
     return Rollout(
         experience,
         reward_score,
         rewards,
-        advantages.masked_fill(silent[:, None], 0.0),
+        advantages.masked_fill(zeroed[:, None], 0.0),
         estimate.returns,
         counted,
-        correction=_correction(experience, config),
+        correction=_compute_correction(experience, config),
         group_size=config.group_size,
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
     )
 
 
-def with_overlong(
+def apply_overlong(
     reward_score: Float[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     stopped: Bool[Tensor, " B"],
@@ -388,7 +387,7 @@ def with_overlong(
     return reward_score, stopped if config.overlong == "mask" else torch.ones_like(stopped)
 
 
-def _correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
+def _compute_correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
     """Importance weights of the tokens; None if none are needed."""
     correction = choose_correction(config, gap=rollout_gap(experience))
     if correction is None:
@@ -433,7 +432,7 @@ class OffPolicyError(RuntimeError):
     """The policy in training differs from the one that generated the rollout."""
 
 
-def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> None:
+def check_rollout_gap(gap: float, models: Models, *, max_gap: float = 0.0) -> None:
     """Stop if generation's log-probabilities are not those of the trained weights.
 
     Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
@@ -442,17 +441,17 @@ def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> No
     Args:
         gap: mean absolute difference in nats.
         models: the models, whose actor generated the rollout.
-        largest: largest absolute difference of a token.
+        max_gap: largest absolute difference of a token.
 
     Raises:
         OffPolicyError: the actor was gathered, merged or sharded wrongly, or its family computes
             differently in generation than in training.
     """
     mean_limit, token_limit = GAP_LIMITS[_is_fp32(models)]
-    if not (gap <= mean_limit and largest <= token_limit):
+    if not (gap <= mean_limit and max_gap <= token_limit):
         raise OffPolicyError(
             f"log-probabilities of generation and training differ by {gap:.2g} nats on average and"
-            f" {largest:.2g} at most per token, above the limits {mean_limit} and {token_limit}:"
+            f" {max_gap:.2g} at most per token, above the limits {mean_limit} and {token_limit}:"
             " the responses are not from the policy in training; please report the model, and if"
             " ppo.inference_tp_size is above 1, set it to 1"
         )
@@ -492,12 +491,12 @@ def choose_correction(config: PPOConfig, *, gap: float) -> Literal["truncate", "
         return None if config.correction == "none" else config.correction
     if gap <= config.correction_threshold:
         return None
-    _announce_correction(config.correction_threshold, config.correction_cap)
+    _log_correction_once(config.correction_threshold, config.correction_cap)
     return "truncate"
 
 
 @cache
-def _announce_correction(threshold: float, cap: float) -> None:
+def _log_correction_once(threshold: float, cap: float) -> None:
     logger.info(
         "rollout_gap exceeds ppo.correction_threshold %g: correcting such rollouts by importance"
         " weights of at most %g (ppo.correction none disables this)",

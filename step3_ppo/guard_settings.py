@@ -25,7 +25,7 @@ Signal = Literal[
     "rollout_gap",
 ]
 
-USUAL: tuple[tuple[Signal, float, int], ...] = (
+DEFAULT_LIMITS: tuple[tuple[Signal, float, int], ...] = (
     ("kl_per_token", 0.25, 1),
     ("ratio_max", 20.0, 1),
     ("entropy", 0.2, 3),
@@ -47,7 +47,7 @@ class GuardConfig(Guard):
     RELATIVE = ("entropy", "response_length")
     LOWER = ("explained_variance",)
     TRENDS = ("divergence",)
-    PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
+    PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(DEFAULT_LIMITS)
     """Guards by keyword."""
 
     signal: Signal
@@ -69,14 +69,14 @@ class GuardConfig(Guard):
     twice; none disables the guard."""
 
 
-WARNING = tuple(GuardConfig(**each) for each in GuardConfig.PRESETS["warn"])
+DEFAULT_GUARDS = tuple(GuardConfig(**settings) for settings in GuardConfig.PRESETS["warn"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
     """Signals that are watched during a run."""
 
-    guards: tuple[GuardConfig, ...] = WARNING
+    guards: tuple[GuardConfig, ...] = DEFAULT_GUARDS
     """Changes to the default guards, which warn: a list of signal, limit, window and action; strict
     rolls back, none disables all (docs/guards.md). Guards that stop or roll back need save_every in
     iterations."""
@@ -87,17 +87,17 @@ class GuardSettings:
         return tuple(guard for guard in self.guards if guard.can_act)
 
 
-def unmeasured(
+def unmeasured_signals(
     *, gold: bool, critic: bool, reference: bool, groups: bool, sources: bool
 ) -> dict[str, str]:
     """Signals that a run does not measure, with their requirements."""
-    of_kl = (reference, "a reference; set ppo.reference.path, or a KL penalty")
+    needs_reference = (reference, "a reference; set ppo.reference.path, or a KL penalty")
     needs = {
-        "kl": of_kl,
-        "kl_per_token": of_kl,
+        "kl": needs_reference,
+        "kl_per_token": needs_reference,
         "divergence": (gold, "ppo.gold, a source that is not trained on"),
         "explained_variance": (critic, "a critic, which this method lacks"),
         "dead_groups": (groups, "ppo.group_size 2 or more"),
         "reward_failures": (sources or gold, "sources in ppo.rewards"),
     }
-    return {signal: what for signal, (is_there, what) in needs.items() if not is_there}
+    return {signal: requirement for signal, (is_met, requirement) in needs.items() if not is_met}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pipeline.guards.guards import Metrics, Signals, significant_decrease
 from pipeline.guards.settings import Guard
 
-OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
+DIVERGENCE_METRICS = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose trend over some iterations is checked: means and their standard errors."""
 
-LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
+EPISODE_LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
 """The limits of an episode, by the metric for the fraction of episodes that each one ended."""
 
 
@@ -46,7 +46,7 @@ MESSAGES: Mapping[str, str] = {
 class RLSignals(Signals):
     """The signals of an iteration of step 3."""
 
-    scores_ends: bool = True
+    has_eos_penalty: bool = True
     """Whether `ppo.missing_eos_score` bounds the score of unfinished responses."""
 
     rate: str = "optim.lr"  # pyrefly: ignore[bad-override]
@@ -56,7 +56,7 @@ class RLSignals(Signals):
     """Number of responses of a rollout."""
 
     INITIAL_METRICS = ("entropy", "response_length", "stop_rate")
-    TREND_METRICS = OF_DIVERGENCE
+    TREND_METRICS = DIVERGENCE_METRICS
     UNIT = "iteration"
     ROLLBACK_CHANGES = "half the learning rate and twice kl_coef"
     MESSAGES = MESSAGES
@@ -84,34 +84,32 @@ class RLSignals(Signals):
     ) -> str:
         """Return a sentence with the problem and its fix."""
         if guard.signal == "divergence":
-            return _divergence(history, self.rate)
-        more = {
+            return _describe_divergence(history, self.rate)
+        values = {
             "effect": "become alike" if guard.limit < 1 else "become noise",
-            "remedy": _ends(metrics, scores_ends=self.scores_ends),
+            "remedy": _get_remedy(metrics, has_eos_penalty=self.has_eos_penalty),
             "critic_rate": self.critic_rate,
         }
-        return super().format_message(guard, {**metrics, **more}, first, history)
+        return super().format_message(guard, {**metrics, **values}, first, history)
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
     """Whether the trained reward rises and gold falls, both by more than `errors` standard errors.
 
     The slopes are those of least-squares lines over all of `history`; False if an iteration lacks
-    one of `OF_DIVERGENCE`.
+    one of `DIVERGENCE_METRICS`.
     """
-    if any(name not in each for each in history for name in OF_DIVERGENCE):
+    if any(name not in row for row in history for name in DIVERGENCE_METRICS):
         return False
     proxy, gold = (
-        slope_in_errors(
-            [each[name] for each in history], [each[f"{name}_stderr"] for each in history]
-        )
+        slope_in_errors([row[name] for row in history], [row[f"{name}_stderr"] for row in history])
         for name in ("score", "gold")
     )
     return proxy > errors and gold < -errors
 
 
-def _divergence(history: Sequence[Metrics], rate: str) -> str:
-    proxy, gold = (change([each[name] for each in history]) for name in ("score", "gold"))
+def _describe_divergence(history: Sequence[Metrics], rate: str) -> str:
+    proxy, gold = (fitted_change([row[name] for row in history]) for name in ("score", "gold"))
     return (
         f"over {len(history)} iterations, the trained reward rose by {proxy:.2g} and gold fell by"
         f" {-gold:.2g}: the actor exploits its reward; fix the reward, raise ppo.kl_coef or lower"
@@ -119,13 +117,13 @@ def _divergence(history: Sequence[Metrics], rate: str) -> str:
     )
 
 
-def _ends(metrics: Metrics, *, scores_ends: bool) -> str:
+def _get_remedy(metrics: Metrics, *, has_eos_penalty: bool) -> str:
     """Return the fix for responses that don't end; for episodes, by the limit that they reached."""
-    ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
+    ended = {name: metrics[metric] for metric, name in EPISODE_LIMITS.items() if metric in metrics}
     reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
     if ended and not reached:
         return "the environment failed in the others; see reward_failures"
-    score = ", or lower ppo.missing_eos_score" if scores_ends else ""
+    score = ", or lower ppo.missing_eos_score" if has_eos_penalty else ""
     return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{score}"
 
 
@@ -135,20 +133,20 @@ def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
     With centred positions t: slope = sum(t y) / sum(t^2), with variance sum(t^2 e^2) / sum(t^2)^2,
     where e are the standard errors of the means. Infinite if the errors are 0 and the slope is not.
     """
-    places = _centred(len(values))
-    rise = math.fsum(t * y for t, y in zip(places, values, strict=True))
-    error = math.sqrt(math.fsum((t * e) ** 2 for t, e in zip(places, errors, strict=True)))
+    positions = _centered_positions(len(values))
+    rise = math.fsum(t * y for t, y in zip(positions, values, strict=True))
+    error = math.sqrt(math.fsum((t * e) ** 2 for t, e in zip(positions, errors, strict=True)))
     if error == 0:
         return 0.0 if rise == 0 else math.copysign(math.inf, rise)
     return rise / error
 
 
-def change(values: Sequence[float]) -> float:
+def fitted_change(values: Sequence[float]) -> float:
     """Change of the least-squares line over equally spaced values, from first to last."""
-    places = _centred(len(values))
-    slope = math.fsum(t * y for t, y in zip(places, values, strict=True))
-    return slope / math.fsum(t * t for t in places) * (len(values) - 1)
+    positions = _centered_positions(len(values))
+    slope = math.fsum(t * y for t, y in zip(positions, values, strict=True))
+    return slope / math.fsum(t * t for t in positions) * (len(values) - 1)
 
 
-def _centred(count: int) -> list[float]:
-    return [place - (count - 1) / 2 for place in range(count)]
+def _centered_positions(count: int) -> list[float]:
+    return [index - (count - 1) / 2 for index in range(count)]

@@ -70,8 +70,8 @@ def value_loss(
     """
     error = (values - returns).square()
     if clip is not None:
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.max(error, (clipped - returns).square())
+        clipped_surrogate = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.max(error, (clipped_surrogate - returns).square())
     return 0.5 * (error if counted is None else error * counted).sum()
 
 
@@ -117,7 +117,7 @@ class TrustRegion:
     """Bound on the loss of negative advantages, in units of the advantage."""
 
 
-def clipped(
+def clipped_surrogate(
     ratio: Float[Tensor, " K"],
     logprobs: Float[Tensor, " K"],
     advantages: Float[Tensor, " K"],
@@ -185,15 +185,15 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
     return means.repeat_interleave(counts, output_size=len(values)).to(values.dtype)
 
 
-def without_gradient(
+def has_no_gradient(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
     """Tokens without a gradient in `clipped`: the ratio exceeds the bound on their side."""
-    beyond = (advantages > 0) & (ratio > 1 + region.clip_high)
-    beyond |= (advantages < 0) & (ratio < 1 - region.clip)
+    clipped = (advantages > 0) & (ratio > 1 + region.clip_high)
+    clipped |= (advantages < 0) & (ratio < 1 - region.clip)
     if region.dual_clip is not None:
-        beyond |= (advantages < 0) & (ratio > region.dual_clip)
-    return beyond
+        clipped |= (advantages < 0) & (ratio > region.dual_clip)
+    return clipped
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class PolicyLoss:
 
 
 LOSSES: Mapping[str, PolicyLoss] = {
-    "clip": PolicyLoss(clipped, without_gradient),
-    "gspo": PolicyLoss(clipped, without_gradient, sequence_ratio),
+    "clip": PolicyLoss(clipped_surrogate, has_no_gradient),
+    "gspo": PolicyLoss(clipped_surrogate, has_no_gradient, sequence_ratio),
     "cispo": PolicyLoss(cispo, lambda ratio, _advantages, region: ratio > 1 + region.clip_high),
     "none": PolicyLoss(reinforce, lambda ratio, *_: torch.zeros_like(ratio, dtype=torch.bool)),
 }
@@ -236,7 +236,7 @@ class Weighting:
     num_responses: int
     max_new_tokens: int
 
-    def of(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+    def token_weights(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
         """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
 
         token: every token has the same weight (Yu et al. 2025, eq. 8), bitwise as without weights.
@@ -259,7 +259,7 @@ class KLController:
     kl_coef = kl_coef * (1 + e * responses / horizon)
     """
 
-    base: float
+    base_coef: float
     """The coefficient before `factor`."""
 
     target: float | None
@@ -271,22 +271,22 @@ class KLController:
     @property
     def coef(self) -> float:
         """The current weight of the penalty."""
-        return self.base * self.factor
+        return self.base_coef * self.factor
 
     def state_dict(self) -> dict[str, float]:
         """The current coefficient, before `factor`."""
-        return {"coef": self.base}
+        return {"coef": self.base_coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore the coefficient."""
-        self.base = state["coef"]
+        self.base_coef = state["coef"]
 
     def update(self, kl: float, *, responses: int) -> None:
         """Adapt to the mean KL of a rollout with this number of responses."""
         if self.target is None:
             return
         error = min(0.2, max(-0.2, kl / self.target - 1))
-        self.base *= 1 + error * responses / self.horizon
+        self.base_coef *= 1 + error * responses / self.horizon
 
 
 KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {

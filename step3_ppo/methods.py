@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-Grouped = Literal["grpo", "grpo_2024", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+GroupMethod = Literal["grpo", "grpo_2024", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 """Methods that compare the responses to a prompt."""
 
 
 @dataclass(frozen=True)
-class Needs:
+class EstimatorNeeds:
     """Requirements of an advantage estimator."""
 
     critic: bool = False
@@ -27,12 +27,12 @@ class Needs:
 
 
 ESTIMATOR_NEEDS = {
-    "gae": Needs(critic=True, whitening=True, discount=True),
-    "grpo": Needs(group=True),
-    "dr_grpo": Needs(group=True),
-    "rloo": Needs(group=True),
-    "reinforce_pp": Needs(whitening=True, discount=True),
-    "best": Needs(group=True),
+    "gae": EstimatorNeeds(critic=True, whitening=True, discount=True),
+    "grpo": EstimatorNeeds(group=True),
+    "dr_grpo": EstimatorNeeds(group=True),
+    "rloo": EstimatorNeeds(group=True),
+    "reinforce_pp": EstimatorNeeds(whitening=True, discount=True),
+    "best": EstimatorNeeds(group=True),
 }
 """Requirements of each `advantage`; the functions are in `step3_ppo.advantages`."""
 

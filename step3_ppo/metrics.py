@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference.engine.requests import Response, repeated_trigrams
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.advantages import are_equal, group_std
+from step3_ppo.advantages import all_equal, group_std
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import Experience, Rollout, global_moments
@@ -87,7 +87,7 @@ def kl_statistics(
     mask = experience.mask & counted[:, None]
     log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
     sums = (log_ratio.double().sum(), k3(log_ratio).double().sum(), counted.sum())
-    kl, kl_k3, count = current_mesh().data.sums([each.item() for each in sums])
+    kl, kl_k3, count = current_mesh().data.sums([total.item() for total in sums])
     return {"kl": kl / count, "kl_k3": kl_k3 / count}
 
 
@@ -113,7 +113,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
         return {}
     grouped = rollout.reward_score.double().view(-1, rollout.group_size)
     counted = rollout.counted.view_as(grouped)
-    is_dead = are_equal(grouped, counted)
+    is_dead = all_equal(grouped, counted)
     is_right = is_dead & ((grouped > 0) & counted).any(dim=1, keepdim=True)
     std, dead, right, count = current_mesh().data.sums(
         [
@@ -170,28 +170,28 @@ def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict
     """
     if config.environment is None:
         return {}
-    own = [
-        figure
+    local = [
+        metric
         for response in responses
         if isinstance(response, EpisodeResponse)
-        for figure in _figures(response, config)
+        for metric in _episode_metrics(response, config)
     ]
-    seen: dict[str, list[float]] = {}
-    for theirs in current_mesh().data.gather_objects(own):
-        for name, value in theirs:
-            seen.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sorted(seen.items())}
+    values_by_name: dict[str, list[float]] = {}
+    for metrics in current_mesh().data.gather_objects(local):
+        for name, value in metrics:
+            values_by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
 
 
-def _figures(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tuple[str, float]]:
+def _episode_metrics(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tuple[str, float]]:
     yield "turns", float(episode.num_turns)
     yield "observation_length", float(episode.observation_length)
     for name, end in (("turns", "turns"), ("tokens", "tokens"), ("failure", "failed")):
         yield f"ended_by_{name}", float(episode.end == end)
-    yield from parts_of(episode, config).items()
+    yield from get_reward_parts(episode, config).items()
 
 
-def parts_of(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
+def get_reward_parts(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
     """The parts of an environment's reward, by metric name."""
     source = config.environment_source
     name = "" if source is None else source.name

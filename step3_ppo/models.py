@@ -58,7 +58,7 @@ from step3_ppo.served_teacher import ServedTeacher
 logger = logging.getLogger(__name__)
 
 
-def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
+def join_response(prompt: Sequence[int], response: Response) -> Encoded:
     """A prompt with its response, whose tokens are trained."""
     if isinstance(response, EpisodeResponse):
         return response.sequence
@@ -66,7 +66,7 @@ def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
     return Encoded([*prompt, *response.ids], trained)
 
 
-class RewardText:
+class RewardTextEncoder:
     """Converts the actor's tokens, via text, into the reward model's tokens.
 
     A prompt is mapped to its original dialogue, so that no text is lost; the response is decoded.
@@ -84,35 +84,35 @@ class RewardText:
         """Maximum tokens that the reward model reads; longer dialogues lose their beginning."""
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
-    def know(self, prompts: Iterable[Prompt]) -> None:
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Store each prompt's dialogue under its token ids for the actor."""
-        self._dialogues |= {tuple(each.input_ids): each.messages for each in prompts}
+        self._dialogues |= {tuple(prompt.input_ids): prompt.messages for prompt in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
         """Return the reward model's tokens; no end-of-turn token if the response has none."""
         if isinstance(response, EpisodeResponse):
-            *before, last = (*response.opening, *response.turns)
+            *context, last = (*response.opening, *response.turns)
         else:
-            before = self._dialogues[tuple(prompt)]
-            continues = before[-1].role == "assistant"
+            context = self._dialogues[tuple(prompt)]
+            continues = context[-1].role == "assistant"
             text = decode_response(self.tokenizer, response.text_ids, continues=continues)
             last = Message("assistant", text)
-        whole = self.chat.encode(before, [last])
-        if not response.stopped and whole.input_ids[-1] in self.chat.stop_ids:
-            whole = whole.head(len(whole) - 1)
-        return whole.tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
+        encoded = self.chat.encode(context, [last])
+        if not response.stopped and encoded.input_ids[-1] in self.chat.stop_ids:
+            encoded = encoded.head(len(encoded) - 1)
+        return encoded.tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
 
 
-def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
+def reward_chat(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
     """The chat format of a reward model that reads text; None if it reads the actor's tokens.
 
     Raises:
         ModelError: the reward model has another tokenizer and no chat template.
     """
-    own = load_tokenizer(reward)
-    if speaks_alike(tokenizer, own, str(reward.path)):
+    reward_tokenizer = load_tokenizer(reward)
+    if speaks_alike(tokenizer, reward_tokenizer, str(reward.path)):
         return None
-    return resolve_format(own, "auto")
+    return resolve_format(reward_tokenizer, "auto")
 
 
 class RewardModel:
@@ -124,35 +124,35 @@ class RewardModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        like: TrainedModelConfig,
-        text: RewardText | None = None,
+        layout: TrainedModelConfig,
+        text: RewardTextEncoder | None = None,
         *,
         parallel: ParallelConfig | None = None,
     ) -> None:
         self.engine, self.passes = frozen_passes(
             model,
-            like,
+            layout,
             parallel or ParallelConfig(),
             current_mesh(),
-            lambda whole: Scorer(whole, kernels=like.kernels),
+            lambda module: Scorer(module, kernels=layout.kernels),
             name="reward model",
         )
-        self.settings = base_model(model).config
+        self.hf_config = base_model(model).config
         self.text = text
         """Converter of tokens; None if the reward model has the actor's tokenizer and template."""
         self.mean, self.std = 0.0, 1.0
-        """Moments of the scores of the first rollout, once `Models.set_moments` is called."""
+        """Mean and std of the first rollout, set by `Models.set_score_normalization`."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
         """Raw score of each sequence of each batch, read at its last token or at step ends."""
         with evaluating(self.engine.model):
             return self.passes.forward_everywhere(
                 batches,
-                lambda batch: response_scores(self.engine(batch), batch, self.settings),
+                lambda batch: response_scores(self.engine(batch), batch, self.hf_config),
                 lambda batch: (len(batch.lengths),),
             )
 
-    def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    def normalize(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Scores normalized to mean 0 and variance 1 over the first rollout."""
         return (scores - self.mean) / self.std
 
@@ -171,10 +171,10 @@ class Reference:
     ) -> list[Float[Tensor, " K"]]:
         """Log pi_ref of the response tokens of each batch."""
         engine = self.engine
-        plain = cast("Policy", engine.model).model
+        model = cast("Policy", engine.model).model
         frozen = isinstance(engine, FrozenEngine)
-        without = nullcontext() if frozen else cast("PeftModel", plain).disable_adapter()
-        with evaluating(engine.model), without:
+        adapter_off = nullcontext() if frozen else cast("PeftModel", model).disable_adapter()
+        with evaluating(engine.model), adapter_off:
             return self.passes.forward_everywhere(
                 batches,
                 lambda batch: engine(batch, temperature=temperature).logprobs,
@@ -186,7 +186,7 @@ class Critic(nn.Module):
     """Value of the state before each response token, in units of PPO's reward.
 
     It starts as the reward model, whose score is normalized like the reward;
-    then `step3_ppo.update.fit_values` trains it on the first rollout.
+    then `step3_ppo.update.pretrain_critic` trains it on the first rollout.
     """
 
     def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
@@ -206,9 +206,9 @@ class Critic(nn.Module):
 class CriticStage(nn.Module):
     """A stage of the critic other than the last; its parameters have the critic's names."""
 
-    def __init__(self, passage: StageModule) -> None:
+    def __init__(self, stage: StageModule) -> None:
         super().__init__()
-        self.scorer = passage
+        self.scorer = stage
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
         """Hidden states."""
@@ -259,7 +259,7 @@ class Models:
         """The actor's Hugging Face model, with its adapters if it has any."""
         return cast("Policy", self.actor.model).model
 
-    def set_moments(self, mean: float, std: float) -> None:
+    def set_score_normalization(self, mean: float, std: float) -> None:
         """Standardize scores and the critic's values with these moments."""
         assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
@@ -308,8 +308,8 @@ def load_models(
     )
     set_stop_tokens(actor, chat.stop_ids)
     require_context(base_model(actor), "actor", config)
-    value_passes = load_critic(config, tokenizer, total_steps=updates + FIRST_EPOCHS * minibatches)
-    trained = [each.engine for each in (policy_passes, value_passes) if each is not None]
+    value_passes = load_critic(config, tokenizer, total_steps=updates + VALUE_EPOCHS * minibatches)
+    engines = [passes.engine for passes in (policy_passes, value_passes) if passes is not None]
     return Models(
         actor=policy_passes.engine,
         critic=None if value_passes is None else value_passes.engine,
@@ -322,7 +322,7 @@ def load_models(
             actor,
             tp_group=tp_group,
             resident=config.replica == "resident",
-            offloading=trained if config.offload_in_generation else (),
+            offloading=engines if config.offload_in_generation else (),
         ),
         chat=chat,
         policy_passes=policy_passes,
@@ -330,7 +330,7 @@ def load_models(
     )
 
 
-FIRST_EPOCHS = 4
+VALUE_EPOCHS = 4
 """Passes of the critic over the first rollout before the actor is trained on it."""
 
 
@@ -361,7 +361,7 @@ def load_critic(
         config.critic,
         config.parallel,
         current_mesh(),
-        lambda whole: Critic(whole, kernels=config.critic.kernels),
+        lambda module: Critic(module, kernels=config.critic.kernels),
         total_steps=total_steps,
         name="critic",
         passing=CriticStage,
@@ -380,7 +380,7 @@ def load_reward(
     if not config.uses_reward_model:
         return None
     settings = config.reward
-    chat = text_format(tokenizer, settings)
+    chat = reward_chat(tokenizer, settings)
     layout = config.reward_layout
     reward = load_classifier(settings, device=device, seed=config.seed, defer=True)
     require_score(base_model(reward))
@@ -391,7 +391,7 @@ def load_reward(
         "%s has a different tokenizer or chat template, so it reads responses as text",
         settings.path,
     )
-    text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
+    text = RewardTextEncoder(tokenizer, chat, max_tokens=context_length(base_model(reward)))
     return RewardModel(reward, layout, text, parallel=config.parallel)
 
 
@@ -419,7 +419,7 @@ def load_reference(
     the default is the base with the adapter disabled, which needs no second copy.
     """
     role = config.reference_role
-    if role is None and config.distills:
+    if role is None and config.is_distillation:
         return None
     if role is None:
         logger.info(
@@ -439,13 +439,13 @@ def load_reference(
         config.actor,
         config.parallel,
         current_mesh(),
-        lambda whole: Policy(whole, kernels=config.actor.kernels),
+        lambda module: Policy(module, kernels=config.actor.kernels),
         name=role,
     )
     return Reference(engine, passes)
 
 
-def own_micro_batches(
+def split_micro_batches(
     config: PPOConfig, rows: Sequence[Encoded], *, shared: bool = False
 ) -> list[list[int]]:
     """The rows of this process's micro-batches, the same number on all processes; some are empty.
@@ -459,9 +459,9 @@ def own_micro_batches(
     units = [[row] for row in range(len(rows))]
     if shared:
         units = prompt_units(rows, max_tokens=max_tokens)
-    parts = local_micro_batches(
+    micro_batches = local_micro_batches(
         [sum(len(rows[row]) for row in unit) for unit in units],
         max_tokens=max_tokens,
         min_count=config.min_micro_batches,
     )
-    return [[row for unit in part for row in units[unit]] for part in parts]
+    return [[row for unit in part for row in units[unit]] for part in micro_batches]

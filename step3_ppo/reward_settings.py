@@ -14,13 +14,13 @@ from rewards.config import RewardConfig, read_spec
 if TYPE_CHECKING:
     from rewards.environments.file import EnvironmentFile
 
-MODEL = "model"
+MODEL_KIND = "model"
 """Kind of the source that is the reward model, whose scores step 3 computes."""
 
-ENVIRONMENT = "environment"
+ENVIRONMENT_KIND = "environment"
 """Kind, and default name, of the environment's reward as a source."""
 
-RESERVED = ("score", "failures")
+RESERVED_NAMES = ("score", "failures")
 """Names reserved for other `reward_*` metrics."""
 
 
@@ -57,28 +57,28 @@ class RewardSettings:
     @property
     def uses_reward_model(self) -> bool:
         """Whether a reward model scores the responses."""
-        return not self.rewards or any(source.kind == MODEL for source in self.rewards)
+        return not self.rewards or any(source.kind == MODEL_KIND for source in self.rewards)
 
     @property
     def programs(self) -> tuple[RewardConfig, ...]:
         """The sources other than the reward model and the environment."""
-        own = (MODEL, ENVIRONMENT)
-        return tuple(source for source in self.rewards if source.kind not in own)
+        other_kinds = (MODEL_KIND, ENVIRONMENT_KIND)
+        return tuple(source for source in self.rewards if source.kind not in other_kinds)
 
     @property
-    def maxima(self) -> dict[str, float]:
+    def max_rewards(self) -> dict[str, float]:
         """Maxima of the sources with positive weight, before weighting; infinity if there is none.
 
         That of a function or an environment is 1 by convention.
         """
-        other = {MODEL: math.inf, "remote": math.inf, "length": 0.0}
+        by_kind = {MODEL_KIND: math.inf, "remote": math.inf, "length": 0.0}
         positive = (source for source in self.rewards if source.weight > 0)
-        return {source.name: other.get(source.kind, 1.0) for source in positive}
+        return {source.name: by_kind.get(source.kind, 1.0) for source in positive}
 
     @property
     def environment_source(self) -> RewardConfig | None:
         """The environment's reward as a source; None without an environment."""
-        return next((each for each in self.rewards if each.kind == ENVIRONMENT), None)
+        return next((source for source in self.rewards if source.kind == ENVIRONMENT_KIND), None)
 
     @property
     def reward_columns(self) -> RowColumns:
@@ -102,29 +102,29 @@ class RewardSettings:
             ConfigError: sources contradict each other; the message names the setting.
         """
         names = [source.name for source in self.rewards]
-        for kind in (ENVIRONMENT, MODEL):
-            of_kind = [source for source in self.rewards if source.kind == kind]
+        for kind in (ENVIRONMENT_KIND, MODEL_KIND):
+            matching = [source for source in self.rewards if source.kind == kind]
             require(
-                len(of_kind) < 2, f"ppo.rewards has two sources of kind {kind}; keep one of them"
+                len(matching) < 2, f"ppo.rewards has two sources of kind {kind}; keep one of them"
             )
             require(
                 self.gold is None or self.gold.kind != kind,
                 f"ppo.gold can't be of kind {kind}; to measure it, add it to ppo.rewards with"
                 " weight 0",
             )
-        own = self.environment_source
+        source = self.environment_source
         require(
-            own is None or self.environment is not None,
+            source is None or self.environment is not None,
             "ppo.rewards has a source of kind environment, but ppo.environment is not set; set it,"
             " or remove the source",
         )
         require(
-            own is None or names.count(own.name) == 1,
+            source is None or names.count(source.name) == 1,
             "ppo.rewards: the environment's source has the name of another source; rename one",
         )
         for name in names:
             require(
-                name not in RESERVED,
+                name not in RESERVED_NAMES,
                 f"rewards.{name}: the metric reward_{name} already exists; rename the source",
             )
         require(
@@ -143,14 +143,14 @@ class RewardSettings:
         assert self.environment is not None
         file = read_environment(self.environment)
         require(
-            file.defines_reward or any(each.kind != ENVIRONMENT for each in self.rewards),
+            file.defines_reward or any(source.kind != ENVIRONMENT_KIND for source in self.rewards),
             f"ppo.environment: class {file.name} of {file.file} has no reward: define get_reward,"
             " or reward its episodes with --reward-function or --reward",
         )
         return file
 
 
-def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
+def add_environment_source(config: RewardSettings) -> tuple[RewardConfig, ...]:
     """The sources including the environment, which by default is the only reward.
 
     If other sources are given without it, it has weight 0 and is only measured.
@@ -158,8 +158,8 @@ def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
     if config.environment is None or config.environment_source is not None:
         return config.rewards
     weight = 0.0 if config.rewards else 1.0
-    own = RewardConfig(name=ENVIRONMENT, kind=ENVIRONMENT, weight=weight)
-    return (*config.rewards, own)
+    source = RewardConfig(name=ENVIRONMENT_KIND, kind=ENVIRONMENT_KIND, weight=weight)
+    return (*config.rewards, source)
 
 
 def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
@@ -169,12 +169,12 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
         ConfigError: a value is not a valid source.
     """
     sources: list[RewardConfig] = []
-    for name, words in options:
-        require(bool(words), f"--{name.replace('_', '-')} needs at least one value")
-        for word in words:
+    for name, values in options:
+        require(bool(values), f"--{name.replace('_', '-')} needs at least one value")
+        for value in values:
             require(
-                name == "reward" or re.fullmatch(r".+\.py:\w+", word) is not None,
-                f"--reward-function {word}: use FILE.py:NAME",
+                name == "reward" or re.fullmatch(r".+\.py:\w+", value) is not None,
+                f"--reward-function {value}: use FILE.py:NAME",
             )
-            sources.append(read_spec(word, [source.name for source in sources]))
+            sources.append(read_spec(value, [source.name for source in sources]))
     return to_plain(sources)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-CHUNK = 8
+MIN_CHUNK_SIZE = 8
 """Minimum number of responses that are submitted together."""
 
 
@@ -47,11 +47,11 @@ class RewardSources:
         self.environments: EnvironmentPool | None = None
         """The workers of the environment, if there is one."""
         self._rewards: Rewards | None = None
-        self._started = ExitStack()
+        self._workers = ExitStack()
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """Outcomes of the environment since the last results, by index."""
-        self._same_rows = current_mesh().model_parallel.untracked
+        self._model_group = current_mesh().model_parallel.untracked
         """Processes with the same responses, of which only the first calls the programs."""
 
     @property
@@ -69,25 +69,25 @@ class RewardSources:
         if self._rewards is not None:
             self._rewards.submit(episodes)
 
-    def keep(self, place: int, outcome: Outcome) -> None:
+    def record_outcome(self, index: int, outcome: Outcome) -> None:
         """Store the environment's outcome for the response at an index of the batch."""
-        self._outcomes[place] = outcome
+        self._outcomes[index] = outcome
 
     def results(self) -> dict[str, SourceResults]:
         """Rewards of each source, by name, for the episodes since the last call, in order."""
-        of_programs = self._of_first(self._results_of_programs())
-        return {**self._results_of_environment(), **of_programs}
+        program_results = self._share_first(self._collect_programs())
+        return {**self._collect_environment(), **program_results}
 
-    def _results_of_environment(self) -> dict[str, SourceResults]:
+    def _collect_environment(self) -> dict[str, SourceResults]:
         source = self.config.environment_source
         if source is None:
             return {}
-        outcomes = [self._outcomes[place] for place in sorted(self._outcomes)]
+        outcomes = [self._outcomes[index] for index in sorted(self._outcomes)]
         self._outcomes = {}
-        values = [each.value for each in outcomes]
-        return {source.name: SourceResults(values, [each.failure for each in outcomes])}
+        values = [outcome.value for outcome in outcomes]
+        return {source.name: SourceResults(values, [outcome.failure for outcome in outcomes])}
 
-    def _results_of_programs(self) -> dict[str, SourceResults]:
+    def _collect_programs(self) -> dict[str, SourceResults]:
         if self._rewards is None:
             return {}
         clock = Clock()
@@ -96,9 +96,9 @@ class RewardSources:
         self.seconds = clock.metrics()["seconds_rewards"]
         return results
 
-    def _of_first(self, own: T) -> T:
+    def _share_first(self, value: T) -> T:
         """Return the object of the first of the processes with the same responses."""
-        return self._same_rows.gather_objects(own)[0]
+        return self._model_group.gather_objects(value)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Fingerprint of the sources: the hashes of their files."""
@@ -110,15 +110,15 @@ class RewardSources:
         Raises:
             ConfigError: a source's file has changed.
         """
-        own = self.state_dict()["files"]
+        current = self.state_dict()["files"]
         for name, fingerprint in state["files"].items():
-            if own.get(name) != fingerprint:
+            if current.get(name) != fingerprint:
                 raise ConfigError(
-                    f"the file of {_what(name)} has changed since the run started; restore it, or"
-                    " pass --overwrite to start over"
+                    f"the file of {_describe(name)} has changed since the run started; restore it,"
+                    " or pass --overwrite to start over"
                 )
 
-    def check_alike(self, group: Group) -> None:
+    def check_same_files(self, group: Group) -> None:
         """Check that all processes have the same files.
 
         Raises:
@@ -127,10 +127,10 @@ class RewardSources:
         """
         first, *others = group.gather_objects(self._fingerprint)
         for name, fingerprint in first.items():
-            if any(each.get(name) != fingerprint for each in others):
+            if any(other.get(name) != fingerprint for other in others):
                 raise ConfigError(
-                    f"processes read different files of {_what(name)}; copy the same file to all"
-                    " machines, and restart"
+                    f"processes read different files of {_describe(name)}; copy the same file to"
+                    " all machines, and restart"
                 )
 
     def __enter__(self) -> "RewardSources":
@@ -139,21 +139,21 @@ class RewardSources:
         Raises:
             ConfigError: a source can't be used.
         """
-        with ExitStack() as started:  # stops started workers on an error
-            self._start(started)
-            self._started = started.pop_all()
+        with ExitStack() as stack:  # stops started workers on an error
+            self._start(stack)
+            self._workers = stack.pop_all()
         return self
 
-    def _start(self, started: ExitStack) -> None:
+    def _start(self, stack: ExitStack) -> None:
         config = self.config
         if config.environment is not None:
             file = config.read_environment()
             self.environments = EnvironmentPool(
                 file, workers=config.reward_workers, timeout_seconds=config.reward_timeout
             )
-            started.callback(self.environments.close)
+            stack.callback(self.environments.close)
             self._fingerprint[ENVIRONMENT_FILE] = file.sha256
-        if self.has_programs and self._same_rows.rank == 0:
+        if self.has_programs and self._model_group.rank == 0:
             self._rewards = Rewards(
                 config.programs,
                 gold=config.gold,
@@ -161,11 +161,11 @@ class RewardSources:
                 workers=config.reward_workers,
                 max_failures=config.max_reward_failures,
             )
-            started.callback(self._rewards.close)
+            stack.callback(self._rewards.close)
             self._fingerprint |= self._rewards.fingerprint
             for note in self._rewards.notes:
                 logger.info("%s", note)
-        self._fingerprint = self._of_first(self._fingerprint)
+        self._fingerprint = self._share_first(self._fingerprint)
 
     def __exit__(
         self,
@@ -173,10 +173,10 @@ class RewardSources:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._started.close()
+        self._workers.close()
 
 
-class Submitting:
+class ResponseSubmitter:
     """Submits the responses of a batch to the sources, a few at a time, as they end.
 
     A function gets the responses to a prompt together, in groups that do not depend on the order in
@@ -187,24 +187,24 @@ class Submitting:
         self._sources = sources
         self._prompts = prompts
         self._chat = chat
-        self._waiting: dict[int, Response] = {}
+        self._pending: dict[int, Response] = {}
 
     def __call__(self, index: int, response: Response) -> None:
         """Submit the response to prompt number `index` of the batch."""
         if isinstance(response, EpisodeResponse):
-            self._sources.keep(index, response.verdict.outcome)
+            self._sources.record_outcome(index, response.verdict.outcome)
         if not self._sources.has_programs:
             return
-        self._waiting[index] = response
+        self._pending[index] = response
         group_size = self._sources.config.group_size
-        size = -(-CHUNK // group_size) * group_size
-        first = index - index % size
-        chunk = range(first, min(first + size, len(self._prompts)))
-        if all(place in self._waiting for place in chunk):
-            self._sources.submit([self._episode(place) for place in chunk])
+        size = -(-MIN_CHUNK_SIZE // group_size) * group_size
+        start = index - index % size
+        chunk = range(start, min(start + size, len(self._prompts)))
+        if all(index in self._pending for index in chunk):
+            self._sources.submit([self._episode(index) for index in chunk])
 
-    def _episode(self, place: int) -> Episode:
-        response, prompt = self._waiting.pop(place), self._prompts[place]
+    def _episode(self, index: int) -> Episode:
+        response, prompt = self._pending.pop(index), self._prompts[index]
         if isinstance(response, EpisodeResponse):
             *turns, answer = response.turns
             return Episode(
@@ -214,7 +214,7 @@ class Submitting:
                 extra=prompt.extra,
                 stopped=response.stopped,
                 num_tokens=len(response.ids),
-                slot=place,
+                slot=index,
             )
         return Episode(
             prompt=prompt.messages,
@@ -222,9 +222,9 @@ class Submitting:
             extra=prompt.extra,
             stopped=response.stopped,
             num_tokens=len(response.ids),
-            slot=place,
+            slot=index,
         )
 
 
-def _what(name: str) -> str:
+def _describe(name: str) -> str:
     return name if name == ENVIRONMENT_FILE else f"the reward {name}"

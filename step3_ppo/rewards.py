@@ -19,13 +19,13 @@ from pipeline.parallel.mesh import current_mesh
 from rewards.contract import SourceResults
 from rewards.mixture import GOLD, check_failures, mask_failures, weighted_sum
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import Models, own_micro_batches, whole_sequence
-from step3_ppo.reward_settings import ENVIRONMENT, MODEL
+from step3_ppo.models import Models, join_response, split_micro_batches
+from step3_ppo.reward_settings import ENVIRONMENT_KIND, MODEL_KIND
 
 logger = logging.getLogger(__name__)
 
 
-def raw_scores(
+def compute_raw_scores(
     models: Models,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Response],
@@ -35,21 +35,21 @@ def raw_scores(
     assert models.reward is not None
     text = models.reward.text
     rows = [
-        whole_sequence(prompt, response) if text is None else text.encode(prompt, response)
+        join_response(prompt, response) if text is None else text.encode(prompt, response)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     scores = torch.zeros(len(rows), device=local_device())
-    parts = own_micro_batches(config, rows)
+    micro_batches = split_micro_batches(config, rows)
     batches = [
-        collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
-        for part in parts
+        collate_or_empty([rows[row] for row in indices], filler=rows[0]).to(local_device())
+        for indices in micro_batches
     ]
-    for part, found in zip(parts, models.reward.scores(batches), strict=True):
-        scores[part] = found[: len(part)].float()
+    for indices, output in zip(micro_batches, models.reward.scores(batches), strict=True):
+        scores[indices] = output[: len(indices)].float()
     return scores
 
 
-def counted_scores(
+def reported_scores(
     score: Float[Tensor, " B"] | None,
     stopped: Bool[Tensor, " B"],
     models: Models,
@@ -65,13 +65,13 @@ def counted_scores(
     assert models.reward is not None
     if config.missing_eos_score is None:
         return score
-    most = config.missing_eos_score
+    limit = config.missing_eos_score
     if config.normalize_score:
-        most = models.reward.mean + models.reward.std * most
-    return torch.where(stopped, score, score.clamp(max=most))
+        limit = models.reward.mean + models.reward.std * limit
+    return torch.where(stopped, score, score.clamp(max=limit))
 
 
-def compute_reward(
+def score_to_reward(
     score: Float[Tensor, " B"] | None,
     stopped: Bool[Tensor, " B"],
     models: Models,
@@ -85,7 +85,7 @@ def compute_reward(
     assert score is not None
     assert models.reward is not None
     if config.normalize_score:
-        score = models.reward.normalized(score)
+        score = models.reward.normalize(score)
     if config.score_clip is not None:
         score = score.clamp(-config.score_clip, config.score_clip)
     if config.missing_eos_score is not None:
@@ -93,7 +93,7 @@ def compute_reward(
     return score
 
 
-def measured_moments(
+def measure_scores(
     models: Models,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Response],
@@ -103,7 +103,7 @@ def measured_moments(
 
     If fewer than two responses finished, unfinished ones are included.
     """
-    score = raw_scores(models, prompts, responses, config).double().cpu()
+    score = compute_raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
     ended, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
     if ended < 2:
@@ -114,10 +114,10 @@ def measured_moments(
             generated,
         )
         stopped = torch.ones_like(stopped)
-    own = score[stopped]
-    total, count = current_mesh().data.sums([own.sum().item(), len(own)])
+    finished = score[stopped]
+    total, count = current_mesh().data.sums([finished.sum().item(), len(finished)])
     mean = total / count
-    (squares,) = current_mesh().data.sums([(own - mean).square().sum().item()])
+    (squares,) = current_mesh().data.sums([(finished - mean).square().sum().item()])
     std = math.sqrt(squares / count)
     return [mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0]
 
@@ -130,7 +130,7 @@ class ResponseRewards:
     """The maximized reward; 0 if unknown."""
 
     score: Float[Tensor, " B"]
-    """The reported score: with only a reward model its score in its own unit (`counted_scores`),
+    """The reported score: with only a reward model its score in its own unit (`reported_scores`),
     else the reward; NaN if unknown."""
 
     sources: Mapping[str, SourceResults] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class ResponseRewards:
             if totals[f"{name} count"]
         }
         if GOLD in self.sources:
-            gold = _tensor(self.sources[GOLD].values, self.score)
+            gold = _to_tensor(self.sources[GOLD].values, self.score)
             means |= {f"{GOLD}_stderr": standard_error(gold, group_size=group_size)}
         return {
             **means,
@@ -190,7 +190,7 @@ def compute_rewards(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
     *,
-    given: Mapping[str, SourceResults] | None = None,
+    source_rewards: Mapping[str, SourceResults] | None = None,
     strict: bool = True,
 ) -> ResponseRewards:
     """The rewards of the responses submitted since the last call.
@@ -200,59 +200,59 @@ def compute_rewards(
         score: the reward model's raw score of each response.
         stopped: whether each response ended with the end token.
         config: settings of the step.
-        given: the sources' values, if already collected.
+        source_rewards: the sources' values, if already collected.
         strict: whether failures may stop the run.
 
     Raises:
         RewardError: a source failed on a larger fraction of all processes' responses than
             `max_reward_failures`.
     """
-    of_model = None if score is None else compute_reward(score, stopped, models, config)
-    given = models.sources.results() if given is None else given
+    model_reward = None if score is None else score_to_reward(score, stopped, models, config)
+    source_rewards = models.sources.results() if source_rewards is None else source_rewards
     if strict:
-        check_source_failures(given, config, num_rows=len(stopped))
-    if config.distills:  # the only rewards are per token
+        check_source_failures(source_rewards, config, num_rows=len(stopped))
+    if config.is_distillation:  # the only rewards are per token
         zeros = torch.zeros(len(stopped), device=stopped.device)
-        return ResponseRewards(zeros, zeros, given, models.sources.seconds)
+        return ResponseRewards(zeros, zeros, source_rewards, models.sources.seconds)
     if not config.rewards:
-        assert of_model is not None
-        counted = counted_scores(score, stopped, models, config)
-        return ResponseRewards(of_model, counted, given, models.sources.seconds, score)
+        assert model_reward is not None
+        counted = reported_scores(score, stopped, models, config)
+        return ResponseRewards(model_reward, counted, source_rewards, models.sources.seconds, score)
     sources: dict[str, SourceResults] = {}
     for source in config.rewards:
-        if source.kind == MODEL:
-            assert of_model is not None
-            sources[source.name] = SourceResults(of_model.tolist(), [None] * len(stopped))
+        if source.kind == MODEL_KIND:
+            assert model_reward is not None
+            sources[source.name] = SourceResults(model_reward.tolist(), [None] * len(stopped))
         else:
-            sources[source.name] = given[source.name]
-    own = [sources[source.name] for source in config.rewards]
+            sources[source.name] = source_rewards[source.name]
+    scored = [sources[source.name] for source in config.rewards]
     # An environment counts even at weight 0: if it failed, the episode is incomplete.
-    counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
-    values = mask_failures(own, counting)
+    failure_weights = [1.0 if s.kind == ENVIRONMENT_KIND else s.weight for s in config.rewards]
+    values = mask_failures(scored, failure_weights)
     weights = [source.weight for source in config.rewards]
-    score = _tensor(weighted_sum(values, weights), stopped)
-    gold = {GOLD: given[GOLD]} if GOLD in given else {}
+    score = _to_tensor(weighted_sum(values, weights), stopped)
+    gold = {GOLD: source_rewards[GOLD]} if GOLD in source_rewards else {}
     return ResponseRewards(
         score.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
     )
 
 
-def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]:
+def _to_tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]:
     known = [math.nan if value is None else value for value in values]
     return torch.tensor(known, dtype=torch.float32, device=like.device)
 
 
 def check_source_failures(
-    given: Mapping[str, SourceResults], config: PPOConfig, *, num_rows: int
+    results: Mapping[str, SourceResults], config: PPOConfig, *, num_rows: int
 ) -> None:
     """Stop all processes together if a source used in training failed too often.
 
     Raises:
         RewardError: a source failed on a larger fraction of responses than `max_reward_failures`.
     """
-    if not given:
+    if not results:
         return
-    local = {n: (s.num_failed, s.first_failure) for n, s in given.items() if n != GOLD}
+    local = {n: (s.num_failed, s.first_failure) for n, s in results.items() if n != GOLD}
     gathered = current_mesh().data.gather_objects((num_rows, local))
     check_failures(
         {name: sum(failures[name][0] for _, failures in gathered) for name in local},

@@ -22,14 +22,14 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError
 from rewards.contract import SourceResults
-from step3_ppo.advantages import are_equal
+from step3_ppo.advantages import all_equal
 from step3_ppo.config import PPOConfig
-from step3_ppo.episodes import OnResponse, play_shared
-from step3_ppo.experience import with_overlong
+from step3_ppo.episodes import OnResponse, run_shared_episodes
+from step3_ppo.experience import apply_overlong
 from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
-from step3_ppo.reward_sources import Submitting
-from step3_ppo.rewards import compute_rewards, raw_scores
+from step3_ppo.reward_sources import ResponseSubmitter
+from step3_ppo.rewards import compute_raw_scores, compute_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -88,56 +88,57 @@ class Prompts:
         A prompt's process depends on its group; its random numbers depend on the number of prompts
         that the run has used before and the number of rollbacks.
         """
-        places = range(self.stream.batch_size) if groups is None else groups
-        first = self.stream.position
-        return self._batch(self.stream.next_rows(len(places)), places, first, attempt=self.attempt)
+        groups = range(self.stream.batch_size) if groups is None else groups
+        start = self.stream.position
+        rows = self.stream.next_rows(len(groups))
+        return self._make_batch(rows, groups, start, attempt=self.attempt)
 
     def first_batch(self) -> PromptBatch:
         """The prompts of the first iteration; does not advance the stream."""
         stream = self.stream
         rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
-        return self._batch(next(rows), range(stream.batch_size), 0, attempt=0)
+        return self._make_batch(next(rows), range(stream.batch_size), 0, attempt=0)
 
     @property
-    def are_solved(self) -> bool:
+    def all_solved(self) -> bool:
         """Whether all training prompts are dropped."""
         return len(self.stream.dropped) == len(self.train)
 
     def drop_solved(
-        self, batch: PromptBatch, given: Mapping[str, SourceResults], config: PPOConfig
+        self, batch: PromptBatch, source_rewards: Mapping[str, SourceResults], config: PPOConfig
     ) -> None:
         """Stop drawing the prompts of a batch that the actor solves. A collective."""
         if config.drop_solved is None:
             return
-        sources = [(given[name], maximum) for name, maximum in config.maxima.items()]
-        solved = [_is_solved(sources, place) for place in range(len(batch.prompts))]
+        sources = [(source_rewards[name], maximum) for name, maximum in config.max_rewards.items()]
+        solved = [_is_solved(sources, index) for index in range(len(batch.prompts))]
         size = self.group_size
-        own = [
+        local_solved = [
             row
             for group, row in enumerate(batch.rows)
             if sum(solved[group * size : (group + 1) * size]) >= config.drop_solved * size
         ]
-        self.stream.dropped.update(*current_mesh().data.gather_objects(own))
+        self.stream.dropped.update(*current_mesh().data.gather_objects(local_solved))
 
-    def _batch(
+    def _make_batch(
         self, rows: Sequence[int], groups: Sequence[int], first: int, *, attempt: int
     ) -> PromptBatch:
         size, data = self.group_size, current_mesh().data
-        keys_before = attempt * ATTEMPT_KEYS + first * size
-        own = [number for number, group in enumerate(groups) if group % data.size == data.rank]
+        first_key = attempt * ATTEMPT_KEYS + first * size
+        local = [i for i, group in enumerate(groups) if group % data.size == data.rank]
         return PromptBatch(
-            groups=[groups[number] for number in own],
-            prompts=[self.train[rows[number]] for number in own for _ in range(size)],
-            rows=[rows[number] for number in own],
-            keys=[keys_before + number * size + sample for number in own for sample in range(size)],
+            groups=[groups[i] for i in local],
+            prompts=[self.train[rows[i]] for i in local for _ in range(size)],
+            rows=[rows[i] for i in local],
+            keys=[first_key + i * size + sample for i in local for sample in range(size)],
         )
 
 
-def _is_solved(sources: Sequence[tuple[SourceResults, float]], place: int) -> bool:
+def _is_solved(sources: Sequence[tuple[SourceResults, float]], index: int) -> bool:
     """Whether all rewards that apply to a response are at their maximum, and none failed."""
-    if any(scored.failures[place] for scored, _ in sources):
+    if any(scored.failures[index] for scored, _ in sources):
         return False
-    values = [(scored.values[place], maximum) for scored, maximum in sources]
+    values = [(scored.values[index], maximum) for scored, maximum in sources]
     reached = [value >= maximum for value, maximum in values if value is not None]
     return bool(reached) and all(reached)
 
@@ -151,9 +152,9 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     """
     processes = current_mesh().data.size
     if config.prompts_per_rollout < processes:
-        of_groups = f" in groups of {config.group_size}" if config.group_size > 1 else ""
+        group_note = f" in groups of {config.group_size}" if config.group_size > 1 else ""
         raise ConfigError(
-            f"ppo.rollout_size {config.rollout_size}{of_groups} leaves some of {processes}"
+            f"ppo.rollout_size {config.rollout_size}{group_note} leaves some of {processes}"
             " processes without a prompt; raise it"
         )
     data = load_step_rows(config, step=3)
@@ -206,7 +207,7 @@ def generate_responses(
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledRollout:
     """This process's part of a rollout; the responses to a prompt are adjacent."""
 
     inputs: list[list[int]]
@@ -219,14 +220,14 @@ class Sampled:
     dropped ones, with `drop_solved`; with an environment also the metrics of
     `step3_ppo.metrics.episode_statistics`."""
 
-    given: dict[str, SourceResults] | None = None
+    source_rewards: dict[str, SourceResults] | None = None
     """Rewards of the sources with dynamic sampling or drop_solved; otherwise None."""
 
     score: Float[Tensor, " B"] | None = None
     """Raw scores of the reward model, if dynamic sampling is on and there is one; else None."""
 
 
-def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampled:
+def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> SampledRollout:
     """Sample responses to the next prompts, and replace prompts whose rewards are all equal.
 
     A group with equal rewards has no gradient: its prompt is replaced by the stream's next one, in
@@ -236,35 +237,35 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     """
     batch = prompts.next_batch()
     inputs = list(batch.inputs)
-    responses = respond(models, batch, config)
+    responses = sample_and_submit(models, batch, config)
     if config.dynamic_sampling == 0 and config.drop_solved is None:
-        return Sampled(inputs, responses, episode_statistics(responses, config))
-    given = models.sources.results()
-    prompts.drop_solved(batch, given, config)
-    scores = raw_scores(models, inputs, responses, config) if models.reward else None
+        return SampledRollout(inputs, responses, episode_statistics(responses, config))
+    rewards = models.sources.results()
+    prompts.drop_solved(batch, rewards, config)
+    scores = compute_raw_scores(models, inputs, responses, config) if models.reward else None
     refills = 0
     for _ in range(config.dynamic_sampling):
-        dead = _dead_groups(models, scores, given, responses, config)
-        if not dead or prompts.are_solved:
+        dead = _find_dead_groups(models, scores, rewards, responses, config)
+        if not dead or prompts.all_solved:
             break
         refills += len(dead)
         batch = prompts.next_batch(dead)
-        rows = _rows(batch.groups, config.group_size)
-        fresh = respond(models, batch, config)
+        rows = _response_rows(batch.groups, config.group_size)
+        fresh = sample_and_submit(models, batch, config)
         for row, prompt, response in zip(rows, batch.inputs, fresh, strict=True):
             inputs[row], responses[row] = prompt, response
         results = models.sources.results()
         prompts.drop_solved(batch, results, config)
         for name, scored in results.items():
-            for place, row in enumerate(rows):
-                given[name].values[row] = scored.values[place]
-                given[name].failures[row] = scored.failures[place]
+            for index, row in enumerate(rows):
+                rewards[name].values[row] = scored.values[index]
+                rewards[name].failures[row] = scored.failures[index]
         if scores is not None:
             # Scoring is a collective: a process without new responses rescores an old one.
-            seen = rows or [0]
-            own = ([inputs[row] for row in seen], [responses[row] for row in seen])
-            scores[seen] = raw_scores(models, *own, config)
-    dead = config.dynamic_sampling and _dead_groups(models, scores, given, responses, config)
+            rescored = rows or [0]
+            pairs = [inputs[row] for row in rescored], [responses[row] for row in rescored]
+            scores[rescored] = compute_raw_scores(models, *pairs, config)
+    dead = config.dynamic_sampling and _find_dead_groups(models, scores, rewards, responses, config)
     if dead:
         logger.info(
             "after %d refills the responses to %d of %d prompts still have equal rewards, from"
@@ -277,16 +278,16 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     metrics |= {"refills": float(refills)} if config.dynamic_sampling else {}
     if config.drop_solved is not None:
         metrics["solved_prompts"] = float(len(prompts.stream.dropped))
-    return Sampled(inputs, responses, metrics, given, scores)
+    return SampledRollout(inputs, responses, metrics, rewards, scores)
 
 
-def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
+def sample_and_submit(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
     """The actor's responses to a batch; each is submitted to the reward programs as it ends."""
-    submit = Submitting(models.sources, batch.prompts, models.chat)
-    return sampled_responses(models, batch, config, on_response=submit)
+    submit = ResponseSubmitter(models.sources, batch.prompts, models.chat)
+    return sample_responses(models, batch, config, on_response=submit)
 
 
-def sampled_responses(
+def sample_responses(
     models: Models, batch: PromptBatch, config: PPOConfig, *, on_response: OnResponse | None = None
 ) -> list[Response]:
     """The actor's responses to a batch, or its episodes, sampled with the batch's keys."""
@@ -296,7 +297,7 @@ def sampled_responses(
             models, batch.inputs, config, keys=batch.keys, on_response=on_response
         )
     with models.hybrid_engine.generating() as actor:
-        episodes = play_shared(
+        episodes = run_shared_episodes(
             actor,
             models.chat,
             environments,
@@ -311,27 +312,27 @@ def sampled_responses(
     return [*episodes]
 
 
-def dead_groups(
+def find_dead_groups(
     rewards: Float[Tensor, " B"], counted: Bool[Tensor, " B"], *, group_size: int
 ) -> list[int]:
     """The groups of the full rollout whose counted rewards are all equal, sorted."""
     data = current_mesh().data
     grouped = rewards.double().view(-1, group_size)
-    is_dead = are_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
-    own = [place * data.size + data.rank for place, dead in enumerate(is_dead) if dead]
-    return sorted(group for theirs in data.gather_objects(own) for group in theirs)
+    is_dead = all_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
+    local = [i * data.size + data.rank for i, dead in enumerate(is_dead) if dead]
+    return sorted(group for groups in data.gather_objects(local) for group in groups)
 
 
-def _rows(groups: Sequence[int], group_size: int) -> list[int]:
+def _response_rows(groups: Sequence[int], group_size: int) -> list[int]:
     """The rows of these groups' responses on this process."""
     size = current_mesh().data.size
     return [group // size * group_size + sample for group in groups for sample in range(group_size)]
 
 
-def _dead_groups(
+def _find_dead_groups(
     models: Models,
     scores: Float[Tensor, " B"] | None,
-    given: Mapping[str, SourceResults],
+    source_rewards: Mapping[str, SourceResults],
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[int]:
@@ -339,6 +340,6 @@ def _dead_groups(
     device = local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
     lengths = torch.tensor([len(response.ids) for response in responses], device=device)
-    rewards = compute_rewards(models, scores, stopped, config, given=given)
-    reward, counted = with_overlong(rewards.reward, lengths, stopped, config)
-    return dead_groups(reward, counted & rewards.known, group_size=config.group_size)
+    rewards = compute_rewards(models, scores, stopped, config, source_rewards=source_rewards)
+    reward, counted = apply_overlong(rewards.reward, lengths, stopped, config)
+    return find_dead_groups(reward, counted & rewards.known, group_size=config.group_size)

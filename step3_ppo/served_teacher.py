@@ -113,8 +113,8 @@ def collect(pending: Sequence[Future[list[float]]]) -> list[list[float]]:
         ModelError: a request failed, or its reply had no log-probabilities.
     """
     try:
-        return [each.result() for each in pending]
+        return [request.result() for request in pending]
     except BaseException:
-        for each in pending:
-            each.cancel()
+        for request in pending:
+            request.cancel()
         raise

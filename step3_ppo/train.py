@@ -36,9 +36,9 @@ from step3_ppo.losses import KLController
 from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models, load_models
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rewards import compute_rewards, measured_moments
-from step3_ppo.rollout import Prompts, load_prompts, sample_rollout, sampled_responses
-from step3_ppo.update import Ema, PtxStream, fit_values, open_ptx, update_policy
+from step3_ppo.rewards import compute_rewards, measure_scores
+from step3_ppo.rollout import Prompts, load_prompts, sample_responses, sample_rollout
+from step3_ppo.update import Ema, PtxStream, open_ptx, pretrain_critic, update_policy
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Setup:
     @property
     def is_done(self) -> bool:
         """Whether the run ends before its last iteration."""
-        return self.guards.stopped or self.prompts.are_solved
+        return self.guards.stopped or self.prompts.all_solved
 
     def export_actor(self) -> None:
         """Write the actor with its current weights to the output directory."""
@@ -81,17 +81,17 @@ def set_up(
         ModelError: as `step3_ppo.models.load_models`; or the actor's first metrics are not finite.
         ConfigError: the models don't support a setting, or processes have different files.
     """
-    sources.check_alike(run.mesh.world)
+    sources.check_same_files(run.mesh.world)
     models = load_models(config, chat, iterations=run.total_steps, sources=sources)
     if models.reward is not None and models.reward.text is not None:
-        models.reward.text.know((*prompts.train, *prompts.held_out))
+        models.reward.text.register_prompts((*prompts.train, *prompts.held_out))
     evaluator = Evaluator(models, prompts.held_out, config, total_steps=run.total_steps)
     kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, config.actor), prompts.record)
-    scores_ends = config.uses_reward_model and config.missing_eos_score is not None
+    has_eos_penalty = config.uses_reward_model and config.missing_eos_score is not None
     rates = config.actor.peak_lr[0], config.critic.peak_lr[0]
-    guards = Guards(config.guards, RLSignals(scores_ends, *rates, config.rollout_size))
+    guards = Guards(config.guards, RLSignals(has_eos_penalty, *rates, config.rollout_size))
     checkpoints = Checkpoints(
         run,
         engines=models.trained,
@@ -108,14 +108,14 @@ def set_up(
         data=prompts.fingerprint,
         guards=guards,
     )
-    set_moments(models, prompts, config, checkpoints)
+    set_score_normalization(models, prompts, config, checkpoints)
     evaluator.begin(checkpoints, run)
     ppo = Setup(models, prompts, kl, ema, ptx, guards, evaluator, checkpoints)
-    slow_down(ppo)
+    apply_rollbacks(ppo)
     return ppo
 
 
-def slow_down(ppo: Setup) -> None:
+def apply_rollbacks(ppo: Setup) -> None:
     """Halve the learning rate and double `kl_coef` for each rollback, and resample responses."""
     rollbacks = ppo.guards.rollbacks
     for engine in ppo.models.trained.values():
@@ -124,7 +124,7 @@ def slow_down(ppo: Setup) -> None:
     ppo.prompts.attempt = rollbacks
 
 
-def set_moments(
+def set_score_normalization(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
     """Measure, or restore, the mean and standard deviation of the initial actor's scores.
@@ -136,11 +136,11 @@ def set_moments(
 
     def measure() -> list[float]:
         batch = prompts.first_batch()
-        responses = sampled_responses(models, batch, config)
-        return measured_moments(models, batch.inputs, responses, config)
+        responses = sample_responses(models, batch, config)
+        return measure_scores(models, batch.inputs, responses, config)
 
     mean, std = checkpoints.once("moments", measure)
-    models.set_moments(mean, std)
+    models.set_score_normalization(mean, std)
     logger.info(
         "scores are normalized with mean %.4g and standard deviation %.4g of the first rollout",
         mean,
@@ -163,9 +163,9 @@ def train(config: PPOConfig) -> Path:
         with keeping_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(enough=lambda: ppo.is_done):
                 metrics = iterate(ppo, config, run, step=step)
-                ppo.evaluator.evaluate(step, run, is_last=prompts.are_solved)
-                ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: slow_down(ppo))
-        if prompts.are_solved:
+                ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)
+                ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: apply_rollbacks(ppo))
+        if prompts.all_solved:
             logger.info("%s ends early: all %d prompts are solved", run.name, len(prompts.train))
         export_models(ppo.models, ppo.ema, run, best=ppo.evaluator.best)
         ppo.evaluator.end(run, ppo.guards)
@@ -180,25 +180,25 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)
     clock.end("generation")
-    scored = models, sampled.inputs, sampled.responses, config
-    fits = step == 1 and models.critic is not None
-    experience = score_responses(*scored, score=sampled.score, step=None if fits else step)
+    inputs = models, sampled.inputs, sampled.responses, config
+    pretrain = step == 1 and models.critic is not None
+    experience = score_responses(*inputs, score=sampled.score, step=None if pretrain else step)
     rewards = compute_rewards(
-        models, experience.score, experience.stopped, config, given=sampled.given
+        models, experience.score, experience.stopped, config, source_rewards=sampled.source_rewards
     )
-    if fits:
-        fit_values(models, experience, rewards, config, kl_coef=ppo.kl.coef)
-        experience = score_responses(*scored, score=experience.score, step=step)
+    if pretrain:
+        pretrain_critic(models, experience, rewards, config, kl_coef=ppo.kl.coef)
+        experience = score_responses(*inputs, score=experience.score, step=step)
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
     )
-    score = rollout.reward_score if config.distills else rewards.score
+    score = rollout.reward_score if config.is_distillation else rewards.score
     metrics = rollout_statistics(rollout, score) | sampled.metrics
     if config.method == "distill":  # `kl` is the distance from the start
         metrics["reverse_kl"] = metrics.pop("kl") / metrics["response_length"]
     metrics |= rewards.metrics(group_size=config.group_size)
     check_finite(f"of the rollout of iteration {step}", metrics)
-    check_rollout_gap(metrics["rollout_gap"], models, largest=metrics["rollout_gap_max"])
+    check_rollout_gap(metrics["rollout_gap"], models, max_gap=metrics["rollout_gap_max"])
     clock.end("experience")
 
     updates = update_policy(

@@ -17,17 +17,17 @@ from pipeline.models.passes import evaluating
 from pipeline.parallel.device import local_device, read_scalars, to_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
-from step3_ppo.divergence import Output, gkd_loss
+from step3_ppo.divergence import Logits, gkd_loss
 from step3_ppo.experience import (
     Experience,
-    Forward,
+    ForwardPass,
     Minibatch,
     Rollout,
     check_first_update,
     compute_advantages,
 )
 from step3_ppo.losses import KL_LOSSES, LOSSES, TrustRegion, Weighting, policy_ratio, value_loss
-from step3_ppo.models import FIRST_EPOCHS, Models, own_micro_batches
+from step3_ppo.models import VALUE_EPOCHS, Models, split_micro_batches
 from step3_ppo.rewards import ResponseRewards
 
 
@@ -51,12 +51,12 @@ class Ema:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context with the averaged weights; the current ones are restored exactly at exit."""
-        own = [master.clone() for master in self.engine.masters()]
+        current = [master.clone() for master in self.engine.masters()]
         try:
             self.engine.load_masters(self.weights)
             yield
         finally:
-            self.engine.load_masters(own)
+            self.engine.load_masters(current)
 
 
 def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
@@ -79,13 +79,13 @@ class PtxStream:
     """
 
     def __init__(
-        self, chat: ChatFormat, config: PPOConfig, apart: PromptRecord | None = None
+        self, chat: ChatFormat, config: PPOConfig, record: PromptRecord | None = None
     ) -> None:
-        """`apart` has the prompts that PPO and earlier steps hold out, which are not trained on."""
+        """`record` has the prompts that PPO and earlier steps hold out; they are not trained on."""
         self.chat = chat
         self.config = config
         rows = config.ptx_rows or config.data
-        held_out = PromptRecord(held_out=(apart or PromptRecord()).held_out)
+        held_out = PromptRecord(held_out=(record or PromptRecord()).held_out)
         data = load_examples(rows, step=1, seed=config.seed, earlier=held_out)
         self.examples = data.train
         self.trained = PromptRecord(trained=data.prompts.trained)
@@ -145,14 +145,14 @@ class Updates(list[Update]):
 
     def metrics(self) -> dict[str, float]:
         """Means over updates, except ratio_max, ratio_error and learning rates, and their count."""
-        seen: dict[str, list[float]] = {}
+        history: dict[str, list[float]] = {}
         for update in self:
             for name, value in update.metrics.items():
-                seen.setdefault(name, []).append(value)
-        values = {name: sum(numbers) / len(numbers) for name, numbers in sorted(seen.items())}
-        values["ratio_max"] = max(seen["ratio_max"])
-        values["ratio_error"] = seen["ratio_error"][0]  # of the first update: 0 up to rounding
-        values |= {name: seen[name][-1] for name in ("lr", "critic_lr") if name in seen}
+                history.setdefault(name, []).append(value)
+        values = {name: sum(numbers) / len(numbers) for name, numbers in sorted(history.items())}
+        values["ratio_max"] = max(history["ratio_max"])
+        values["ratio_error"] = history["ratio_error"][0]  # of the first update: 0 up to rounding
+        values |= {name: history[name][-1] for name in ("lr", "critic_lr") if name in history}
         values["updates"] = float(sum(not update.stopped for update in self))
         return values
 
@@ -163,7 +163,7 @@ def update_policy(
     config: PPOConfig,
     *,
     step: int,
-    forward: Forward | None = None,
+    forward: ForwardPass | None = None,
     ema: Ema | None = None,
     ptx: PtxStream | None = None,
 ) -> Updates:
@@ -174,7 +174,7 @@ def update_policy(
     """
     updates = Updates()
     for epoch in range(config.ppo_epochs):
-        for rows in own_minibatches(config, step=step, epoch=epoch):
+        for rows in local_minibatches(config, step=step, epoch=epoch):
             update = update_minibatch(
                 models,
                 rollout,
@@ -193,7 +193,7 @@ def update_policy(
     return updates
 
 
-def fit_values(
+def pretrain_critic(
     models: Models,
     experience: Experience,
     rewards: ResponseRewards,
@@ -212,15 +212,15 @@ def fit_values(
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known
     )
-    for epoch in range(FIRST_EPOCHS):
-        for rows in own_minibatches(config, step=0, epoch=epoch):
-            weighting, _ = _weighting(rollout, rows, config)
-            parts = _cut_rows(rollout, rows, config)
-            _learn_values(models, parts, config, weighting, forward=None)
+    for epoch in range(VALUE_EPOCHS):
+        for rows in local_minibatches(config, step=0, epoch=epoch):
+            weighting, _ = _get_weights(rollout, rows, config)
+            parts = _split_rows(rollout, rows, config)
+            _backward_values(models, parts, config, weighting, forward=None)
             models.critic.step()
 
 
-def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
+def local_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
     """This process's rows of each minibatch of an epoch over a rollout.
 
     Groups are assigned round-robin: slot s is in group s // G // W of process s // G % W.
@@ -231,7 +231,7 @@ def own_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[lis
     for minibatch in order.split(config.batch_size):
         # Sorted, so that a minibatch of all responses keeps the order of the scoring pass.
         slots = (divmod(slot, size) for slot in sorted(minibatch.tolist()))
-        yield [at // data.size * size + n for at, n in slots if at % data.size == data.rank]
+        yield [g // data.size * size + i for g, i in slots if g % data.size == data.rank]
 
 
 def update_minibatch(
@@ -241,7 +241,7 @@ def update_minibatch(
     config: PPOConfig,
     *,
     ptx: PtxStream | None,
-    forward: Forward | None = None,
+    forward: ForwardPass | None = None,
 ) -> Update:
     """Take an optimizer step of each trained model on this process's `rows` of a minibatch.
 
@@ -250,13 +250,13 @@ def update_minibatch(
     approximate KL to the old policy exceeds 1.5 times the target makes no update and is marked
     `stopped`.
     """
-    weighting, tokens = _weighting(rollout, rows, config)
-    minibatches = _cut_rows(rollout, rows, config)
-    parts = _learn_policy(models, minibatches, config, weighting, forward=forward)
+    weighting, tokens = _get_weights(rollout, rows, config)
+    minibatches = _split_rows(rollout, rows, config)
+    parts = _backward_policy(models, minibatches, config, weighting, forward=forward)
     if models.critic is not None:
-        values = _learn_values(models, minibatches, config, weighting, forward=forward)
+        values = _backward_values(models, minibatches, config, weighting, forward=forward)
         parts = [policy | value for policy, value in zip(parts, values, strict=True)]
-    metrics = _of_all(parts, models, num_tokens=weighting.num_tokens)
+    metrics = _reduce_metrics(parts, models, num_tokens=weighting.num_tokens)
     metrics |= models.policy_passes.metrics()
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
@@ -277,7 +277,7 @@ def update_minibatch(
     return Update(metrics, tokens, stopped=False)
 
 
-def _of_all(
+def _reduce_metrics(
     parts: Sequence[Mapping[str, Tensor]], models: Models, *, num_tokens: int
 ) -> dict[str, float]:
     """Means per token and maxima over all micro-batches and processes.
@@ -286,23 +286,23 @@ def _of_all(
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
-    own = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each part takes its values
-    rows = models.policy_passes.from_last(own)
+    local_metrics = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each part takes its values
+    rows = models.policy_passes.from_last(local_metrics)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
-    sums = dict(zip(columns, data.sums([sum(each) for each in columns.values()]), strict=True))
+    max_rewards = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
+    sums = dict(zip(columns, data.sums(list(map(sum, columns.values()))), strict=True))
     return {name: total / num_tokens for name, total in sums.items()} | {
-        name: data.max(largest) for name, largest in maxima.items()
+        name: data.max(largest) for name, largest in max_rewards.items()
     }
 
 
-def _learn_values(
+def _backward_values(
     models: Models,
     minibatches: Sequence[Minibatch],
     config: PPOConfig,
     weighting: Weighting,
     *,
-    forward: Forward | None,
+    forward: ForwardPass | None,
 ) -> list[dict[str, Tensor]]:
     """Add the critic's gradients; return sums over the tokens of each micro-batch.
 
@@ -310,7 +310,7 @@ def _learn_values(
     `forward` already holds both.
     """
     assert models.value_passes is not None
-    found: list[dict[str, Tensor]] = []
+    metrics: list[dict[str, Tensor]] = []
 
     def compute_loss(minibatch: Minibatch) -> Tensor:
         assert models.critic is not None
@@ -325,28 +325,28 @@ def _learn_values(
             clip=config.value_clip,
             counted=minibatch.counted,
         )
-        beyond = values.new_zeros(())
+        num_clipped = values.new_zeros(())
         if config.value_clip is not None:
             moved = (values - minibatch.old_values).abs() > config.value_clip
-            beyond = (moved * minibatch.counted).sum()
-        found.append({"value_loss": loss.detach(), "value_clip_fraction": beyond})
+            num_clipped = (moved * minibatch.counted).sum()
+        metrics.append({"value_loss": loss.detach(), "value_clip_fraction": num_clipped})
         return loss
 
     models.value_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
-    return found
+    return metrics
 
 
-def _cut_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[Minibatch]:
+def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[Minibatch]:
     """The micro-batches of a minibatch's rows."""
     experience = rollout.experience
     sequences = [experience.sequences[row] for row in rows]
     return [
         rollout.minibatch([rows[index] for index in part])
-        for part in own_micro_batches(config, sequences, shared=experience.shares_prompts)
+        for part in split_micro_batches(config, sequences, shared=experience.shares_prompts)
     ]
 
 
-def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
+def _get_weights(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
     """The counts of a minibatch over all processes, and the number of all its response tokens.
 
     Tokens that are excluded from the loss are only in the latter.
@@ -365,21 +365,21 @@ def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tupl
     return weighting, int(all_tokens)
 
 
-def _learn_policy(
+def _backward_policy(
     models: Models,
     minibatches: Sequence[Minibatch],
     config: PPOConfig,
     weighting: Weighting,
     *,
-    forward: Forward | None,
+    forward: ForwardPass | None,
 ) -> list[dict[str, Tensor]]:
     """Add the policy's gradients; return sums over each micro-batch's tokens."""
-    found: list[dict[str, Tensor]] = []
+    all_metrics: list[dict[str, Tensor]] = []
 
     def compute_loss(minibatch: Minibatch) -> Tensor:
         if config.method == "gkd":
-            objective, figures = _divergence(models, minibatch, config, weighting)
-            found.append(figures)
+            objective, metrics = _distillation_loss(models, minibatch, config, weighting)
+            all_metrics.append(metrics)
             return objective
         if forward is None:
             outputs: TokenLogprobs = models.actor(
@@ -387,15 +387,15 @@ def _learn_policy(
             )
         else:
             outputs = forward.policy
-        objective, figures = _policy_objective(outputs, minibatch, config, weighting)
-        found.append(figures)
+        objective, metrics = _policy_loss(outputs, minibatch, config, weighting)
+        all_metrics.append(metrics)
         return objective
 
     models.policy_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
-    return found
+    return all_metrics
 
 
-def _divergence(
+def _distillation_loss(
     models: Models, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The summed divergence from the teacher, and its metrics.
@@ -403,25 +403,25 @@ def _divergence(
     The actor runs within the teacher's pass, while the teacher's output layer is gathered.
     """
     assert models.reference is not None
-    batch, teacher = minibatch.tokens, models.reference.engine
-    weights = weighting.of(minibatch.lengths) * minibatch.counted
+    batch, engine = minibatch.tokens, models.reference.engine
+    weights = weighting.token_weights(minibatch.lengths) * minibatch.counted
     targets = batch.input_ids[batch.targets]
 
-    def compare(fixed: Output) -> tuple[Tensor, ...]:
+    def compare(teacher: Logits) -> tuple[Tensor, ...]:
         settings = {"beta": config.gkd_beta, "temperature": config.temperature}
         with torch.enable_grad():
             return models.actor(
-                batch, read=lambda *own: gkd_loss(Output(*own), fixed, targets, weights, **settings)
+                batch, read=lambda *x: gkd_loss(Logits(*x), teacher, targets, weights, **settings)
             )
 
-    with evaluating(teacher.model):
-        loss, logprobs, reverse_kl = teacher(batch, read=lambda *fixed: compare(Output(*fixed)))
+    with evaluating(engine.model):
+        loss, logprobs, reverse_kl = engine(batch, read=lambda *x: compare(Logits(*x)))
     counted = minibatch.counted
-    figures = {"policy_loss": loss.detach(), "reverse_kl": (reverse_kl * counted).sum()}
-    return loss, figures | _ratio_figures(logprobs, minibatch)
+    metrics = {"policy_loss": loss.detach(), "reverse_kl": (reverse_kl * counted).sum()}
+    return loss, metrics | _ratio_metrics(logprobs, minibatch)
 
 
-def _policy_objective(
+def _policy_loss(
     outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's summed loss on a micro-batch, and its metrics."""
@@ -430,29 +430,29 @@ def _policy_objective(
     )
     logprobs, entropy = outputs.logprobs, outputs.entropy
     advantages = minibatch.advantages
-    weights = weighting.of(minibatch.lengths) * minibatch.counted
+    weights = weighting.token_weights(minibatch.lengths) * minibatch.counted
     method = LOSSES[config.loss]
     ratio = method.ratio(logprobs, minibatch.old_logprobs, minibatch.mask)
     losses = method.losses(ratio, logprobs, advantages, region)
     corrected = weights if minibatch.correction is None else weights * minibatch.correction
     loss = (corrected * losses).sum()
-    objective, figures = loss, {"policy_loss": loss.detach()}
+    objective, metrics = loss, {"policy_loss": loss.detach()}
     if config.kl_in == "loss" and minibatch.ref_logprobs is not None:
         estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
         log_ratio = logprobs - minibatch.ref_logprobs
         kls = KL_LOSSES[estimator](log_ratio, policy_ratio(logprobs, minibatch.old_logprobs))
         kl_loss = (corrected * kls).sum()
         objective = objective + minibatch.kl_coef * kl_loss
-        figures["kl_loss"] = kl_loss.detach()
+        metrics["kl_loss"] = kl_loss.detach()
     if config.entropy_coef > 0 and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
     with torch.no_grad():
         is_clipped = method.is_clipped(ratio, advantages, region)
-        figures["clip_fraction"] = (is_clipped * minibatch.counted).sum()
-        return objective, figures | _ratio_figures(logprobs, minibatch)
+        metrics["clip_fraction"] = (is_clipped * minibatch.counted).sum()
+        return objective, metrics | _ratio_metrics(logprobs, minibatch)
 
 
-def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
+def _ratio_metrics(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
     """Distances of the ratios from 1: sums over counted tokens, and maxima."""
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     return {

@@ -57,7 +57,7 @@ Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_ra
 OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
 """Signals from the actor's responses; chosen_nll is from held-out rows."""
 
-USUAL: tuple[tuple[Signal, float, int], ...] = (
+DEFAULT_LIMITS: tuple[tuple[Signal, float, int], ...] = (
     ("kl_per_token", 0.5, 2),
     ("chosen_nll", 0.5, 2),
     ("response_length", 0.5, 2),
@@ -73,7 +73,7 @@ class GuardConfig(Guard):
     """A signal, its limit, and the action when it is exceeded."""
 
     RELATIVE = ("response_length",)
-    PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(USUAL)
+    PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(DEFAULT_LIMITS)
     """Guards by keyword."""
 
     signal: Signal
@@ -93,14 +93,14 @@ class GuardConfig(Guard):
     the guard."""
 
 
-WARNING = tuple(GuardConfig(**each) for each in GuardConfig.PRESETS["warn"])
+DEFAULT_GUARDS = tuple(GuardConfig(**settings) for settings in GuardConfig.PRESETS["warn"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
     """Signals that are watched during a run."""
 
-    guards: tuple[GuardConfig, ...] = WARNING
+    guards: tuple[GuardConfig, ...] = DEFAULT_GUARDS
     """A list of signal, limit, window and action, which overrides the default guards, which warn;
     strict rolls back, none turns them off (docs/guards.md). Guards are checked at evaluations.
     Those that stop or roll back need save_every in steps."""
@@ -302,7 +302,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             " preference.label_smoothing",
         )
         self._check_loss()
-        object.__setattr__(self, "guards", with_defaults(self.guards, WARNING))
+        object.__setattr__(self, "guards", with_defaults(self.guards, DEFAULT_GUARDS))
         self._check_guards()
 
     def _check_guards(self) -> None:
@@ -310,7 +310,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
         unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, for sampled responses")
         check_guards(
             self.guards,
-            WARNING,
+            DEFAULT_GUARDS,
             section="preference",
             missing={} if self.eval_prompts else unanswered,
             saves=self.save_interval,

@@ -132,7 +132,7 @@ class HeldOut(HeldOutPrompts):
         self.start = start
         self.config = config
 
-    def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
+    def with_prompts(self, prompts: Sequence[Prompt]) -> "HeldOut":
         """The same evaluation with different prompts."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
@@ -245,7 +245,7 @@ class Evaluator:
             most=config.data.max_eval_rows,
         )
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
-        self.watched = self.held_out.on(prompts[: config.eval_prompts])
+        self.watched = self.held_out.with_prompts(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
         self.rows_at: dict[int, dict[str, float]] = {}
         """Metrics of the held-out rows by step; a resumed run lacks its earlier steps except 0."""

@@ -55,7 +55,7 @@ class Setup:
     weights: tuple[float, float]
     """Weights of good and of bad responses in the loss kto; other losses ignore them."""
 
-    def slow_down(self) -> None:
+    def apply_rollbacks(self) -> None:
         """Halve the learning rate for each rollback."""
         self.training.engine.lr_scale = 0.5**self.guards.rollbacks
 
@@ -96,7 +96,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     guards.first = evaluator.begin(training.checkpoints, run)
     weights = kto_weights(store.num_good, len(store) - store.num_good, config)
     setup = Setup(training, store, reference, evaluator, guards, weights)
-    setup.slow_down()
+    setup.apply_rollbacks()
     return setup
 
 
@@ -119,7 +119,7 @@ def train(config: PreferenceConfig) -> Path:
                 learn(setup, run, step=step)
                 figures = evaluator.evaluate(step, run)
                 if figures:
-                    setup.guards.watch(training.checkpoints, step, figures, setup.slow_down)
+                    setup.guards.watch(training.checkpoints, step, figures, setup.apply_rollbacks)
         evaluator.best.restore()
         setup.export()
         evaluator.end(run, setup.guards)

@@ -158,7 +158,7 @@ def test_response_score_is_min_last_or_product_of_steps(trained: RewardConfig) -
         with torch.no_grad():
             scores = scorer.final_scores(batch)
         torch.testing.assert_close(scores[0], expected)
-        judge.settings = model.config
+        judge.hf_config = model.config
         judge.engine.model.load_state_dict(scorer.state_dict())
         torch.testing.assert_close(judge.scores([batch])[0][0], expected)
     assert score_responses(path, [(prompt, response)]) == pytest.approx([logits[first[1]].item()])

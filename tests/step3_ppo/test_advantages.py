@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, Rewarded
+from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, RewardedResponses
 from step3_ppo.methods import ESTIMATOR_NEEDS
 
 GROUP_ESTIMATORS = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
@@ -19,12 +19,12 @@ def make_rewarded(
     group_size: int,
     counted: list[bool] | None = None,
     group_baseline: bool = False,
-) -> Rewarded:
+) -> RewardedResponses:
     """Responses with the full reward at their last token."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = torch.tensor(returns)
-    return Rewarded(
+    return RewardedResponses(
         rewards=rewards,
         mask=mask,
         scores=torch.tensor(returns),
@@ -56,7 +56,7 @@ def test_grpo_advantage_is_the_normalized_distance_from_group_mean() -> None:
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_equal_rewards_give_advantages_of_exactly_0(name: str) -> None:
-    def equal(reward: float, size: int) -> Rewarded:
+    def equal(reward: float, size: int) -> RewardedResponses:
         responses = make_rewarded([reward] * 2 * size, [3, 2] * size, group_size=size)
         # Like a KL penalty, so small that the mean of such returns is rounded even in float64.
         responses.rewards[:, 0] = reward * 2**-27

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from step3_ppo.advantages import ESTIMATORS, Rewarded
+from step3_ppo.advantages import ESTIMATORS, RewardedResponses
 from step3_ppo.losses import (
     KL_LOSSES,
     LOSSES,
@@ -61,7 +61,7 @@ def our_loss(
     if kl_coef:
         token_ratio = (flat - old).exp()
         losses = losses + kl_coef * KL_LOSSES[estimator](flat - REFERENCE[MASK], token_ratio)
-    total = (weighting.of(lengths) * losses).sum() / weighting.num_tokens
+    total = (weighting.token_weights(lengths) * losses).sum() / weighting.num_tokens
     total.backward()
     assert logprobs.grad is not None
     return total.detach(), logprobs.grad
@@ -152,7 +152,7 @@ def import_verl() -> Any:
     return pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 
 
-def make_rewarded(**changes: Any) -> Rewarded:
+def make_rewarded(**changes: Any) -> RewardedResponses:
     """Two groups of three responses, with rewards at their last tokens."""
     scores = random_tensor(5, len(LENGTHS))
     last = MASK.sum(dim=1, keepdim=True) - 1
@@ -167,7 +167,7 @@ def make_rewarded(**changes: Any) -> Rewarded:
         "lam": 0.9,
         "counted": torch.ones(len(LENGTHS), dtype=torch.bool),
     }
-    return Rewarded(**{**defaults, **changes})
+    return RewardedResponses(**{**defaults, **changes})
 
 
 GROUPS = np.repeat(np.arange(len(LENGTHS) // GROUP_SIZE), GROUP_SIZE)

@@ -18,7 +18,7 @@ from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ConfigError, ModelError
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
-from step3_ppo.divergence import Output, generalized_jsd, gkd_loss
+from step3_ppo.divergence import Logits, generalized_jsd, gkd_loss
 from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.methods import METHODS
 from step3_ppo.metrics import kl_statistics
@@ -85,7 +85,7 @@ def test_tiled_divergence_matches_full_logits(beta: float, size: int) -> None:
     expected = (terms.sum(dim=1) * weights).sum()
 
     settings = {"beta": beta, "temperature": 0.7, "tile": 12}
-    loss, *figures = gkd_loss(Output(*inputs), Output(teacher), targets, weights, **settings)
+    loss, *figures = gkd_loss(Logits(*inputs), Logits(teacher), targets, weights, **settings)
 
     kl = (p * (p / q).log()).sum(dim=1)
     logprobs = logits.log_softmax(dim=1)[range(5), targets]

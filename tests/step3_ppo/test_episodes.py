@@ -18,9 +18,9 @@ from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.experience import score_responses
 from step3_ppo.metrics import episode_statistics
 from step3_ppo.models import Models
-from step3_ppo.reward_sources import RewardSources, Submitting
+from step3_ppo.reward_sources import ResponseSubmitter, RewardSources
 from step3_ppo.rewards import compute_rewards
-from step3_ppo.rollout import PromptBatch, generate_responses, sampled_responses
+from step3_ppo.rollout import PromptBatch, generate_responses, sample_responses
 from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.games import game_config, game_models, make_prompts
 from tests.step3_ppo.toy import END
@@ -39,8 +39,8 @@ def run_episodes(
     """Run one episode per row, with keys from `first`."""
     keys = range(first, first + len(extra))
     batch = PromptBatch(groups=[], prompts=make_prompts(models, *extra), rows=[], keys=list(keys))
-    submit = Submitting(models.sources, batch.prompts, models.chat)
-    episodes = sampled_responses(models, batch, config, on_response=submit)
+    submit = ResponseSubmitter(models.sources, batch.prompts, models.chat)
+    episodes = sample_responses(models, batch, config, on_response=submit)
     assert all(isinstance(episode, EpisodeResponse) for episode in episodes)
     return [episode for episode in episodes if isinstance(episode, EpisodeResponse)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from step3_ppo.experience import compute_advantages, score_responses
-from step3_ppo.rewards import compute_reward
+from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
@@ -20,7 +20,7 @@ def test_group_responses_differ_and_share_their_prompt(toy: Path) -> None:
 
     responses = generate_responses(models, prompts, config, keys=range(8))
     experience = score_responses(models, prompts, responses, config)
-    score = compute_reward(experience.score, experience.stopped, models, config)
+    score = score_to_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=0.0)
 
     num_tokens = sum(map(len, experience.sequences))

@@ -8,7 +8,7 @@ from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.guards.guards import COOLDOWN, Guards
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
-from step3_ppo.guard_settings import WARNING, GuardConfig
+from step3_ppo.guard_settings import DEFAULT_GUARDS, GuardConfig
 from step3_ppo.guards import RLSignals, diverges
 
 HEALTHY = {
@@ -54,7 +54,7 @@ def check(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
 
 def test_message_with_adapters_names_their_learning_rate() -> None:
     rate, _ = TrainedModelConfig(path="base", lora=LoraConfig()).peak_lr
-    guards = Guards(WARNING, RLSignals(rate=rate, critic_rate="optim.lr"))
+    guards = Guards(DEFAULT_GUARDS, RLSignals(rate=rate, critic_rate="optim.lr"))
 
     (message,) = check(guards, 1, HEALTHY | UNHEALTHY["kl_per_token>0.25"][0])
 
@@ -64,7 +64,7 @@ def test_message_with_adapters_names_their_learning_rate() -> None:
 @pytest.mark.parametrize("name", UNHEALTHY)
 def test_unhealthy_signal_is_reported_once_until_it_recovers(name: str) -> None:
     changes, message = UNHEALTHY[name]
-    guards, bad = Guards(WARNING, RLSignals()), HEALTHY | changes
+    guards, bad = Guards(DEFAULT_GUARDS, RLSignals()), HEALTHY | changes
     window = WINDOWS.get(name, 3)
     history = [HEALTHY, *[bad] * (window - 1), HEALTHY, *[bad] * (window + 1)]
     history += [*[HEALTHY] * COOLDOWN, *[bad] * window]
@@ -86,7 +86,7 @@ OR_LOWER_EOS_SCORE = ", or lower ppo.missing_eos_score"
 
 
 @pytest.mark.parametrize(
-    ("ended", "scores_ends", "remedy"),
+    ("ended", "has_eos_penalty", "remedy"),
     [
         ({}, True, f"raise ppo.max_new_tokens{OR_LOWER_EOS_SCORE}"),
         ({}, False, "raise ppo.max_new_tokens"),
@@ -101,11 +101,11 @@ OR_LOWER_EOS_SCORE = ", or lower ppo.missing_eos_score"
     ],
 )
 def test_stop_rate_message_names_the_limiting_setting(
-    ended: dict[str, float], scores_ends: bool, remedy: str
+    ended: dict[str, float], has_eos_penalty: bool, remedy: str
 ) -> None:
     by_limit = {f"ended_by_{name}": share for name, share in ended.items()}
     guard = GuardConfig(signal="stop_rate", limit=0.2, window=1)
-    guards = Guards([guard], RLSignals(scores_ends=scores_ends))
+    guards = Guards([guard], RLSignals(has_eos_penalty=has_eos_penalty))
     guards.check(1, HEALTHY)
 
     (message,) = check(guards, 2, HEALTHY | {"stop_rate": 0.75} | by_limit)

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.models.hf.chat import load_chat
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import evaluation_cost
+from step3_ppo.evaluate import estimate_evaluation_cost
 from step3_ppo.rollout import load_prompts
 
 
@@ -34,5 +34,5 @@ def test_evaluation_cost_matches_hand_computed_values() -> None:
     ppo = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=2)  # two models learn, two score
     rloo = PPOConfig(rollout_size=64, batch_size=64, ppo_epochs=1, advantage="rloo", group_size=4)
 
-    assert evaluation_cost(32, ppo) == 32 / 64 * (4 + 4) / (4 + 4 + 12)
-    assert evaluation_cost(64, rloo) == (4 + 3) / (4 + 3 + 3)
+    assert estimate_evaluation_cost(32, ppo) == 32 / 64 * (4 + 4) / (4 + 4 + 12)
+    assert estimate_evaluation_cost(64, rloo) == (4 + 3) / (4 + 3 + 3)

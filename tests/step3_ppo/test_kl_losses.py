@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from step3_ppo.advantages import ESTIMATORS, Rewarded
+from step3_ppo.advantages import ESTIMATORS, RewardedResponses
 from step3_ppo.losses import KL_LOSSES, TrustRegion, policy_ratio, reinforce, token_rewards
 
 LOGITS = torch.tensor([0.3, -0.5, 0.9, -1.2], dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_k1_in_the_reward_has_the_kl_gradient_of_full_responses() -> None:
 
     zeros, mask = torch.zeros(9, dtype=torch.float64), torch.ones(9, 2).bool()
     rewards = token_rewards(zeros, policy_logprobs.detach(), ref_logprobs, mask, kl_coef=1.0)
-    rewarded = Rewarded(
+    rewarded = RewardedResponses(
         rewards, mask, zeros, None, group_size=1, gamma=1.0, lam=1.0, counted=mask[:, 0]
     )
     advantages = ESTIMATORS["reinforce_pp"](rewarded).advantages

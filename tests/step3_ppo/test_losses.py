@@ -9,7 +9,7 @@ from torch import Tensor
 from step3_ppo.advantages import gae
 from step3_ppo.losses import (
     TrustRegion,
-    clipped,
+    clipped_surrogate,
     k3,
     overlong_penalty,
     policy_ratio,
@@ -83,7 +83,7 @@ def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, f
     old = torch.tensor([-1.0], dtype=F64)
     region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})
     ratio = policy_ratio(logprobs, old)
-    loss = clipped(ratio, logprobs, torch.tensor([advantage], dtype=F64), region).sum()
+    loss = clipped_surrogate(ratio, logprobs, torch.tensor([advantage], dtype=F64), region).sum()
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.item()

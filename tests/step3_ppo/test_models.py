@@ -81,5 +81,5 @@ def test_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
     # Critic and reward model agree on every prefix.
     for target, value in zip(BATCH.targets.tolist(), values, strict=True):
         prefix = collate([Encoded.untrained(BATCH.input_ids[:target].tolist())])
-        expected = models.reward.normalized(models.reward.scores([prefix])[0])[0]
+        expected = models.reward.normalize(models.reward.scores([prefix])[0])[0]
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)

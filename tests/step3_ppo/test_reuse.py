@@ -16,7 +16,7 @@ from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rewards import compute_reward
+from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses, load_prompts
 from step3_ppo.train import iterate, set_up
 from step3_ppo.update import update_policy
@@ -74,7 +74,7 @@ def run_two_iterations(
         responses = generate_responses(models, prompts, config, keys=keys)
         experience = score_responses(models, prompts, responses, config, step=step)
         assert (experience.forward is not None) == reuse
-        score = compute_reward(experience.score, experience.stopped, models, config)
+        score = score_to_reward(experience.score, experience.stopped, models, config)
         rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
         updates = update_policy(models, rollout, config, step=step, forward=experience.forward)
         metrics.append(updates.metrics())

@@ -14,8 +14,8 @@ from pipeline.data.examples import Message
 from rewards.config import RewardConfig
 from rewards.workers import RewardError
 from step3_ppo.config import PPOConfig
-from step3_ppo.reward_sources import RewardSources, Submitting
-from step3_ppo.rewards import ResponseRewards, compute_reward, compute_rewards
+from step3_ppo.reward_sources import ResponseSubmitter, RewardSources
+from step3_ppo.rewards import ResponseRewards, compute_rewards, score_to_reward
 from step3_ppo.train import train
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
 
@@ -88,7 +88,7 @@ def compute(config: PPOConfig, *wanted: float | None, **options: Any) -> Respons
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
         models = replace(toy_models(config), sources=sources)
-        submit = Submitting(sources, make_prompts(*wanted), models.chat)
+        submit = ResponseSubmitter(sources, make_prompts(*wanted), models.chat)
         for index in reversed(range(len(wanted))):
             submit(index, responses[index])
         score = torch.arange(len(wanted)).float() if config.uses_reward_model else None
@@ -135,7 +135,7 @@ def test_normalized_model_score_is_combined_with_functions(toy: Path, file: Path
     rewards = compute(config, 1.0, None, 3.0)
 
     stopped = torch.tensor([True, True, False])
-    score = compute_reward(torch.arange(3).float(), stopped, models, config)  # -0.25, 0.25, -1
+    score = score_to_reward(torch.arange(3).float(), stopped, models, config)  # -0.25, 0.25, -1
     assert score.tolist() == [-0.25, 0.25, -1.0]
     # If the function doesn't apply, the model has the weight of both.
     assert rewards.reward.tolist() == [2.0 - 0.125, 2.5 * 0.25, 6.0 - 0.5]

@@ -16,7 +16,7 @@ from pipeline.system.errors import ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import score_responses
 from step3_ppo.models import Models
-from step3_ppo.rewards import raw_scores
+from step3_ppo.rewards import compute_raw_scores
 from tests.families import tiny_classifier
 from tests.pipeline.data.tokenizers import metaspace
 from tests.step3_ppo.toy import END, toy_config, toy_models
@@ -56,12 +56,12 @@ def test_reward_model_scores_text_with_its_own_tokenizer(toy: Path, foreign_rewa
     models = toy_models(config)
     prompts = make_dialogues(models)
     assert models.reward.text is not None
-    models.reward.text.know(prompts)
+    models.reward.text.register_prompts(prompts)
     inputs = [prompt.input_ids for prompt in prompts]
     finished = Response([38, 31, END], [-1.0] * 3, stopped=True)  # after a space
     truncated = Response([38, 41, 42], [-1.0] * 3, stopped=False)
 
-    scores = raw_scores(models, inputs, [finished, truncated], config)
+    scores = compute_raw_scores(models, inputs, [finished, truncated], config)
     experience = score_responses(models, inputs, [finished, truncated], config)
 
     tokenizer = AutoTokenizer.from_pretrained(foreign_reward)

@@ -11,7 +11,7 @@ from inference.generation import Response
 from step3_ppo.experience import Experience, Rollout, compute_advantages, score_responses
 from step3_ppo.metrics import group_statistics, rollout_statistics
 from step3_ppo.models import Models
-from step3_ppo.rewards import compute_reward
+from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
 
@@ -64,7 +64,7 @@ def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) 
     config = toy_config(toy, temperature=0.7, micro_batch_size=3)
     responses = generate_responses(models, PROMPTS, config, keys=range(8))
     experience = score_responses(models, PROMPTS, responses, config)
-    score = compute_reward(experience.score, experience.stopped, models, config)
+    score = score_to_reward(experience.score, experience.stopped, models, config)
 
     rollout = compute_advantages(experience, score, config, kl_coef=0.1)
 

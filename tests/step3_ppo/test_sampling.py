@@ -14,8 +14,8 @@ from rewards.config import RewardConfig
 from rewards.contract import SourceResults
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
-from step3_ppo.rewards import raw_scores
-from step3_ppo.rollout import PromptBatch, Prompts, Sampled, dead_groups, sample_rollout
+from step3_ppo.rewards import compute_raw_scores
+from step3_ppo.rollout import PromptBatch, Prompts, SampledRollout, find_dead_groups, sample_rollout
 from tests.distributed import rank, run_ranks
 from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import FEW, PROMPTS, toy_config, toy_models
@@ -63,11 +63,11 @@ def read_own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     prompts.drop_solved(first, {"a": SourceResults(rewards.tolist(), [None] * 4)}, config)
     order = make_prompts().stream.next_rows(4)
     assert prompts.stream.dropped == {order[0], order[3]}
-    dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
+    dead = find_dead_groups(rewards, torch.ones(4).bool(), group_size=2)
     return prompts_by_key(first, refill), refill.groups, dead
 
 
-def sample(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
+def sample(toy: Path, rounds: int) -> tuple[SampledRollout, list[int], int]:
     """Sample four prompts with two responses each, whose scores are clipped to signs.
 
     Also returns the groups with equal rewards, and the number of consumed prompts.
@@ -78,8 +78,8 @@ def sample(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
     for row, prompt in enumerate(prompts.train):
         prompt.input_ids[:] = [*PROMPTS[row % len(PROMPTS)], 30 + row]
     rollout = sample_rollout(models, prompts, config)
-    score = raw_scores(models, rollout.inputs, rollout.responses, config)
-    dead = dead_groups(score.sign(), torch.ones(8).bool(), group_size=2)
+    score = compute_raw_scores(models, rollout.inputs, rollout.responses, config)
+    dead = find_dead_groups(score.sign(), torch.ones(8).bool(), group_size=2)
     return rollout, dead, prompts.stream.position
 
 

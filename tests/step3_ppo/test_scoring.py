@@ -11,7 +11,7 @@ import torch
 from inference.generation import Response
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.models import Models
-from step3_ppo.rewards import compute_reward, counted_scores, measured_moments, raw_scores
+from step3_ppo.rewards import compute_raw_scores, measure_scores, reported_scores, score_to_reward
 from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
@@ -29,10 +29,10 @@ def test_truncated_response_scores_at_most_the_missing_eos_score(models: Models,
     """Its score is at most the missing-EOS score, in raw or normalized units."""
 
     def scores(**changes: Any) -> list[float]:
-        return counted_scores(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
+        return reported_scores(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
     def rewards(**changes: Any) -> list[float]:
-        return compute_reward(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
+        return score_to_reward(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
     assert scores() == [2.5, 0.5 - 2.0, -40.5]
     assert scores(normalize_score=False) == [2.5, -1.0, -40.5]
@@ -46,9 +46,9 @@ def test_score_moments_use_only_stopped_responses(models: Models, toy: Path) -> 
     config = toy_config(toy)
     ids = [[30 + row, END if row % 2 else 31] for row in range(8)]
     responses = [Response(pair, [-1.0, -1.0], stopped=pair[1] == END) for pair in ids]
-    scores = raw_scores(models, PROMPTS, responses, config)[1::2].double()
+    scores = compute_raw_scores(models, PROMPTS, responses, config)[1::2].double()
 
-    mean, std = measured_moments(models, PROMPTS, responses, config)
+    mean, std = measure_scores(models, PROMPTS, responses, config)
 
     assert mean == pytest.approx(scores.mean().item())
     assert std == pytest.approx(scores.std(correction=0).item())

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from step3_ppo.experience import compute_advantages, score_responses
 from step3_ppo.metrics import critic_statistics, rollout_statistics
-from step3_ppo.rewards import ResponseRewards, compute_reward
+from step3_ppo.rewards import ResponseRewards, score_to_reward
 from step3_ppo.rollout import generate_responses
-from step3_ppo.update import PtxStream, fit_values, update_policy
+from step3_ppo.update import PtxStream, pretrain_critic, update_policy
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.inspection import get_gradients
 from tests.step3_ppo.toy import (
@@ -46,7 +46,7 @@ def test_only_the_critic_is_fitted_to_the_first_rollout(toy: Path) -> None:
     before, actor = toy_rollout(models, config), flat_weights(models.actor.model)
     rewards = ResponseRewards(before.reward_score, before.reward_score)
 
-    fit_values(models, before.experience, rewards, config, kl_coef=config.kl_coef)
+    pretrain_critic(models, before.experience, rewards, config, kl_coef=config.kl_coef)
 
     assert relative_error(flat_weights(models.actor.model), actor) == 0
     assert critic_statistics(before)["explained_variance"] < 0
@@ -181,7 +181,7 @@ def run_iteration(directory: str) -> dict[str, float]:
     prompts = [PROMPTS[row] for row in rows]
     responses = generate_responses(models, prompts, config, keys=rows)
     experience = score_responses(models, prompts, responses, config)
-    score = compute_reward(experience.score, experience.stopped, models, config)
+    score = score_to_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
     statistics = rollout_statistics(rollout)
     updates = update_policy(models, rollout, config, step=1, ema=None, ptx=None)

@@ -15,7 +15,7 @@ from pipeline.models.hf.chat import load_chat
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.models import Models, load_models
-from step3_ppo.rewards import compute_reward
+from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
 from step3_ppo.update import PtxStream, Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
@@ -69,7 +69,7 @@ def toy_models(config: PPOConfig) -> Models:
     """The models that step 3 loads, with hand-set score moments."""
     models = load_models(config, load_chat(config.actor, config.data), iterations=4)
     if models.reward is not None and config.normalize_score:
-        models.set_moments(0.5, 2.0)
+        models.set_score_normalization(0.5, 2.0)
     return models
 
 
@@ -82,7 +82,7 @@ def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
             [*responses[row].ids[: length - 1], END], responses[row].logprobs[:length], stopped=True
         )
     experience = score_responses(models, PROMPTS, responses, config, step=1)
-    score = compute_reward(experience.score, experience.stopped, models, config)
+    score = score_to_reward(experience.score, experience.stopped, models, config)
     return compute_advantages(experience, score, config, kl_coef=config.kl_coef)
 
 

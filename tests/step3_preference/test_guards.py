@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.guards.guards import Guards
-from step3_preference.config import WARNING, GuardConfig, PreferenceConfig
+from step3_preference.config import DEFAULT_GUARDS, GuardConfig, PreferenceConfig
 from step3_preference.guards import PreferenceSignals
 from step3_preference.train import train
 from tests.distributed import run_ranks
@@ -39,7 +39,7 @@ ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=1, action="rollback
 
 
 def make_guards(*configs: GuardConfig, interval: int = 5) -> Guards:
-    return Guards(configs or WARNING, PreferenceSignals(), interval, first=HEALTHY)
+    return Guards(configs or DEFAULT_GUARDS, PreferenceSignals(), interval, first=HEALTHY)
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), CASES, ids=[row[0] for row in CASES])
@@ -47,7 +47,7 @@ def test_default_guard_warns_after_two_unhealthy_evaluations(
     name: str, changes: dict[str, float], message: str
 ) -> None:
     guards, metrics = make_guards(), {**HEALTHY, **changes}
-    assert name in map(str, WARNING)
+    assert name in map(str, DEFAULT_GUARDS)
 
     trips = [guards.check(5 * number, metrics) for number in range(1, 5)]
 
