@@ -48,7 +48,7 @@ WINDOWS = {"kl_per_token>0.25": 1, "ratio_max>20": 1, "explained_variance<0": 5}
 """Consecutive iterations beyond the limit that a default guard needs; 3 for all others."""
 
 
-def check(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
+def check_messages(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
     return [trip.sentence for trip in guards.check(step, metrics)]
 
 
@@ -56,7 +56,7 @@ def test_message_with_adapters_names_their_learning_rate() -> None:
     rate, _ = TrainedModelConfig(path="base", lora=LoraConfig()).peak_lr
     guards = Guards(DEFAULT_GUARDS, RLSignals(rate=rate, critic_rate="optim.lr"))
 
-    (message,) = check(guards, 1, HEALTHY | UNHEALTHY["kl_per_token>0.25"][0])
+    (message,) = check_messages(guards, 1, HEALTHY | UNHEALTHY["kl_per_token>0.25"][0])
 
     assert message.endswith("lower ppo.actor.lora.lr")
 
@@ -69,7 +69,9 @@ def test_unhealthy_signal_is_reported_once_until_it_recovers(name: str) -> None:
     history = [HEALTHY, *[bad] * (window - 1), HEALTHY, *[bad] * (window + 1)]
     history += [*[HEALTHY] * COOLDOWN, *[bad] * window]
 
-    by_step = [check(guards, step, metrics) for step, metrics in enumerate(history, start=1)]
+    by_step = [
+        check_messages(guards, step, metrics) for step, metrics in enumerate(history, start=1)
+    ]
 
     assert [step for step, sent in enumerate(by_step) if sent] == [2 * window, len(history) - 1]
     assert all(text.startswith(message) for sent in by_step for text in sent)
@@ -108,18 +110,18 @@ def test_stop_rate_message_names_the_limiting_setting(
     guards = Guards([guard], RLSignals(has_eos_penalty=has_eos_penalty))
     guards.check(1, HEALTHY)
 
-    (message,) = check(guards, 2, HEALTHY | {"stop_rate": 0.75} | by_limit)
+    (message,) = check_messages(guards, 2, HEALTHY | {"stop_rate": 0.75} | by_limit)
 
     assert message.partition(" 100%: ")[2] == remedy
 
 
-def figures(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:
+def make_metrics(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:
     return {"score": score, "score_stderr": stderr, "gold": gold, "gold_stderr": stderr}
 
 
 def test_divergence_is_rising_reward_with_falling_gold() -> None:
     def is_divergent(scores: list[float], golds: list[float], **changes: Any) -> bool:
-        history = [figures(s, g, **changes) for s, g in zip(scores, golds, strict=True)]
+        history = [make_metrics(s, g, **changes) for s, g in zip(scores, golds, strict=True)]
         return diverges(history, errors=2.0)
 
     up, down = [0.5, 0.6, 0.7], [0.5, 0.4, 0.3]
@@ -127,7 +129,7 @@ def test_divergence_is_rising_reward_with_falling_gold() -> None:
     assert not is_divergent(up, up)
     assert not is_divergent(down, down)
     assert not is_divergent(up, down, stderr=0.08)  # 0.2 is less than two standard errors of 0.113
-    partial = [figures(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, figures(0.7, 0.3)]
+    partial = [make_metrics(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, make_metrics(0.7, 0.3)]
     assert not diverges(partial, errors=2.0)
 
 

@@ -10,7 +10,7 @@ from step3_ppo.evaluate import estimate_evaluation_cost
 from step3_ppo.rollout import load_prompts
 
 
-def save(path: Path, prompts: list[str]) -> str:
+def write_rows(path: Path, prompts: list[str]) -> str:
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return str(path)
 
@@ -18,8 +18,10 @@ def save(path: Path, prompts: list[str]) -> str:
 def test_too_long_prompts_are_replaced_by_others(tmp_path: Path) -> None:
     long = [f"{number} {'is much too long ' * 40}" for number in range(8)]
     data = DataConfig(
-        path=(save(tmp_path / "rows.jsonl", [f"Add {number}." for number in range(40)]),),
-        eval_path=(save(tmp_path / "eval.jsonl", [*long, *(f"Take {n}." for n in range(8))]),),
+        path=(write_rows(tmp_path / "rows.jsonl", [f"Add {number}." for number in range(40)]),),
+        eval_path=(
+            write_rows(tmp_path / "eval.jsonl", [*long, *(f"Take {n}." for n in range(8))]),
+        ),
         max_eval_rows=8,
     )
     config = PPOConfig(data=data, max_prompt_length=48, rollout_size=8, batch_size=8)

@@ -51,18 +51,20 @@ def test_reference_with_lora_is_the_actor_without_adapter(toy: Path) -> None:
 
 
 def test_without_kl_penalty_no_reference_is_loaded(toy: Path) -> None:
-    without = toy_config(toy, kl_in="loss", kl_coef=0.0, value_clip=None)
-    added = replace(without, reference=FrozenModelConfig(path=str(toy / "actor")))
+    no_reference = toy_config(toy, kl_in="loss", kl_coef=0.0, value_clip=None)
+    with_reference = replace(no_reference, reference=FrozenModelConfig(path=str(toy / "actor")))
     results: list[torch.Tensor] = []
 
-    for config in (without, added):
+    for config in (no_reference, with_reference):
         models = toy_models(config)
         rollout = toy_rollout(models, config)
         run_update(models, rollout, config)
         results.append(flat_weights(models.policy))
         roles = {model.role for model in config.workload(1).models}
         has_reference = [models.reference is not None, "reference" in roles]
-        assert [*has_reference, "kl" in rollout_statistics(rollout)] == [config is added] * 3
+        assert [*has_reference, "kl" in rollout_statistics(rollout)] == [
+            config is with_reference
+        ] * 3
 
     assert torch.equal(*results)
     assert PPOConfig(kl_coef=0.0, output_dir=Path("out/step3_ppo")).reference_role is None

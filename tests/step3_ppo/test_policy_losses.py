@@ -78,7 +78,7 @@ def test_correction_weights_match_hand_computed_values() -> None:
     ratios = torch.tensor([[4.0, 1.0, 0.4], [0.5, 9.0, 9.0]])
     sampled = torch.full_like(ratios, -1.0)
 
-    def apply(
+    def weights(
         correction: Literal["truncate", "mask"], level: Literal["token", "sequence"]
     ) -> Tensor:
         return correction_weights(
@@ -86,8 +86,10 @@ def test_correction_weights_match_hand_computed_values() -> None:
         )
 
     mean = 1.6 ** (1 / 3)  # the geometric mean of the first response
-    torch.testing.assert_close(apply("truncate", "token"), torch.tensor([[2, 1, 0.4], [0.5, 1, 1]]))
-    torch.testing.assert_close(apply("mask", "token")[0], torch.tensor([0, 1.0, 0]))
     torch.testing.assert_close(
-        apply("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
+        weights("truncate", "token"), torch.tensor([[2, 1, 0.4], [0.5, 1, 1]])
+    )
+    torch.testing.assert_close(weights("mask", "token")[0], torch.tensor([0, 1.0, 0]))
+    torch.testing.assert_close(
+        weights("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
     )

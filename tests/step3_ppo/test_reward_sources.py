@@ -83,7 +83,9 @@ def make_prompts(*wanted: float | None) -> list[Prompt]:
     return [Prompt((Message("user", "hi"),), ids, {"wanted": value}) for ids, value in rows]
 
 
-def compute(config: PPOConfig, *wanted: float | None, **options: Any) -> ResponseRewards:
+def compute_test_rewards(
+    config: PPOConfig, *wanted: float | None, **options: Any
+) -> ResponseRewards:
     """Rewards of one response of two tokens per prompt; the third doesn't stop."""
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
@@ -132,7 +134,7 @@ def test_normalized_model_score_is_combined_with_functions(toy: Path, file: Path
     config = group_config(toy, make_source(file, "wanted", weight=2.0), taste)
     models = toy_models(config)
 
-    rewards = compute(config, 1.0, None, 3.0)
+    rewards = compute_test_rewards(config, 1.0, None, 3.0)
 
     stopped = torch.tensor([True, True, False])
     score = score_to_reward(torch.arange(3).float(), stopped, models, config)  # -0.25, 0.25, -1

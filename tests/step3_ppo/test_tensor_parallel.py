@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def setup(directory: Path, changes: dict[str, Any]) -> PPOConfig:
+def make_config(directory: Path, changes: dict[str, Any]) -> PPOConfig:
     """Settings of two iterations with one epoch each."""
     config = toy_config(directory)
     changes = dict(changes)
@@ -86,8 +86,10 @@ def test_two_tensor_parallel_ranks_match_one_process(case: str, tmp_path: Path) 
     wide = {"hidden_size": 128, "intermediate_size": 128} if "bits" in case else {}
     save_models(tmp_path, **wide)
     changes = CASES[case]
-    single = setup(tmp_path, {**changes, "inference_tp_size": 1, "output_dir": tmp_path / "alone"})
-    together = setup(
+    single = make_config(
+        tmp_path, {**changes, "inference_tp_size": 1, "output_dir": tmp_path / "alone"}
+    )
+    together = make_config(
         tmp_path, {**changes, "parallel": ParallelConfig(tp=2), "output_dir": tmp_path / "both"}
     )
     train(single)

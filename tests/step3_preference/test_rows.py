@@ -26,13 +26,13 @@ USER, CHOSEN, REJECTED = (
 PAIR = Example((USER,), (CHOSEN,), (REJECTED,))
 
 
-def setup(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
+def load_setup(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
     config = toy_config(toy, data={"max_length": max_length}, **changes)
     return load_chat(config.model, config.data), config
 
 
 def encoded_lengths(toy: Path) -> tuple[int, int, int]:
-    chat, _ = setup(toy, 200)
+    chat, _ = load_setup(toy, 200)
     rows = (len(chat.encode((USER,), (response,))) for response in (CHOSEN, REJECTED))
     return len(chat.encode_prompt((USER,))), *rows
 
@@ -41,7 +41,7 @@ def test_uninformative_rows_are_skipped_and_counted(
     toy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, chosen, rejected = encoded_lengths(toy)
-    chat, config = setup(toy, chosen)
+    chat, config = load_setup(toy, chosen)
     equal = Example((USER,), (CHOSEN,), (CHOSEN,))
     unlearned = Example((USER,), (Message("assistant", "x", trained=False),), (CHOSEN,))
     long = Example((USER,), (CHOSEN,), (Message("assistant", "no " * 99),))
@@ -62,7 +62,7 @@ def test_uninformative_rows_are_skipped_and_counted(
 
 
 def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
-    chat, config = setup(toy, 200)
+    chat, config = load_setup(toy, 200)
     equal = Example((USER,), (CHOSEN,), (CHOSEN,))
     data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
 
@@ -89,7 +89,7 @@ def test_rows_that_do_not_fit_are_replaced_in_the_evaluation(toy: Path, tmp_path
 
 
 def test_kto_balances_good_and_bad_over_all_training_rows(toy: Path) -> None:
-    chat, config = setup(toy, 64, method="kto", weight_chosen="auto", weight_rejected="auto")
+    chat, config = load_setup(toy, 64, method="kto", weight_chosen="auto", weight_rejected="auto")
     good = [Example((USER,), (Message("assistant", text),)) for text in ("a", "b", "c")]
     bad = Example((USER,), (), (CHOSEN,))
     store = RowStore(config)
@@ -99,7 +99,7 @@ def test_kto_balances_good_and_bad_over_all_training_rows(toy: Path) -> None:
     assert (store.num_good, len(store)) == (3, 4)
     assert kto_weights(3, 1, config) == (1.0, 3.0)
     assert kto_weights(1, 4, config) == (4.0, 1.0)
-    assert kto_weights(1, 4, setup(toy, 64, method="kto")[1]) == (1.0, 1.0)
+    assert kto_weights(1, 4, load_setup(toy, 64, method="kto")[1]) == (1.0, 1.0)
 
 
 def encode_tokens(prompt: list[int], response: list[int]) -> Encoded:
