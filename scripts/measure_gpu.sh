@@ -117,7 +117,7 @@ gpu = object.__new__(Gpu)  # stands in for the GPU that this machine lacks
 gpu.capability = int(sys.argv[1])
 for name in ("adamw", "cache_append", "decode_attention", "sampling"):
     for defines in import_module(f"tests.pipeline.kernels.{name}.cases").SPECIALISATIONS:
-        gpu._image(name, defines)
+        gpu._get_cubin(name, defines)
 END
   rm -rf .offline/compiler
   du -sh .offline/*

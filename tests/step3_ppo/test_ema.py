@@ -43,7 +43,7 @@ def test_trained_weights_are_restored_bitwise_after_an_error() -> None:
 
     def interrupt() -> None:
         with ema.applied():
-            average = engine.groups[0].flat.cut(ema.weights[0])["weight"].bfloat16()
+            average = engine.groups[0].flat.unflatten(ema.weights[0])["weight"].bfloat16()
             assert torch.equal(model.weight, average)
             assert not torch.equal(model.weight, original["weight"])
             raise KeyboardInterrupt

@@ -108,7 +108,7 @@ def read_gradients(engine: Engine) -> dict[str, Tensor]:
     return {
         name: moment / (1 - engine.optim.betas[0])
         for group in engine.groups
-        for name, moment in group.flat.cut(group.state["exp_avg"]).items()
+        for name, moment in group.flat.unflatten(group.state["exp_avg"]).items()
     }
 
 

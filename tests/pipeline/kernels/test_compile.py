@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels import gpu
-from pipeline.kernels.gpu import OLDEST, OPTIONS, SOURCES, Macros
+from pipeline.kernels.gpu import MIN_CAPABILITY, OPTIONS, SOURCES, Macros
 from pipeline.system.errors import KernelError
 from tests.pipeline.kernels.test_cases import CASES
 
@@ -22,7 +22,7 @@ FEW = [
 def capabilities() -> list[int]:
     """The compute capabilities that NVRTC, or else nvcc, supports."""
     try:
-        return [number for number in gpu.supported_capabilities() if number >= OLDEST]
+        return [number for number in gpu.supported_capabilities() if number >= MIN_CAPABILITY]
     except KernelError:
         if shutil.which("nvcc") is None:
             pytest.skip("there is no CUDA compiler here")
