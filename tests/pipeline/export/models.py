@@ -42,13 +42,13 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """A language model, or with `labels` a classifier, whose logits differ by whole numbers."""
-    words = tokenizer or byte_level(bos=True)
+    """Save a language model, or with `labels` a classifier, with large random weights."""
+    tokenizer = tokenizer or byte_level(bos=True)
     config = AutoConfig.for_model(
         family,
-        vocab_size=len(words),
-        pad_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         **{} if labels is None else {"num_labels": labels},
         **(SIZES[family] | settings),
     )
@@ -60,12 +60,12 @@ def save_model(
             for param in model.parameters():
                 param.add_(torch.randn_like(param) * 0.1)
     model.save_pretrained(directory)
-    words.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return model
 
 
 def save_embedded(directory: Path) -> PreTrainedModel:
-    """The embedded model with random weights, its tokenizer and the chat template of a run."""
+    """Save the embedded model with random weights, its tokenizer and a run's chat template."""
     tokenizer = build_tokenizer()
     resolve_format(tokenizer, "auto").attach(tokenizer)
     model = build_model(vocab_size=len(tokenizer), seed=0)

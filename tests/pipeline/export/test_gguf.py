@@ -1,4 +1,4 @@
-"""GGUF files, read by the `gguf` package: tensors, settings, tokenizer."""
+"""GGUF files, read by the `gguf` package: tensors, settings and tokenizer."""
 
 import json
 from dataclasses import replace
@@ -23,58 +23,58 @@ from tests.pipeline.export.models import save_embedded, save_model
 
 
 def export(source: Path, out: Path, number_format: str = "f32") -> gguf.GGUFReader:
-    words = ["--path", str(source), "--to", "gguf", "--out", str(out)]
-    main([*words, "--number-format", number_format])
+    argv = ["--path", str(source), "--to", "gguf", "--out", str(out)]
+    main([*argv, "--number-format", number_format])
     return gguf.GGUFReader(out / f"model-{number_format}.gguf")
 
 
-def weights(reader: gguf.GGUFReader) -> dict[str, torch.Tensor]:
+def read_weights(reader: gguf.GGUFReader) -> dict[str, torch.Tensor]:
     """All tensors, fp32."""
     return {
-        each.name: torch.tensor(gguf.dequantize(each.data, each.tensor_type)).reshape(
-            tuple(map(int, each.shape[::-1]))
+        x.name: torch.tensor(gguf.dequantize(x.data, x.tensor_type)).reshape(
+            tuple(map(int, x.shape[::-1]))
         )
-        for each in reader.tensors
+        for x in reader.tensors
     }
 
 
-def value(reader: gguf.GGUFReader, key: str) -> Any:
+def read_field(reader: gguf.GGUFReader, key: str) -> Any:
     field = reader.get_field(key)
     assert field is not None, key
     return field.contents()
 
 
-def test_a_llama_has_each_weight_and_rotary_rows_side_by_side(tmp_path: Path) -> None:
+def test_llama_file_has_every_weight_and_permuted_rotary_rows(tmp_path: Path) -> None:
     state = save_model(tmp_path / "model", "llama").state_dict()
 
-    found = weights(export(tmp_path / "model", tmp_path / "out"))
+    tensors = read_weights(export(tmp_path / "model", tmp_path / "out"))
 
-    assert torch.equal(found["blk.1.ffn_up.weight"], state["model.layers.1.mlp.up_proj.weight"])
-    assert torch.equal(found["output.weight"], state["lm_head.weight"])
-    # Four heads of 8: rows 0 and 4 of a head rotate together, and lie side by side in the file.
+    assert torch.equal(tensors["blk.1.ffn_up.weight"], state["model.layers.1.mlp.up_proj.weight"])
+    assert torch.equal(tensors["output.weight"], state["lm_head.weight"])
+    # Four heads of size 8: rows 0 and 4 of a head rotate together, and are adjacent in the file.
     query = state["model.layers.0.self_attn.q_proj.weight"]
     order = [head * 8 + row for head in range(4) for pair in range(4) for row in (pair, pair + 4)]
-    assert torch.equal(found["blk.0.attn_q.weight"], query[order])
-    assert len(found) == len(state)
+    assert torch.equal(tensors["blk.0.attn_q.weight"], query[order])
+    assert len(tensors) == len(state)
 
 
-def test_a_head_that_differs_from_the_embeddings_is_in_the_file(tmp_path: Path) -> None:
+def test_head_that_differs_from_the_embeddings_is_exported(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", tie_word_embeddings=True)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"].flip(0)
     save_file(tensors, file, metadata={"format": "pt"})
 
-    found = weights(export(tmp_path / "model", tmp_path / "out"))
+    exported = read_weights(export(tmp_path / "model", tmp_path / "out"))
 
-    assert torch.equal(found["output.weight"], tensors["lm_head.weight"])
+    assert torch.equal(exported["output.weight"], tensors["lm_head.weight"])
     ids = torch.tensor([[5, 6, 7]])
     file = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model-f32.gguf")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(file(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_the_file_is_compared_with_the_model_it_was_made_of(tmp_path: Path) -> None:
+def test_verification_compares_logits_with_the_source_model(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama")
     export(tmp_path / "model", tmp_path / "out")
     exported = GgufExport(read_source(tmp_path / "model"), "f32")
@@ -85,7 +85,7 @@ def test_the_file_is_compared_with_the_model_it_was_made_of(tmp_path: Path) -> N
         exported.verify(tmp_path / "out")
 
 
-def test_the_embedded_model_has_its_template_stop_ids_and_tokens(
+def test_file_has_the_chat_template_and_vocabulary_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_embedded(tmp_path / "model")
@@ -94,10 +94,10 @@ def test_the_embedded_model_has_its_template_stop_ids_and_tokens(
 
     tokenizer = build_tokenizer()
     template = (tmp_path / "model" / "chat_template.jinja").read_text()
-    assert value(reader, "tokenizer.chat_template") == template
-    assert value(reader, "tokenizer.ggml.eos_token_id") == tokenizer.eos_token_id
-    assert value(reader, "tokenizer.ggml.add_bos_token") is True
-    tokens = value(reader, "tokenizer.ggml.tokens")
+    assert read_field(reader, "tokenizer.chat_template") == template
+    assert read_field(reader, "tokenizer.ggml.eos_token_id") == tokenizer.eos_token_id
+    assert read_field(reader, "tokenizer.ggml.add_bos_token") is True
+    tokens = read_field(reader, "tokenizer.ggml.tokens")
     assert tokens == tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
     printed = capsys.readouterr().out
     assert "the file's vocabulary tokenizes 1000 texts identically\n" in printed
@@ -106,39 +106,39 @@ def test_the_embedded_model_has_its_template_stop_ids_and_tokens(
 @pytest.mark.parametrize(
     ("number_format", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)]
 )
-def test_halves_are_the_rounded_weights_and_vectors_stay_whole(
+def test_16_bit_formats_round_matrices_and_keep_vectors_in_fp32(
     tmp_path: Path, number_format: str, dtype: torch.dtype
 ) -> None:
     state = save_model(tmp_path / "model", "llama").state_dict()
 
-    found = weights(export(tmp_path / "model", tmp_path / "out", number_format))
+    tensors = read_weights(export(tmp_path / "model", tmp_path / "out", number_format))
 
     matrix, vector = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
-    assert torch.equal(found["blk.0.ffn_up.weight"], state[matrix].to(dtype).float())
-    assert torch.equal(found["blk.0.attn_norm.weight"], state[vector])
+    assert torch.equal(tensors["blk.0.ffn_up.weight"], state[matrix].to(dtype).float())
+    assert torch.equal(tensors["blk.0.attn_norm.weight"], state[vector])
 
 
-def test_q8_0_has_the_nearest_steps_of_each_block_and_f16_for_odd_rows(tmp_path: Path) -> None:
+def test_q8_0_rounds_to_nearest_and_uses_f16_for_odd_rows(tmp_path: Path) -> None:
     state = save_model(tmp_path / "model", "llama").state_dict()
 
     reader = export(tmp_path / "model", tmp_path / "out", "q8_0")
 
-    formats = {each.name: each.tensor_type.name for each in reader.tensors}
+    formats = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert formats["blk.0.ffn_up.weight"] == "Q8_0"  # rows of 32
     assert formats["blk.0.ffn_down.weight"] == "F16"  # rows of 48
     assert formats["blk.0.ffn_norm.weight"] == "F32"
-    ours = state["model.layers.0.mlp.up_proj.weight"]
-    step = ours.reshape(-1, 32).abs().amax(1, keepdim=True) / 127
-    error = (weights(reader)["blk.0.ffn_up.weight"] - ours).abs().reshape(-1, 32)
+    weight = state["model.layers.0.mlp.up_proj.weight"]
+    step = weight.reshape(-1, 32).abs().amax(1, keepdim=True) / 127
+    error = (read_weights(reader)["blk.0.ffn_up.weight"] - weight).abs().reshape(-1, 32)
     assert bool((error <= 0.6 * step).all())
 
 
-def test_llama_3_divides_long_wavelengths_alone(tmp_path: Path) -> None:
+def test_llama_3_rope_factors_scale_only_long_wavelengths(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     save_model(tmp_path / "model", "llama", rope_parameters=rope, head_dim=64)
 
-    factors = weights(export(tmp_path / "model", tmp_path / "out"))["rope_freqs.weight"]
+    factors = read_weights(export(tmp_path / "model", tmp_path / "out"))["rope_freqs.weight"]
 
     assert factors.shape == (32,)
     assert factors[0] == 1
@@ -146,7 +146,7 @@ def test_llama_3_divides_long_wavelengths_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
+def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> None:
     state = json.loads(byte_level().backend_tokenizer.to_str())
     for left, right in ("34", "12", "ĠĠ"):  # each is split by some of the expressions
         state["model"]["vocab"][left + right] = len(state["model"]["vocab"])
@@ -154,7 +154,7 @@ def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
     backend = Tokenizer.from_str(json.dumps(state))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     backend: Any = tokenizer.backend_tokenizer
-    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in EXPRESSIONS[name]]
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in EXPRESSIONS[name]]
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
 
@@ -169,7 +169,7 @@ def test_the_pre_tokenizer_is_found_by_the_tokens_of_texts(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [byte_level, prepending, build_tokenizer])
-def test_a_changed_vocabulary_has_other_tokens(make: Any) -> None:
+def test_vocabulary_without_merges_or_scores_is_detected(make: Any) -> None:
     tokenizer = make()
     vocabulary = read_vocabulary(tokenizer, len(tokenizer), "DIR")
     text = "Hello you! How are you?"
@@ -180,15 +180,15 @@ def test_a_changed_vocabulary_has_other_tokens(make: Any) -> None:
     assert not replace(vocabulary, merges=(), scores=scores).agrees(texts)
 
 
-def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
+def test_verification_detects_a_flipped_bit(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama")
     reader = export(tmp_path / "model", tmp_path / "out")
     exported = GgufExport(read_source(tmp_path / "model"), "f32")
     file = tmp_path / "out" / "model-f32.gguf"
-    whole = bytearray(file.read_bytes())
-    place = int(next(e for e in reader.tensors if e.name == "blk.1.ffn_up.weight").data_offset)
-    whole[place + 40] ^= 1
-    file.write_bytes(whole)
+    content = bytearray(file.read_bytes())
+    offset = int(next(x for x in reader.tensors if x.name == "blk.1.ffn_up.weight").data_offset)
+    content[offset + 40] ^= 1
+    file.write_bytes(content)
 
     with pytest.raises(UnverifiedError, match=r"layers\.1\.mlp\.up_proj\.weight differs when"):
         exported.verify(tmp_path / "out")

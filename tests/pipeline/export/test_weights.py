@@ -1,4 +1,4 @@
-"""Merged models and adapters alone, against peft; the command's refusals."""
+"""Merged models and separate adapters, compared with peft; invalid input of the command."""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from pipeline.system.errors import ConfigError, ModelError
 from tests.pipeline.export.models import save_model
 
 
-def run(path: Path, to: str, out: Path, *more: str) -> None:
-    main(["--path", str(path), "--to", to, "--out", str(out), *more])
+def run(path: Path, to: str, out: Path, *options: str) -> None:
+    main(["--path", str(path), "--to", to, "--out", str(out), *options])
 
 
 def save_adapter(directory: Path, **changes: Any) -> Path:
-    """An adapter of GPT-2, whose matrices are stored turned, with random numbers."""
+    """Save a random adapter of GPT-2, whose matrices are stored transposed."""
     model = save_model(directory / "base", "gpt2")
     targets = ["c_attn", "c_fc"]
     settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=True, **changes)
@@ -42,29 +42,29 @@ def adapter(tmp_path: Path) -> Path:
     return save_adapter(tmp_path)
 
 
-def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+def merge_with_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(base)
     return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
 
 
-def test_an_adapter_is_merged_as_peft_merges_it(
+def test_merged_adapter_matches_peft(
     tmp_path: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(adapter, "merged", tmp_path / "out")
 
-    theirs = merged_by_peft(tmp_path / "base", adapter)
-    ours = load_file(tmp_path / "out" / "model.safetensors")
+    expected = merge_with_peft(tmp_path / "base", adapter)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     before = load_file(tmp_path / "base" / "model.safetensors")
-    changed = [name for name in ours if not torch.equal(ours[name], before[name])]
+    changed = [name for name in tensors if not torch.equal(tensors[name], before[name])]
     assert len(changed) == 4
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name])
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name])
     printed = capsys.readouterr().out
     assert "verified: logits by the written model within 1e-05 of the model's" in printed
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_merging_an_adapter_of_one_of_two_tied_layers_unties_them(
+def test_merging_an_adapter_of_one_tied_layer_unties_the_weights(
     target: str, tmp_path: Path
 ) -> None:
     base = save_model(tmp_path / "base", "llama", tie_word_embeddings=True)
@@ -83,7 +83,7 @@ def test_merging_an_adapter_of_one_of_two_tied_layers_unties_them(
     torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(
+def test_exported_adapter_is_verified_against_the_merged_weights(
     tmp_path: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(adapter, "merged", tmp_path / "model")
@@ -93,19 +93,19 @@ def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weigh
 
     printed = capsys.readouterr().out
     assert "logits by the base with the adapter within 1e-05 of the model's" in printed
-    theirs = merged_by_peft(tmp_path / "base", tmp_path / "out")
+    expected = merge_with_peft(tmp_path / "base", tmp_path / "out")
     file = tmp_path / "model" / "model.safetensors"
-    ours = load_file(file)
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name])
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name])
 
-    ours["transformer.h.0.mlp.c_fc.weight"][3, 3] += 0.01
-    save_file(ours, file, metadata={"format": "pt"})
+    tensors["transformer.h.0.mlp.c_fc.weight"][3, 3] += 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UnverifiedError, match=r"logits by the base with the adapter differ"):
         AdapterExport(tmp_path / "model" / "adapter", None).verify(tmp_path / "out")
 
 
-def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -> None:
+def test_adapter_of_a_different_base_raises(tmp_path: Path, adapter: Path) -> None:
     save_model(tmp_path / "other", "gpt2", n_layer=1)
 
     with pytest.raises(ModelError, match=r"matches nothing in .*other; it is for another"):
@@ -119,11 +119,11 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
         run(adapter, "onnx", tmp_path / "out")
 
 
-def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
+def test_invalid_input_raises_and_creates_nothing(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").touch()
+    (tmp_path / "existing").mkdir()
+    (tmp_path / "existing" / "file").touch()
     out = tmp_path / "out"
 
     with pytest.raises(ModelError, match=r"contains no model: it has no config.json"):
@@ -132,16 +132,16 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
         run(tmp_path / "none", "onnx", out)
     with pytest.raises(ModelError, match="contains a model without an adapter"):
         run(tmp_path / "model", "adapter", out)
-    with pytest.raises(ConfigError, match=r"--out .*there already exists; remove it"):
-        run(tmp_path / "model", "merged", tmp_path / "there")
+    with pytest.raises(ConfigError, match=r"--out .*existing already exists; remove it"):
+        run(tmp_path / "model", "merged", tmp_path / "existing")
     with pytest.raises(ConfigError, match="--number-format f16 is only for --to gguf"):
         run(tmp_path / "model", "merged", out, "--number-format", "f16")
     with pytest.raises(ConfigError, match="--to is missing; pass gguf, onnx, merged or adapter"):
         main(["--path", str(tmp_path / "model"), "--out", str(out)])
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "model", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "existing", "model"]
 
 
-def test_what_was_not_verified_has_no_name(tmp_path: Path) -> None:
+def test_unverified_output_is_removed(tmp_path: Path) -> None:
     def write(*, fails: bool) -> None:
         with atomic_directory(tmp_path / "out") as partial:
             (partial / "file").write_text("content")
@@ -153,4 +153,4 @@ def test_what_was_not_verified_has_no_name(tmp_path: Path) -> None:
         write(fails=True)
     assert not list(tmp_path.iterdir())
     write(fails=False)
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

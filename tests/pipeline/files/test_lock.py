@@ -32,10 +32,10 @@ with RunLock(Path(sys.argv[1])):
 
 
 @contextmanager
-def holder(path: Path, *words: str) -> Iterator[tuple[int, str]]:
-    """A process that has the lock: its number and what it says when it does."""
+def holder(path: Path, *arguments: str) -> Iterator[tuple[int, str]]:
+    """Run a process that holds the lock; yield its id and its first line of output."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path), *words],
+        [sys.executable, "-c", HOLDER, str(path), *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -49,21 +49,21 @@ def holder(path: Path, *words: str) -> Iterator[tuple[int, str]]:
         process.stdout.close()
 
 
-def test_a_second_job_is_refused_and_told_who_has_the_directory(tmp_path: Path) -> None:
+def test_second_job_raises_with_the_process_that_holds_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "out" / "lock"
 
-    with holder(path) as (pid, _), pytest.raises(ConfigError) as caught, RunLock(path):
+    with holder(path) as (pid, _), pytest.raises(ConfigError) as error, RunLock(path):
         pass
 
-    sentence = str(caught.value)
+    message = str(error.value)
     since = json.loads(path.read_text())["since"]
-    assert sentence == (
+    assert message == (
         f"{path.parent} is in use by process {pid} on {socket.gethostname()} since {since};"
         " wait for it, stop it, or choose another directory"
     )
 
 
-def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
+def test_lock_of_a_killed_job_is_released(tmp_path: Path) -> None:
     with holder(tmp_path / "lock") as (pid, _):
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -72,11 +72,11 @@ def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
             assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_forked_child_does_not_keep_the_lock_of_a_killed_job(tmp_path: Path) -> None:
+def test_forked_child_does_not_keep_the_lock_of_a_killed_job(tmp_path: Path) -> None:
     with holder(tmp_path / "lock", "fork") as (pid, child):
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
         with RunLock(tmp_path / "lock"):
-            os.kill(int(child), 0)  # it lives
+            os.kill(int(child), 0)  # is alive
         os.kill(int(child), signal.SIGKILL)

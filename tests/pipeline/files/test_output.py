@@ -1,4 +1,4 @@
-"""Files that a command makes for its user."""
+"""Output files of commands."""
 
 import os
 import signal
@@ -21,23 +21,23 @@ signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 write_output({Path(sys.argv[1]): "new " * 1000}, option="--output")
 """
-"""The kernel kills a process that writes more than it may."""
+"""The kernel kills a process that exceeds its file size limit."""
 
 
-def test_a_process_that_is_killed_as_it_writes_leaves_the_old_file(tmp_path: Path) -> None:
+def test_process_killed_during_a_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
 
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, check=False)
+    result = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, check=False)
 
-    assert done.returncode == -signal.SIGXFSZ
+    assert result.returncode == -signal.SIGXFSZ
     assert path.read_text() == "old"
-    write_output({path: "new"}, option="--output")  # what was left does not stand in the way
-    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+    write_output({path: "new"}, option="--output")  # overwrites the partial file
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
     assert path.read_text() == "new"
 
 
-def test_where_the_last_of_several_files_fails_none_has_changed(tmp_path: Path) -> None:
+def test_failure_of_one_file_changes_no_other(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     (tmp_path / "b.partial").mkdir()
 
@@ -47,15 +47,15 @@ def test_where_the_last_of_several_files_fails_none_has_changed(tmp_path: Path) 
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_an_output_that_can_not_be_written_is_refused_before_the_work(
+def test_check_output_raises_for_unwritable_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "open").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)  # root may write to all
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)  # tests may run as root
     check_output(tmp_path / "open" / "none" / "out", option="--out")
-    closed = f"can't be written: {tmp_path}"
-    reasons = {"open": "is a", "file/out": rf"{closed}/file is a", "none/out": rf"{closed} is not"}
+    cause = f"can't be written: {tmp_path}"
+    reasons = {"open": "is a", "file/out": rf"{cause}/file is a", "none/out": rf"{cause} is not"}
     for name, reason in reasons.items():
         with pytest.raises(ConfigError, match=f"^--out {tmp_path}/{name} {reason}"):
             check_output(tmp_path / name, option="--out")

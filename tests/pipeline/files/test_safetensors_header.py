@@ -1,4 +1,4 @@
-"""Headers of safetensors files, and errors about directories without any."""
+"""Headers of safetensors files."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ TENSORS = {
 }
 
 
-def sharded(directory: Path) -> Path:
-    """Two shards and their index; the path of the index."""
+def save_shards(directory: Path) -> Path:
+    """Save two shards and their index, and return the path of the index."""
     weight_map = {}
     for number, names in enumerate((["table", "bias"], ["experts", "scalar", "empty", "mask"])):
         save_file({name: TENSORS[name] for name in names}, directory / f"{number}.safetensors")
@@ -32,11 +32,9 @@ def sharded(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("in_shards", [False, True])
-def test_positions_shapes_and_types_are_those_of_the_stored_tensors(
-    in_shards: bool, tmp_path: Path
-) -> None:
+def test_header_has_positions_shapes_and_dtypes(in_shards: bool, tmp_path: Path) -> None:
     if in_shards:
-        sharded(tmp_path)
+        save_shards(tmp_path)
     else:
         save_file(TENSORS, tmp_path / SINGLE, metadata={"format": "pt"})
 
@@ -63,7 +61,7 @@ def test_positions_shapes_and_types_are_those_of_the_stored_tensors(
     ],
     ids=["empty", "short", "huge header", "no JSON", "without its data"],
 )
-def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+def test_damaged_file_raises_with_its_path(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(content)
 
     with pytest.raises(ModelError, match=f"{tmp_path / SINGLE} can't be read as safetensors"):

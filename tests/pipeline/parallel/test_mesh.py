@@ -8,7 +8,7 @@ from pipeline.system.position import POSITION
 from tests.distributed import run_ranks
 
 
-def place() -> dict[str, Any]:
+def describe_axes() -> dict[str, Any]:
     """Return the axes of a process and their sums."""
     mesh = current_mesh()
     before = POSITION.number
@@ -29,19 +29,19 @@ def place() -> dict[str, Any]:
     }
 
 
-def test_axes_know_their_places_in_the_job() -> None:
-    for rank, said in enumerate(run_ranks(place, world_size=4)):
-        assert said["world"] == said["data"] == (0, 1, 2, 3)
-        assert said["is_main"] == (rank == 0)
+def test_axes_have_the_expected_ranks() -> None:
+    for rank, axes in enumerate(run_ranks(describe_axes, world_size=4)):
+        assert axes["world"] == axes["data"] == (0, 1, 2, 3)
+        assert axes["is_main"] == (rank == 0)
         first = rank - rank % 2
-        assert said["pair"] == (rank % 2, (first, first + 1), [first, first + 1])
-        assert said["alone"]
-        assert said["uncounted"]
-        assert said["every_other"] == (rank // 2, (rank % 2, rank % 2 + 2), 2 * (rank % 2) + 2)
-        assert said["share"] == (["a", "c", "e"], ["b", "d"])[rank // 2]
+        assert axes["pair"] == (rank % 2, (first, first + 1), [first, first + 1])
+        assert axes["alone"]
+        assert axes["uncounted"]
+        assert axes["every_other"] == (rank // 2, (rank % 2, rank % 2 + 2), 2 * (rank % 2) + 2)
+        assert axes["share"] == (["a", "c", "e"], ["b", "d"])[rank // 2]
 
 
-def go_apart() -> str:
+def diverge() -> str:
     """Return the error of the second group when two processes diverge."""
     group = new_subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     POSITION.enter_collective("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
@@ -52,15 +52,15 @@ def go_apart() -> str:
     return ""
 
 
-def test_a_group_names_processes_by_their_rank_in_the_job() -> None:
-    first, second, third, fourth = run_ranks(go_apart, world_size=4)
+def test_desync_error_has_the_global_ranks() -> None:
+    first, second, third, fourth = run_ranks(diverge, world_size=4)
 
     assert first == third == ""
     assert "rank 1 was at all_gather of weights, 8 bytes while rank 3 was at" in second
     assert "rank 3 was at all_gather of weights, 16 bytes while rank 1 was at" in fourth
 
 
-def place_in_copies() -> tuple[Any, ...]:
+def describe_copies() -> tuple[Any, ...]:
     before = current_mesh()
     with split_mesh(replicas=2, timeout_seconds=60.0) as mesh:
         assert current_mesh() is mesh
@@ -71,9 +71,9 @@ def place_in_copies() -> tuple[Any, ...]:
     return data.shards.ranks, data.copies.ranks, sums, mesh.shape
 
 
-def test_a_copy_is_kept_by_neighbours_and_pieces_are_summed_across() -> None:
+def test_copies_are_sharded_over_adjacent_ranks() -> None:
     shape = {"processes": 4, "stages": 1, "tensor": 1, "replicas": 2, "shards": 2}
-    assert run_ranks(place_in_copies, world_size=4) == [
+    assert run_ranks(describe_copies, world_size=4) == [
         ((0, 1), (0, 2), (4, 1, 2), shape),
         ((0, 1), (1, 3), (4, 1, 4), shape),
         ((2, 3), (0, 2), (4, 5, 2), shape),

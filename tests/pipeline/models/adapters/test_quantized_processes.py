@@ -1,4 +1,4 @@
-"""A base in 4 or 8 bits on several processes: the same bits, and the bytes of the plan."""
+"""A base in 4 or 8 bits gives the same bits on several processes."""
 
 from itertools import product
 from pathlib import Path
@@ -10,40 +10,38 @@ from torch import Tensor
 from pipeline.config.model import ZeroConfig
 from tests.distributed import run_ranks
 from tests.pipeline.models.adapters.quantized_models import (
-    WAYS,
-    base,
+    QUANTIZATIONS,
     get_layers,
-    learned,
+    save_base,
     settings,
+    train,
 )
 
 
-def ends(path: str) -> dict[str, Tensor]:
-    """The adapters, and what is dequantized, by way, stage and name."""
-    found: dict[str, Tensor] = {}
-    for (number, way), stage in product(enumerate(WAYS), (0, 3)):
+def get_trained_weights(path: str) -> dict[str, Tensor]:
+    """Adapters and dequantized weights, by quantization, stage and name."""
+    results: dict[str, Tensor] = {}
+    for (number, quantization), stage in product(enumerate(QUANTIZATIONS), (0, 3)):
         deterministic = ZeroConfig(reduction="deterministic")
-        model, engine = learned(
-            settings(path, zero_stage=stage, zero=deterministic, **way), steps=2
+        model, engine = train(
+            settings(path, zero_stage=stage, zero=deterministic, **quantization), steps=2
         )
         with engine.gathered():
             weights = {key: param for key, param in model.named_parameters() if "lora_" in key}
             weights |= {key: layer.dequantized() for key, layer in get_layers(model).items()}
-            found |= {f"{number} {stage} {key}": each.clone() for key, each in weights.items()}
-    return found
+            results |= {f"{number} {stage} {key}": x.clone() for key, x in weights.items()}
+    return results
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.grid)])
-def test_two_processes_have_at_every_stage_what_one_has_at_stage_0(
-    family: str, tmp_path: Path
-) -> None:
-    path = base(family, tmp_path)
-    alone = ends(path)
+def test_two_processes_at_any_stage_match_one_at_stage_0(family: str, tmp_path: Path) -> None:
+    path = save_base(family, tmp_path)
+    expected = get_trained_weights(path)
 
-    for got in run_ranks(ends, path):
-        assert got.keys() == alone.keys()
+    for got in run_ranks(get_trained_weights, path):
+        assert got.keys() == expected.keys()
         for key, weight in got.items():
-            way, _, name = key.split(" ")
-            assert torch.equal(weight, alone[key]), key
-            assert torch.equal(weight, alone[f"{way} 0 {name}"]), key
+            quantization, _, name = key.split(" ")
+            assert torch.equal(weight, expected[key]), key
+            assert torch.equal(weight, expected[f"{quantization} 0 {name}"]), key

@@ -1,4 +1,4 @@
-"""A missing or broken file of a model's directory is named in one sentence."""
+"""Missing and damaged files of a model directory raise one-sentence errors."""
 
 import json
 import os
@@ -19,47 +19,47 @@ from tests.families import tiny_causal_lm
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
-Spoil = Callable[[Path], object]
+Damage = Callable[[Path], object]
 
 
-def healthy(directory: Path, *, shards: bool = False) -> Path:
+def save_model(directory: Path, *, shards: bool = False) -> Path:
     model = tiny_causal_lm("llama", vocab_size=len(build_tokenizer()))
     model.save_pretrained(directory, **({"max_shard_size": "40KB"} if shards else {}))
     build_tokenizer().save_pretrained(directory)
     return directory
 
 
-def write(name: str, text: str) -> Spoil:
+def write(name: str, text: str) -> Damage:
     return lambda directory: (directory / name).write_text(text)
 
 
-def remove(*patterns: str) -> Spoil:
+def remove(*patterns: str) -> Damage:
     return lambda directory: [
         file.unlink() for pattern in patterns for file in list(directory.glob(pattern))
     ]
 
 
-def tensor_in_no_shard(directory: Path) -> None:
+def add_missing_tensor_to_index(directory: Path) -> None:
     index = json.loads((directory / INDEX).read_text())
     index["weight_map"]["ghost"] = "model-00001-of-00004.safetensors"
     (directory / INDEX).write_text(json.dumps(index))
 
 
-def only_an_adapter(directory: Path) -> None:
+def leave_only_an_adapter(directory: Path) -> None:
     remove("*")(directory)
     (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base"}')
 
 
-def fill(value: float) -> Spoil:
-    def of(directory: Path) -> None:
+def fill(value: float) -> Damage:
+    def damage(directory: Path) -> None:
         tensors = load_file(directory / SINGLE)
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
         save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
 
-    return of
+    return damage
 
 
-IN_FILES: list[tuple[Spoil, str]] = [
+DAMAGED_FILES: list[tuple[Damage, str]] = [
     (write(SINGLE, POINTER), "model.safetensors is a Git-LFS pointer"),
     (write("tokenizer.json", POINTER), "tokenizer.json is a Git-LFS pointer"),
     (lambda d: os.truncate(d / SINGLE, 30_000), "model.safetensors can't be read"),
@@ -72,21 +72,21 @@ IN_FILES: list[tuple[Spoil, str]] = [
     (remove(SINGLE), "has no weights"),
     (remove("tokenizer*"), "has no tokenizer"),
     (write("tokenizer.json", "{"), "tokenizer.json is not JSON"),
-    (only_an_adapter, "contains an adapter without its base model, me/base"),
+    (leave_only_an_adapter, "contains an adapter without its base model, me/base"),
 ]
-"""How a directory is spoiled, and a part of the sentence."""
+"""How a directory is damaged, and a part of the message."""
 
-IN_SHARDS: list[tuple[Spoil, str]] = [
+DAMAGED_SHARDS: list[tuple[Damage, str]] = [
     (remove("model-00002-*"), "model-00002-of-00004.safetensors can't be read"),
     (write("model-00002-of-00004.safetensors", POINTER), "is a Git-LFS pointer"),
     (remove(INDEX), "has no weights"),
     (write(INDEX, "{"), f"{INDEX} is not an index"),
     (write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "which is outside"),
-    (tensor_in_no_shard, "lists ghost"),
+    (add_missing_tensor_to_index, "lists ghost"),
 ]
 
 
-def sentence(call: Callable[[], object]) -> str:
+def get_error(call: Callable[[], object]) -> str:
     with pytest.raises(ModelError) as error:
         call()
     assert "\n" not in str(error.value)
@@ -94,26 +94,26 @@ def sentence(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
-def test_the_files_alone_show_what_is_missing_or_broken(shards: bool, tmp_path: Path) -> None:
-    whole = healthy(tmp_path / "whole", shards=shards)
-    check_model_directory(whole)
-    for number, (spoil, part) in enumerate(IN_SHARDS if shards else IN_FILES):
-        directory = Path(shutil.copytree(whole, tmp_path / str(number)))
-        spoil(directory)
+def test_missing_and_damaged_files_raise_before_loading(shards: bool, tmp_path: Path) -> None:
+    intact = save_model(tmp_path / "whole", shards=shards)
+    check_model_directory(intact)
+    for number, (damage, message) in enumerate(DAMAGED_SHARDS if shards else DAMAGED_FILES):
+        directory = Path(shutil.copytree(intact, tmp_path / str(number)))
+        damage(directory)
         for call in (check_model_directory, load_for_inference):
-            said = sentence(lambda call=call, directory=directory: call(directory))
-            assert part in said
-            assert str(directory) in said
+            error = get_error(lambda call=call, directory=directory: call(directory))
+            assert message in error
+            assert str(directory) in error
 
 
 @pytest.mark.jobs
-def test_a_command_says_it_in_one_line_and_exits_with_2(tmp_path: Path) -> None:
-    directory = healthy(tmp_path)
+def test_command_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    directory = save_model(tmp_path)
     fill(float("nan"))(directory)
 
     process = run_command("chat.py", "--path", str(directory))
 
     assert process.returncode == 2, process.stderr
     assert process.stderr.strip().split("\n")[-1].startswith("error: ")
-    assert "or download it again\n" in process.stderr  # the range of fp16 is no reason in fp32
+    assert "or download it again\n" in process.stderr  # no hint at the range of fp16
     assert "Traceback" not in process.stderr

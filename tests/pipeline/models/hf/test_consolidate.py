@@ -1,4 +1,4 @@
-"""A model out of a checkpoint is the one that the run would have exported."""
+"""A model consolidated from a checkpoint equals the one that the run exports."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from tests.every_family import tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_half_way_between_two_weights_are_rounded_as_in_training(
+def test_ties_between_two_weights_are_rounded_as_in_training(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = tiny_model("deepseek_v3")
-    for buffer in model.buffers():  # among them the bias of its router
+    for buffer in model.buffers():  # including the bias of its router
         buffer.add_(0.5)
     torch.nn.Module.to(model, dtype)
     engine = Engine(model, TrainedModelConfig(), total_steps=1)
@@ -36,6 +36,6 @@ def test_masters_half_way_between_two_weights_are_rounded_as_in_training(
 
     consolidate(Checkpoint.open(tmp_path / "step_00000001"), "model", tmp_path / "out")
 
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
+    consolidated = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
     for name, weight in model.state_dict().items():
-        assert torch.equal(made[name], weight), name
+        assert torch.equal(consolidated[name], weight), name

@@ -1,4 +1,4 @@
-"""At ZeRO stage 3 every process keeps its shard of mapped weights, and gets the same bits."""
+"""Weights that are mapped from files at ZeRO stage 3 equal weights that are loaded in full."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,53 +31,53 @@ def settings(path: str, **changes: Any) -> TrainedModelConfig:
     return TrainedModelConfig(path=path, zero_stage=3, **changes)
 
 
-def engines(
+def make_engines(
     config: TrainedModelConfig, task: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Engine, Engine]:
-    """The same sharded model, its weights mapped from files, and loaded in full."""
+    """Return engines of a sharded model whose weights are mapped from files or loaded in full."""
     build, wrap = BUILD[task]
-    pieces = build(config, tokenizer, device=CPU, seed=5)
-    torch.rand(3)  # other random numbers were drawn before
-    whole = build(replace(config, zero_stage=0), tokenizer, device=CPU, seed=5)
-    return Engine(wrap(pieces), config, total_steps=1), Engine(wrap(whole), config, total_steps=1)
+    mapped = build(config, tokenizer, device=CPU, seed=5)
+    torch.rand(3)  # changes the random state
+    full = build(replace(config, zero_stage=0), tokenizer, device=CPU, seed=5)
+    return Engine(wrap(mapped), config, total_steps=1), Engine(wrap(full), config, total_steps=1)
 
 
-def differences(first: Engine, second: Engine) -> list[str]:
+def find_differences(first: Engine, second: Engine) -> list[str]:
     """Return the names of state that differs between two engines."""
-    plain, expected = (
-        base_model(cast("Policy | Scorer", each.model).model) for each in (first, second)
+    actual, expected = (
+        base_model(cast("Policy | Scorer", engine.model).model) for engine in (first, second)
     )
     assert first.model.training == second.model.training
-    assert plain.config.to_dict() == expected.config.to_dict()
-    assert plain.name_or_path == expected.name_or_path
+    assert actual.config.to_dict() == expected.config.to_dict()
+    assert actual.name_or_path == expected.name_or_path
     if expected.can_generate():
-        assert plain.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert actual.generation_config.to_dict() == expected.generation_config.to_dict()
     assert len(first.groups) == len(second.groups)
-    wrong = [
+    names = [
         f"master {index}"
-        for index, (one, other) in enumerate(zip(first.masters(), second.masters(), strict=True))
-        if not torch.equal(one, other)
+        for index, (a, b) in enumerate(zip(first.masters(), second.masters(), strict=True))
+        if not torch.equal(a, b)
     ]
     buffers = dict(second.model.named_buffers())
     assert dict(first.model.named_buffers()).keys() == buffers.keys()
-    wrong += [n for n, each in first.model.named_buffers() if not torch.equal(each, buffers[n])]
+    names += [n for n, x in first.model.named_buffers() if not torch.equal(x, buffers[n])]
     with first.gathered(), second.gathered():
         params = dict(second.model.named_parameters(remove_duplicate=False))
-        found = dict(first.model.named_parameters(remove_duplicate=False))
-        assert found.keys() == params.keys()
-        for name, param in found.items():
+        mapped_params = dict(first.model.named_parameters(remove_duplicate=False))
+        assert mapped_params.keys() == params.keys()
+        for name, param in mapped_params.items():
             other = params[name]
             same = param.dtype == other.dtype and param.requires_grad == other.requires_grad
             if type(param) is not nn.Parameter or not same or not torch.equal(param, other):
-                wrong.append(name)
-    return wrong
+                names.append(name)
+    return names
 
 
 def compare(cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]]) -> list[str]:
     return [
         f"{task} of {config.path}: {name}"
         for config, task, tokenizer in cases
-        for name in differences(*engines(config, task, tokenizer))
+        for name in find_differences(*make_engines(config, task, tokenizer))
     ]
 
 
@@ -88,7 +88,7 @@ def larger_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.jobs
-def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> None:
+def test_models_mapped_from_files_equal_those_loaded_in_full(tmp_path: Path) -> None:
     cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]] = []
     for family in FAMILIES:
         untied, tied = (
@@ -113,12 +113,12 @@ def test_models_mapped_from_files_are_those_loaded_in_full(tmp_path: Path) -> No
         (settings(reward), "classifier", larger_tokenizer()),
     ]
 
-    for wrong in run_ranks(compare, cases):
-        assert not wrong
+    for different in run_ranks(compare, cases):
+        assert not different
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_stay_in_the_files_pages_where_they_have_the_wanted_format(
+def test_weights_are_memory_mapped_if_their_dtype_matches(
     precision: Precision, tmp_path: Path
 ) -> None:
     path = save_to(tiny_causal_lm("llama", vocab_size=VOCABULARY), tmp_path)

@@ -1,4 +1,4 @@
-"""Loading: no dropout, heads of the right size, rows for new tokens, sentences for errors."""
+"""Loading models: rows of new tokens, pickles, and missing heads."""
 
 from pathlib import Path
 
@@ -14,24 +14,24 @@ from tests.families import tiny_causal_lm, tiny_classifier
 CPU = torch.device("cpu")
 
 
-def test_new_tokens_get_rows_that_depend_on_the_seed_alone() -> None:
+def test_rows_of_new_tokens_depend_only_on_the_seed() -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     models = [tiny_causal_lm("llama", vocab_size=len(tokenizer) - 2) for _ in range(3)]
-    known = models[0].get_input_embeddings().weight.clone()
+    original = models[0].get_input_embeddings().weight.clone()
 
     for model, seed in zip(models, (1, 1, 2), strict=True):
-        torch.rand(seed)  # other random numbers were drawn before
+        torch.rand(seed)  # changes the random state
         add_tokens(model, tokenizer, seed=seed)
 
-    first, again, other = (model.get_input_embeddings().weight for model in models)
+    first, repeated, other = (model.get_input_embeddings().weight for model in models)
     assert first.shape[0] == len(tokenizer)
-    assert torch.equal(first[:-2], known)
-    assert torch.equal(first, again)
+    assert torch.equal(first[:-2], original)
+    assert torch.equal(first, repeated)
     assert not torch.equal(first[-2:], other[-2:])
 
 
-def test_a_pickle_is_loaded_only_where_the_user_allows_it(tmp_path: Path) -> None:
+def test_pickle_is_loaded_only_if_allowed(tmp_path: Path) -> None:
     model = tiny_causal_lm("llama")
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -46,7 +46,7 @@ def test_a_pickle_is_loaded_only_where_the_user_allows_it(tmp_path: Path) -> Non
         assert torch.equal(loaded.get_parameter(name), param)
 
 
-def test_a_pickle_that_runs_code_is_never_opened(tmp_path: Path) -> None:
+def test_pickle_that_runs_code_is_never_executed(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     tiny_causal_lm("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -62,9 +62,9 @@ def test_a_pickle_that_runs_code_is_never_opened(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_reward_model_whose_head_has_another_name_is_refused(tmp_path: Path) -> None:
+def test_reward_model_without_a_score_head_raises(tmp_path: Path) -> None:
     model = tiny_classifier("llama")
-    state = {name.replace("score", "v_head"): each for name, each in model.state_dict().items()}
+    state = {name.replace("score", "v_head"): x for name, x in model.state_dict().items()}
     model.save_pretrained(tmp_path, state_dict=state)
 
     with pytest.raises(ModelError, match=r"not a reward model: its files lack score\.weight"):

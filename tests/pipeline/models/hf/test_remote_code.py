@@ -1,4 +1,4 @@
-"""Python code that comes with a model runs where the user allows it, and nowhere else."""
+"""Python code in a model directory is not executed by default."""
 
 import json
 import os
@@ -22,40 +22,40 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 Path(os.environ["RAN"]).write_text("ran")
 
-class OwnConfig(LlamaConfig):
-    model_type = "own"
+class CustomConfig(LlamaConfig):
+    model_type = "custom"
 
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
+class CustomModel(LlamaForCausalLM):
+    config_class = CustomConfig
 """
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def model_with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with a model whose classes are in a file next to its weights."""
     path = save_to(tiny_causal_lm("llama"), tmp_path / "model")
     byte_level().save_pretrained(path)
     config = Path(path) / "config.json"
     settings = json.loads(config.read_text())
-    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    config.write_text(json.dumps({**settings, "model_type": "own", "auto_map": own}))
-    (Path(path) / "own.py").write_text(CODE)
+    classes = {"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel"}
+    config.write_text(json.dumps({**settings, "model_type": "custom", "auto_map": classes}))
+    (Path(path) / "custom.py").write_text(CODE)
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
     return path
 
 
-def has_run() -> bool:
+def code_has_run() -> bool:
     return Path(os.environ["RAN"]).exists()
 
 
-def test_code_of_a_model_is_refused_in_one_sentence(foreign: str) -> None:
-    sentence = (
-        f"{foreign} contains Python code that loading would execute; review the code, and set"
-        " trust_remote_code true for this model if you trust it"
+def test_model_with_code_raises_without_running_it(model_with_code: str) -> None:
+    message = (
+        f"{model_with_code} contains Python code that loading would execute; review the code, and"
+        " set trust_remote_code true for this model if you trust it"
     )
-    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        load_causal_lm(FrozenModelConfig(path=foreign), device=torch.device("cpu"))
-    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        check_model_directory(foreign)  # as a plan does, for every step's models
+    with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
+        load_causal_lm(FrozenModelConfig(path=model_with_code), device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
+        check_model_directory(model_with_code)  # as a plan does
 
-    assert not has_run()
+    assert not code_has_run()
