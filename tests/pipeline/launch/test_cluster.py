@@ -1,4 +1,4 @@
-"""The launcher's command line, and what other launchers' habits come to in it."""
+"""The launcher's command line."""
 
 import subprocess
 import sys
@@ -15,29 +15,29 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NOD
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("argv", "message"),
     [
         ("--hostfile h --image i -m step1_sft.train", "there is no option --image"),
         ("--hostfile h -m --seed 7", "-m needs a module"),
         ("--include a --num_gpus 2 -m step1_sft.train", "omit --num-gpus"),
     ],
 )
-def test_an_option_on_the_wrong_side_of_the_module_is_refused(argv: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_invalid_launcher_options_raise(argv: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_arguments(argv.split())
 
 
-def test_in_an_allocation_each_machine_gets_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_a_slurm_allocation_get_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/echo")
     layout = resolve_layout(Deployment(deployment_type="multi_node"), SLURM)
     *_, shell, flag, line = srun_command(STEP, layout)
 
     for rank in ("0", "1"):  # as srun does
-        said = subprocess.run(
+        result = subprocess.run(
             [shell, flag, line], env={"SLURM_NODEID": rank}, stdout=subprocess.PIPE, check=True
         )
 
-        assert said.stdout.decode() == (
+        assert result.stdout.decode() == (
             f"-m pipeline.launch.torchrun --nnodes 2 --node-rank {rank} --master-addr n0"
             " --master-port 29507 --nproc-per-node 2 -m step1_sft.train --seed 7\n"
         )

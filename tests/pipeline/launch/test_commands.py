@@ -1,4 +1,4 @@
-"""Every command line that is built, word for word."""
+"""The command lines that launch a step."""
 
 import shlex
 import sys
@@ -27,45 +27,45 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "hosts"
 
 
-def deployed(**options: object) -> tuple[Layout, Deployment]:
+def resolve(**options: object) -> tuple[Layout, Deployment]:
     deployment = Deployment(**options)  # type: ignore[arg-type]
     return resolve_layout(deployment, {}), deployment
 
 
-def line(**options: object) -> str:
-    return shlex.join(launch_command(STEP, *deployed(**options)))
+def get_command_line(**options: object) -> str:
+    return shlex.join(launch_command(STEP, *resolve(**options)))
 
 
-def on_nodes(**options: object) -> list[str]:
-    layout, _ = deployed(deployment_type="multi_node", **options)
+def get_node_commands(**options: object) -> list[str]:
+    layout, _ = resolve(deployment_type="multi_node", **options)
     ranks = range(len(layout.hosts))
     return [shlex.join(node_command(STEP, layout, rank)) for rank in ranks]
 
 
-def test_one_machine_runs_torchrun() -> None:
-    assert line(deployment_type="single_node", num_processes=2) == (
+def test_single_machine_runs_torchrun() -> None:
+    assert get_command_line(deployment_type="single_node", num_processes=2) == (
         "/env/bin/python -m pipeline.launch.torchrun --standalone --nproc-per-node 2"
         " -m step1_sft.train --config out/config.yaml"
     )
 
 
-def test_several_machines_run_the_launcher_with_the_options_given(hosts: str) -> None:
-    said = {"hostfile": Path(hosts), "include": "worker-1:0,2"}
+def test_several_machines_run_the_launcher_with_the_given_options(hosts: str) -> None:
+    given = {"hostfile": Path(hosts), "include": "worker-1:0,2"}
 
-    assert line(deployment_type="multi_node", **said) == (
+    assert get_command_line(deployment_type="multi_node", **given) == (
         "/env/bin/python -m pipeline.launch.cluster --hostfile hosts --include worker-1:0,2"
         " --no-check -m step1_sft.train --config out/config.yaml"
     )
 
 
-def test_a_ray_cluster_gets_the_numbers_of_nodes_and_processes() -> None:
+def test_ray_cluster_gets_the_numbers_of_nodes_and_processes() -> None:
     command = launch_command(STEP, Layout("ray", (Host("node 0", (0, 1)),)), Deployment())
 
     assert command[3:-4] == ["--deployment-type", "ray", "--num-nodes", "1", "--num-gpus", "2"]
 
 
-def test_each_machine_runs_torchrun_with_its_number(hosts: str) -> None:
-    assert on_nodes(hostfile=Path(hosts)) == [
+def test_each_machine_runs_torchrun_with_its_rank(hosts: str) -> None:
+    assert get_node_commands(hostfile=Path(hosts)) == [
         f"/env/bin/python -m pipeline.launch.torchrun --nnodes 2 --node-rank {rank}"
         " --master-addr worker-0 --master-port 29500 --nproc-per-node 4"
         " -m step1_sft.train --config out/config.yaml"
@@ -73,8 +73,8 @@ def test_each_machine_runs_torchrun_with_its_number(hosts: str) -> None:
     ]
 
 
-def test_ssh_gets_one_line_for_the_hosts_shell(hosts: str, tmp_path: Path) -> None:
-    layout, deployment = deployed(
+def test_ssh_command_ends_with_one_shell_line(hosts: str, tmp_path: Path) -> None:
+    layout, deployment = resolve(
         deployment_type="multi_node", hostfile=Path(hosts), ssh_command="ssh -p 2222"
     )
 
@@ -88,7 +88,7 @@ def test_ssh_gets_one_line_for_the_hosts_shell(hosts: str, tmp_path: Path) -> No
     )
 
 
-def test_one_machine_of_an_allocation_is_reached_by_srun() -> None:
+def test_srun_reaches_one_machine_of_an_allocation() -> None:
     deployment = Deployment(deployment_type="multi_node")
     layout = resolve_layout(deployment, SLURM)
 
@@ -99,7 +99,7 @@ def test_one_machine_of_an_allocation_is_reached_by_srun() -> None:
     )
 
 
-def test_slurm_starts_torchrun_once_on_each_machine() -> None:
+def test_srun_starts_torchrun_once_on_each_machine() -> None:
     deployment = Deployment(deployment_type="multi_node")
     layout = resolve_layout(deployment, SLURM)
 
@@ -116,7 +116,7 @@ def test_slurm_starts_torchrun_once_on_each_machine() -> None:
     )
 
 
-def test_the_gpus_of_this_machine_that_are_asked_for_are_shown() -> None:
-    layout, deployment = deployed(deployment_type="single_node", include="localhost:1")
+def test_included_gpus_of_this_machine_are_visible() -> None:
+    layout, deployment = resolve(deployment_type="single_node", include="localhost:1")
 
     assert step_environment(layout, deployment)["CUDA_VISIBLE_DEVICES"] == "1"

@@ -1,4 +1,4 @@
-"""The manifest for Kubernetes, and what its pods do."""
+"""The Kubernetes manifest and its pods."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ OPTIONS = ["--num-nodes", "2", "--num-gpus", "8", "--step", "1", "2", "--plan", 
 OPTIONS += ["--fields", "prompt=$(A)"]
 
 
-def test_a_job_set_restarts_indexed_pods_and_each_runs_its_part_of_every_step(
+def test_job_set_restarts_indexed_pods_that_run_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[str] = []
@@ -29,9 +29,9 @@ def test_a_job_set_restarts_indexed_pods_and_each_runs_its_part_of_every_step(
     monkeypatch.chdir(tmp_path)
     settings = tmp_path / "cluster.yaml"
     settings.write_text("{deployment_type: kubernetes, image: 'site/rlhf:1', volume: data}")
-    given = ["--config", "cluster.yaml", *OPTIONS, "--output-dir", "My run_1"]
+    argv = ["--config", "cluster.yaml", *OPTIONS, "--output-dir", "My run_1"]
 
-    orchestrator.main([*given, "--dry-run"], TOY_STAGES)
+    orchestrator.main([*argv, "--dry-run"], TOY_STAGES)
 
     job_set = yaml.safe_load(capsys.readouterr().out)
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -41,11 +41,11 @@ def test_a_job_set_restarts_indexed_pods_and_each_runs_its_part_of_every_step(
     assert job["parallelism"] == job["completions"] == 2
     assert (job["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert [each["name"] for each in container["volumeMounts"]] == ["volume", "shm"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["volume", "shm"]
     assert "prompt=$$(A)" in container["command"]  # Kubernetes would expand $(A)
 
-    program, *words = container["command"]
-    orchestrator.main(words, TOY_STAGES)
+    program, *arguments = container["command"]
+    orchestrator.main(arguments, TOY_STAGES)
 
     assert program == "rlhf"
     for number, command in enumerate(commands):
@@ -54,15 +54,15 @@ def test_a_job_set_restarts_indexed_pods_and_each_runs_its_part_of_every_step(
     assert (len(commands), list(tmp_path.iterdir())) == (2, [settings])
 
 
-def test_the_manifest_is_written_unless_no_pod_could_follow_it(
+def test_manifest_is_written_unless_options_are_invalid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for options, sentence in (
+    for options, message in (
         (KUBERNETES, "kubernetes needs --num-nodes"),
         ([*KUBERNETES, *OPTIONS, "--output-dir", "/out"], "--output-dir relative to its volume"),
     ):
-        with pytest.raises(ConfigError, match=sentence):
+        with pytest.raises(ConfigError, match=message):
             orchestrator.main(options, TOY_STAGES)
 
     orchestrator.main([*KUBERNETES, *OPTIONS], TOY_STAGES)

@@ -1,4 +1,4 @@
-"""Placement of processes: host files, their filters, SLURM's lists, GPUs, and variables."""
+"""Placement of processes: host files and filters, SLURM node lists, GPUs, variables."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ from pipeline.launch.layout import (
 from pipeline.launch.local import forwarded_variables, list_gpus
 from pipeline.system.errors import ConfigError
 
-TWO = [Host(f"worker-{n}", (0, 1, 2, 3), f"hosts:{n + 1}") for n in range(2)]
-MANY = "multi_node"
+HOSTS = [Host(f"worker-{n}", (0, 1, 2, 3), f"hosts:{n + 1}") for n in range(2)]
+MULTI_NODE = "multi_node"
 SLURM = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_GPUS_ON_NODE": "gpu:4"}
 
 
@@ -27,7 +27,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_a_file_names_hosts_with_slots(tmp_path: Path) -> None:
+def test_hostfile_is_read(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# my cluster\n\nworker-0 slots=2\n  ann@10.0.0.7\tslots=1  # the old one\n")
 
@@ -38,7 +38,7 @@ def test_a_file_names_hosts_with_slots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "message"),
     [
         ("a slots=1\nb", ":2: "),
         ("a slots=0", ":1: "),
@@ -48,18 +48,18 @@ def test_a_file_names_hosts_with_slots(tmp_path: Path) -> None:
         ("# nothing\n", " has no hosts"),
     ],
 )
-def test_a_mistake_in_a_file_is_named_by_its_line(tmp_path: Path, text: str, place: str) -> None:
+def test_invalid_hostfile_raises_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
 
     with pytest.raises(ConfigError) as error:
         read_hostfile(file)
 
-    assert f"{file}{place}" in str(error.value)
+    assert f"{file}{message}" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "left"),
+    ("options", "expected"),
     [
         ({}, {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1, 2, 3)}),
         ({"include": "worker-1"}, {"worker-1": (0, 1, 2, 3)}),
@@ -74,11 +74,11 @@ def test_a_mistake_in_a_file_is_named_by_its_line(tmp_path: Path, text: str, pla
     ],
 )
 def test_options_select_hosts_and_slots(
-    options: dict[str, int | str], left: dict[str, tuple[int, ...]]
+    options: dict[str, int | str], expected: dict[str, tuple[int, ...]]
 ) -> None:
-    found = select_hosts(TWO, **options)  # type: ignore[arg-type]
+    hosts = select_hosts(HOSTS, **options)  # type: ignore[arg-type]
 
-    assert {host.name: host.slots for host in found} == left
+    assert {host.name: host.slots for host in hosts} == expected
 
 
 @pytest.fixture
@@ -88,28 +88,28 @@ def hostfile(tmp_path: Path) -> Path:
     return file
 
 
-def test_machines_of_a_file_meet_at_the_first_one(hostfile: Path) -> None:
-    layout = resolve_layout(Deployment(deployment_type=MANY, hostfile=hostfile), SLURM)
+def test_first_host_of_the_hostfile_is_the_master(hostfile: Path) -> None:
+    layout = resolve_layout(Deployment(deployment_type=MULTI_NODE, hostfile=hostfile), SLURM)
 
     assert (layout.launcher, layout.address, layout.port) == ("ssh", "worker-0", 29500)
     assert (layout.processes, str(layout)) == (6, "6 processes each on 2 machines")
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "missing"),
+    ("options", "environment", "option"),
     [
         ({}, {}, "--hostfile"),
         ({"include": "a1"}, SLURM, "--hostfile"),
         ({"num_nodes": 4}, SLURM, "--num-nodes 4"),
     ],
 )
-def test_a_missing_option_is_named(
-    options: dict[str, object], environment: dict[str, str], missing: str
+def test_missing_option_raises_with_its_name(
+    options: dict[str, object], environment: dict[str, str], option: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve_layout(Deployment(deployment_type=MANY, **options), environment)  # type: ignore[arg-type]
+        resolve_layout(Deployment(deployment_type=MULTI_NODE, **options), environment)  # type: ignore[arg-type]
 
-    assert missing in str(error.value)
+    assert option in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_a_missing_option_is_named(
         ("r[1-2]-gpu", ["r1-gpu", "r2-gpu"]),
     ],
 )
-def test_slurms_lists_of_names_are_written_out(text: str, names: list[str]) -> None:
+def test_slurm_node_lists_are_expanded(text: str, names: list[str]) -> None:
     assert expand_nodelist(text) == names
 
 
-def test_gpus_are_counted_as_the_driver_lists_them(
+def test_gpus_are_those_listed_by_the_driver(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -137,15 +137,15 @@ def test_gpus_are_counted_as_the_driver_lists_them(
     assert list_gpus() == ["0", "1"]
 
 
-def test_variables_of_libraries_are_passed_on_and_nothing_else() -> None:
-    listed = {
+def test_only_variables_of_libraries_are_forwarded() -> None:
+    forwarded = {
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "4",
         "HF_TOKEN": "secret",
         "PYTHONUNBUFFERED": "1",
         "https_proxy": "p",
     }
-    own = {
+    others = {
         "PATH": "/bin",
         "PYTHONPATH": "/here",
         "CUDA_VISIBLE_DEVICES": "3",
@@ -153,10 +153,10 @@ def test_variables_of_libraries_are_passed_on_and_nothing_else() -> None:
         "MY_NCCL_DEBUG": "x",
     }
 
-    assert forwarded_variables({**listed, **own}) == listed
+    assert forwarded_variables({**forwarded, **others}) == forwarded
 
 
-def test_ray_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_deployment_without_ray_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
 
     with pytest.raises(ConfigError, match=r"needs the package ray: pip install"):

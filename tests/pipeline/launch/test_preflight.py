@@ -1,4 +1,4 @@
-"""The look at all machines, each of which is this one, reached through what stands for ssh."""
+"""The check of all machines, which are this one, reached through a fake ssh."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.system.errors import ConfigError
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> Path:
-    """Runs the line here, after a greeting; `down` can't be reached."""
+    """A fake ssh that runs the line here after a greeting; `down` can't be reached."""
     program = tmp_path / "ssh"
     program.write_text(
         "#!/bin/sh\n"
@@ -23,7 +23,7 @@ def ssh(tmp_path: Path) -> Path:
     return program
 
 
-def problems(
+def get_problems(
     directory: Path, ssh: Path, capsys: pytest.CaptureFixture[str], *hosts: str
 ) -> list[str]:
     file = directory / "hosts"
@@ -34,17 +34,17 @@ def problems(
     return [*capsys.readouterr().err.splitlines(), str(error.value)]
 
 
-def test_a_machine_that_cant_be_reached_is_named_with_the_command_to_try(
+def test_unreachable_machine_is_reported_with_the_command_to_try(
     tmp_path: Path, ssh: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert problems(tmp_path, ssh, capsys, "worker-0", "down") == [
+    assert get_problems(tmp_path, ssh, capsys, "worker-0", "down") == [
         f"down ({tmp_path}/hosts:2) can't be reached: ssh: connect to host down: No route;"
         f" `{ssh} down true` must work without a password"
     ]
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "message"),
     [
         ("machine['versions']['torch'] = '1.0'", "torch is 1.0 on worker-1"),
         (
@@ -55,10 +55,10 @@ def test_a_machine_that_cant_be_reached_is_named_with_the_command_to_try(
         ("machine['gpus'] = [('x', 9, 9)]", "GPU 0 of worker-1"),
     ],
 )
-def test_a_problem_of_one_machine_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, named: str
+def test_problem_of_one_machine_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    """`ssh` changes what the second machine reports."""
+    """The fake ssh changes the report of the second machine."""
     program = tmp_path / "ssh"
     program.write_text(
         f"#!{sys.executable}\n"
@@ -71,6 +71,6 @@ def test_a_problem_of_one_machine_is_named(
     )
     program.chmod(0o755)
 
-    found = problems(tmp_path, program, capsys, "worker-0", "worker-1")
+    problems = get_problems(tmp_path, program, capsys, "worker-0", "worker-1")
 
-    assert any(named in problem for problem in found)
+    assert any(message in problem for problem in problems)

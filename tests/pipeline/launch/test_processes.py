@@ -1,4 +1,4 @@
-"""Child processes: torchrun's, those of another machine, and those of several machines."""
+"""Child processes on this machine, of torchrun, and on other machines."""
 
 import json
 import os
@@ -24,8 +24,8 @@ TORCHRUN = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
 
 
 @pytest.fixture(autouse=True)
-def _signals_are_heard() -> Iterator[None]:
-    """As in a terminal, even where the tests themselves run under nohup."""
+def _restore_signal_handlers() -> Iterator[None]:
+    """Use a terminal's default handlers, even if the tests run under nohup."""
     ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
         signal.signal(number, signal.SIG_DFL)
@@ -34,12 +34,12 @@ def _signals_are_heard() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-def python(program: str) -> Ending:
+def run_python(program: str) -> Ending:
     return run_child([sys.executable, "-c", program], os.environ)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_the_child_hears_of_an_interruption_once_and_closes_its_files(
+def test_child_receives_an_interruption_once_and_can_clean_up(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     ready, closed = tmp_path / "ready", tmp_path / "closed"
@@ -56,9 +56,9 @@ except KeyboardInterrupt:
     before = signal.getsignal(number)
 
     threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
-    ending = python(program)
+    result = run_python(program)
 
-    assert ending == Ending(130, signal_received=number)
+    assert result == Ending(130, signal_received=number)
     assert closed.exists()
     assert signal.getsignal(number) is before
 
@@ -78,7 +78,7 @@ def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)]
 )
-def test_torchrun_passes_a_schedulers_signal_on_and_waits(
+def test_torchrun_forwards_scheduler_signals_and_waits(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     script = tmp_path / "rank.py"
@@ -93,8 +93,8 @@ pathlib.Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
 time.sleep(60)
 """)
     process = subprocess.Popen([*TORCHRUN, "--nproc-per-node", "2", str(script)])
-    for each in ("ready0", "ready1"):
-        when_exists(tmp_path / each, lambda: None)()
+    for name in ("ready0", "ready1"):
+        when_exists(tmp_path / name, lambda: None)()
 
     process.send_signal(number)
 
@@ -103,22 +103,22 @@ time.sleep(60)
     assert (tmp_path / "saved1").exists()
 
 
-def test_torchrun_ends_with_the_code_of_the_process_that_failed(tmp_path: Path) -> None:
+def test_torchrun_exits_with_the_code_of_the_failed_process(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import os, sys; sys.exit(2 if os.environ['RANK'] == '1' else 0)")
 
-    ended = subprocess.run(
+    result = subprocess.run(
         [*TORCHRUN, "--nproc-per-node", "2", str(script)],
         capture_output=True,
         text=True,
         check=False,
     )
 
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
 
 
 @contextmanager
-def told(program: str) -> Iterator[subprocess.Popen[str]]:
+def start_remote(program: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [*NODE, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -132,38 +132,38 @@ def told(program: str) -> Iterator[subprocess.Popen[str]]:
                 stream.close()
 
 
-def say(process: subprocess.Popen[str], line: str) -> None:
+def write_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(f"{line}\n")
     process.stdin.flush()
 
 
-def hear(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def test_variables_come_through_standard_input_and_not_on_a_command_line() -> None:
-    shows = "import os; print(os.environ['HF_TOKEN'], flush=True); import time; time.sleep(60)"
-    with told(shows) as process:
-        say(process, json.dumps({"HF_TOKEN": "hf_secret"}))
+def test_variables_are_passed_by_stdin_and_not_on_a_command_line() -> None:
+    program = "import os; print(os.environ['HF_TOKEN'], flush=True); import time; time.sleep(60)"
+    with start_remote(program) as process:
+        write_line(process, json.dumps({"HF_TOKEN": "hf_secret"}))
 
-        assert hear(process) == "hf_secret"
-        of_node = psutil.Process(process.pid)
-        lines = [each.cmdline() for each in (of_node, *of_node.children())]
+        assert read_line(process) == "hf_secret"
+        node = psutil.Process(process.pid)
+        lines = [x.cmdline() for x in (node, *node.children())]
         assert not [line for line in lines if "hf_secret" in " ".join(line)]
 
 
-def test_nothing_stays_behind_when_the_launcher_is_gone() -> None:
-    starts = """
+def test_processes_end_when_the_launcher_is_gone() -> None:
+    program = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
 print(child.pid, flush=True)
 time.sleep(60)
 """
-    with told(starts) as process:
-        say(process, "{}")
-        grandchild = psutil.Process(int(hear(process)))
+    with start_remote(program) as process:
+        write_line(process, "{}")
+        grandchild = psutil.Process(int(read_line(process)))
         assert process.stdin is not None
         process.stdin.close()
 
@@ -172,7 +172,7 @@ time.sleep(60)
         assert not grandchild.is_running()
 
 
-RUNS = """
+RUN_ON_HOSTS = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 from pipeline.launch.remote import RemoteCommand, run_on_all_hosts
@@ -187,8 +187,8 @@ sys.exit(run_on_all_hosts(remotes))
 
 
 def start(*programs: str) -> "subprocess.Popen[str]":
-    """Run programs side by side."""
-    program = f"PROGRAMS = {[*map(textwrap.dedent, programs)]!r}\n{RUNS}"
+    """Run programs concurrently."""
+    program = f"PROGRAMS = {[*map(textwrap.dedent, programs)]!r}\n{RUN_ON_HOSTS}"
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -208,14 +208,14 @@ def run(*programs: str) -> tuple[int, str, str]:
 FAILS = "import sys; print('Traceback', file=sys.stderr); sys.exit(3)"
 
 
-def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
-    ends_itself = """
+def test_first_failed_host_is_reported_and_ends_the_others() -> None:
+    fails_later = """
         import time
         time.sleep(1)
         raise SystemExit(1)
     """
 
-    code, _, errors = run(ends_itself, FAILS)
+    code, _, errors = run(fails_later, FAILS)
 
     assert code == 3
     assert errors.splitlines() == [
@@ -225,7 +225,7 @@ def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "heard"),
+    ("number", "received"),
     [
         (signal.SIGTERM, signal.SIGTERM),
         (signal.SIGUSR1, signal.SIGUSR1),
@@ -233,17 +233,17 @@ def test_the_first_that_fails_is_named_and_ends_the_others() -> None:
         (signal.SIGHUP, signal.SIGINT),
     ],
 )
-def test_signals_reach_every_machine(number: signal.Signals, heard: signal.Signals) -> None:
-    saves = f"""
+def test_signals_reach_every_machine(number: signal.Signals, received: signal.Signals) -> None:
+    program = f"""
         import signal, sys, time
         def leave(*_):
             print("saved", flush=True)
             sys.exit(75)
-        signal.signal({int(heard)}, leave)
+        signal.signal({int(received)}, leave)
         print("ready", flush=True)
         time.sleep(60)
     """
-    process = start(saves, saves)
+    process = start(program, program)
     assert process.stdout is not None
     for _ in range(2):
         assert process.stdout.readline().endswith("ready\n")
@@ -258,5 +258,5 @@ def test_signals_reach_every_machine(number: signal.Signals, heard: signal.Signa
 @pytest.mark.parametrize(
     ("codes", "expected"), [([2, 2], 2), ([-15, 2], 2), ([1, -9], 137), ([-15, -15], 143)]
 )
-def test_exit_code_is_of_the_process_that_failed_by_itself(codes: list[int], expected: int) -> None:
+def test_exit_code_is_that_of_the_first_failed_process(codes: list[int], expected: int) -> None:
     assert select_exit_code(codes) == expected

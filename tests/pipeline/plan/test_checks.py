@@ -1,4 +1,4 @@
-"""A plan is checked whole before its first step: nothing here loads weights or trains."""
+"""Checks of all steps before the first one; nothing here loads weights or trains."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory, sound in all its parts."""
-    directory = tmp_path_factory.mktemp("models") / "sound"
+    """A valid model directory."""
+    directory = tmp_path_factory.mktemp("models") / "valid"
     tokenizer = build_tokenizer()
     build_model(vocab_size=len(tokenizer), seed=0).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 pairs, no two of the same prompt."""
+    """100 pairs with different prompts."""
     file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     rows = [
         {"prompt": f"What is {n} + {n}?", "chosen": f"It is {2 * n}.", "rejected": "No."}
@@ -52,36 +52,34 @@ def check(plan: Plan) -> dict[str, Preview]:
     return dict(check_rows(plan, downloads=False))
 
 
-def complaint(out: Path, *argv: str) -> str:
+def get_error(out: Path, *argv: str) -> str:
     with pytest.raises(UserError) as error:
         previews(out, *argv)
     return str(error.value)
 
 
-def test_what_is_sound_passes_and_its_rows_steps_and_tokens_are_known(
-    tmp_path: Path, model: Path, pairs: Path
-) -> None:
+def test_valid_plan_reports_rows_steps_and_tokens(tmp_path: Path, model: Path, pairs: Path) -> None:
     argv = ["--actor-model", str(model), "--data-path", str(pairs), "--max-length", "64"]
     short = ["--ppo.max_new_tokens", "24", "--ppo.max_prompt_length", "64"]
-    made = plan(tmp_path, *argv, *short, "--epochs", "2")
+    checked = plan(tmp_path, *argv, *short, "--epochs", "2")
 
-    seen = check(made)
+    previews = check(checked)
 
-    rows = [len(each.data.train) for each in seen.values() if each.data]
-    held_out = {len(each.data.eval) for each in seen.values() if each.data}
+    rows = [len(preview.data.train) for preview in previews.values() if preview.data]
+    held_out = {len(preview.data.eval) for preview in previews.values() if preview.data}
     assert len(held_out) == 1  # the same rows for all steps, about a tenth
     assert sum(rows) + held_out.pop() == 100
-    configs = [made.configs[name] for name in seen]
-    # 2 passes over the rows, cut into steps of 32 rows, 32 pairs and 128 prompts, rounded up.
+    configs = [checked.configs[name] for name in previews]
+    # 2 passes over the rows, in steps of 32 rows, 32 pairs and 128 prompts, rounded up.
     sizes = (32, 32, 128)
-    steps = [each.steps(config) for each, config in zip(seen.values(), configs, strict=True)]
+    steps = [x.steps(config) for x, config in zip(previews.values(), configs, strict=True)]
     assert steps == [-(-2 * count // size) for count, size in zip(rows, sizes, strict=True)]
-    sft, reward, ppo = (each.row_tokens or 0.0 for each in seen.values())
+    sft, reward, ppo = (preview.row_tokens or 0.0 for preview in previews.values())
     assert 64 >= sft > ppo > 0
     assert reward > sft
 
 
-WRONG: tuple[tuple[str, str], ...] = (
+ERRORS: tuple[tuple[str, str], ...] = (
     ("--ppo.data.format chatm", "--format chatm is neither a Jinja file nor one of auto,"),
     (
         "--ppo.max_new_tokens 500",
@@ -105,12 +103,12 @@ WRONG: tuple[tuple[str, str], ...] = (
 """Errors of later steps, and a part of each message."""
 
 
-@pytest.mark.parametrize(("argv", "sentence"), WRONG)
-def test_what_is_wrong_in_a_later_step_is_said_before_the_first(
-    tmp_path: Path, model: Path, pairs: Path, argv: str, sentence: str
+@pytest.mark.parametrize(("argv", "message"), ERRORS)
+def test_errors_of_later_steps_are_raised_before_the_first(
+    tmp_path: Path, model: Path, pairs: Path, argv: str, message: str
 ) -> None:
-    sound = ["--actor-model", str(model), "--data-path", str(pairs), "--max-length", "64"]
+    valid = ["--actor-model", str(model), "--data-path", str(pairs), "--max-length", "64"]
 
-    said = complaint(tmp_path / "out", *sound, *argv.split())
+    error = get_error(tmp_path / "out", *valid, *argv.split())
 
-    assert sentence.replace("{out}", f"{tmp_path}/out") in said
+    assert message.replace("{out}", f"{tmp_path}/out") in error

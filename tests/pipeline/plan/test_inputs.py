@@ -16,48 +16,48 @@ def check(*argv: str) -> None:
     check_inputs(parsed.request, stages, step_configs(parsed, stages))
 
 
-def complaint(*argv: str) -> str:
+def get_error(*argv: str) -> str:
     with pytest.raises(UserError) as error:
         check(*argv)
     return str(error.value)
 
 
-def model(directory: Path, *files: str) -> str:
+def write_model(directory: Path, *files: str) -> str:
     directory.mkdir(parents=True)
     for file in ("config.json", *files):
         (directory / file).write_text("{}")
     return str(directory)
 
 
-def test_a_step_whose_input_is_missing_names_the_directory_and_the_command(tmp_path: Path) -> None:
+def test_missing_input_error_has_the_directory_and_the_command(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
 
-    assert complaint("--step", "2", "--output-dir", out) == (
+    assert get_error("--step", "2", "--output-dir", out) == (
         f"step 2 needs the model of step 1, and there is none in {out}/step1_sft;"
         f" create it with `python train.py --step 1 --output-dir {out}`"
     )
-    assert "`python train.py --step 1 --actor-model a/b --data-path c/d --output-dir" in complaint(
+    assert "`python train.py --step 1 --actor-model a/b --data-path c/d --output-dir" in get_error(
         *("--step", "3", "--output-dir", out, "--actor-model", "a/b", "--data-path", "c/d")
     )
 
 
 @pytest.mark.parametrize(
-    ("step", "setting", "place"),
+    ("step", "setting", "subdirectory"),
     [
         ("1", "--actor-model", "step1_sft"),
         ("3", "--ppo.actor.path", "step3_ppo/actor"),
         ("3", "--ppo.reference.path", "step3_ppo/../step3_ppo/ema"),
     ],
 )
-def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
-    tmp_path: Path, step: str, setting: str, place: str
+def test_step_that_starts_from_its_output_directory_raises(
+    tmp_path: Path, step: str, setting: str, subdirectory: str
 ) -> None:
     for name in ("step1_sft", "step2_reward", "step3_ppo/actor", "step3_ppo/ema"):
-        model(tmp_path / name, "config.yaml", "result.json")
-    own = str(tmp_path / place)
+        write_model(tmp_path / name, "config.yaml", "result.json")
+    model = str(tmp_path / subdirectory)
 
     for option in ("--overwrite", "--resume"):
-        sentence = complaint("--step", step, "--output-dir", str(tmp_path), setting, own, option)
+        message = get_error("--step", step, "--output-dir", str(tmp_path), setting, model, option)
 
-        assert f"{own} is in {tmp_path}/step{step}" in sentence
-        assert f", which step {step} may clear before it reads the model" in sentence
+        assert f"{model} is in {tmp_path}/step{step}" in message
+        assert f", which step {step} may clear before it reads the model" in message

@@ -1,4 +1,4 @@
-"""Default steps, and the start of step 3, by the source of its rewards."""
+"""Default steps for different sources of rewards."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from step3_ppo.config import PPOConfig
 from tests.pipeline.stages import THREE_STEPS
 
 
-def planned(*argv: str) -> tuple[tuple[int, ...], PPOConfig]:
-    """The steps that run, and the settings of step 3."""
+def resolve(*argv: str) -> tuple[tuple[int, ...], PPOConfig]:
+    """Return the steps that run and the settings of step 3."""
     command_line, configs = resolve_run(parse_request(argv, THREE_STEPS), THREE_STEPS)
     config = configs["step3_ppo"]
     assert isinstance(config, PPOConfig)
@@ -35,7 +35,7 @@ GROUPS = ("--ppo.advantage", "grpo", "--ppo.group_size", "8")
         (("--reward", "math", "--step", "1", "2", "3"), (1, 2, 3)),
     ],
 )
-def test_the_reward_model_is_trained_where_something_reads_it(
+def test_reward_model_is_trained_only_if_it_is_needed(
     argv: tuple[str, ...], steps: tuple[int, ...]
 ) -> None:
-    assert planned(*argv)[0] == steps
+    assert resolve(*argv)[0] == steps

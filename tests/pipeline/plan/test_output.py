@@ -12,21 +12,21 @@ from pipeline.system.errors import ConfigError
 from tests.pipeline.stages import THREE_STEPS
 
 
-def finished(out: Path, *argv: str) -> set[str]:
+def find_finished(out: Path, *argv: str) -> set[str]:
     parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
-    made = {each.number for each in THREE_STEPS if (out / each.name / "result.json").is_file()}
-    parsed = replace(parsed, made=frozenset(made))
+    done = {step.number for step in THREE_STEPS if (out / step.name / "result.json").is_file()}
+    parsed = replace(parsed, made=frozenset(done))
     return finished_steps(parsed.request, THREE_STEPS, step_configs(parsed, THREE_STEPS))
 
 
-def complaint(out: Path, *argv: str) -> str:
+def get_error(out: Path, *argv: str) -> str:
     with pytest.raises(ConfigError) as error:
-        finished(out, *argv)
+        find_finished(out, *argv)
     return str(error.value)
 
 
 def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
-    """Write the output of a step: settings, a metrics file and, where it is done, a result."""
+    """Write the output of a step: settings, a metrics file and, if it is done, a result."""
     parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
     name = THREE_STEPS[number - 1].name
     write_config(step_configs(parsed, THREE_STEPS)[name], out / name / "config.yaml")
@@ -36,47 +36,47 @@ def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
     return out / name
 
 
-def test_a_step_directory_that_is_not_ours_is_refused_whatever_is_said(tmp_path: Path) -> None:
+def test_step_directory_without_config_is_never_accepted(tmp_path: Path) -> None:
     (tmp_path / "step1_sft").mkdir()
     (tmp_path / "step1_sft" / "weights").write_text("mine")
 
     for option in ([], ["--resume"], ["--overwrite"]):
-        assert "it has no config.yaml" in complaint(tmp_path, *option)
+        assert "it has no config.yaml" in get_error(tmp_path, *option)
 
 
-def test_a_finished_step_is_not_run_again_unasked(tmp_path: Path) -> None:
+def test_finished_step_needs_resume_or_overwrite(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 1)
 
-    assert complaint(tmp_path, "--step", "1") == (
+    assert get_error(tmp_path, "--step", "1") == (
         f"step 1 in {directory} is finished; --resume skips it, --overwrite replaces it"
     )
-    assert finished(tmp_path, "--resume") == {"step1_sft"}
-    assert finished(tmp_path, "--overwrite") == set()
+    assert find_finished(tmp_path, "--resume") == {"step1_sft"}
+    assert find_finished(tmp_path, "--overwrite") == set()
 
 
-def test_an_unfinished_step_begins_again_with_resume(tmp_path: Path) -> None:
+def test_unfinished_step_restarts_with_resume(tmp_path: Path) -> None:
     run_step(tmp_path, 1)
     directory = run_step(tmp_path, 2, done=False)
 
-    assert complaint(tmp_path, "--step", "2").startswith(
+    assert get_error(tmp_path, "--step", "2").startswith(
         f"step 2 in {directory} is not finished; --resume restarts it"
     )
-    assert finished(tmp_path, "--resume") == {"step1_sft"}
+    assert find_finished(tmp_path, "--resume") == {"step1_sft"}
 
 
-def test_resume_names_the_first_setting_that_differs(tmp_path: Path) -> None:
+def test_resume_reports_the_first_setting_that_differs(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 1)
 
-    assert complaint(tmp_path, "--resume", "--sft.model.optim.eps", "0.5") == (
+    assert get_error(tmp_path, "--resume", "--sft.model.optim.eps", "0.5") == (
         f"step 1 in {directory} was finished with sft.model.optim.eps 1e-08 where this run has 0.5;"
         " use that setting, choose another --output-dir, or pass --overwrite"
     )
-    assert "with sft.model.lora.alpha null where this run has 32.0;" in complaint(
+    assert "with sft.model.lora.alpha null where this run has 32.0;" in get_error(
         tmp_path, "--resume", "--sft.model.lora.rank", "8"
     )
 
 
-def test_clearing_a_step_removes_what_it_left_and_nothing_else(tmp_path: Path) -> None:
+def test_clear_step_removes_only_files_of_the_step(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 1)
     add_to_summary(tmp_path, "step1_sft")
     (directory / "notes.txt").write_text("mine")
@@ -89,7 +89,7 @@ def test_clearing_a_step_removes_what_it_left_and_nothing_else(tmp_path: Path) -
     assert read_summary(tmp_path) == {"steps": {}, "seconds": 0}
 
 
-def test_the_summary_holds_each_finished_step_and_the_sum_of_seconds(tmp_path: Path) -> None:
+def test_summary_has_finished_steps_and_total_seconds(tmp_path: Path) -> None:
     run_step(tmp_path, 2)
     add_to_summary(tmp_path, "step2_reward")
     run_step(tmp_path, 1)

@@ -11,8 +11,8 @@ def request(*argv: str) -> Request:
     return parse_request(argv, STAGES).request
 
 
-def test_the_options_of_the_contract_are_read() -> None:
-    read = request(
+def test_documented_options_are_parsed() -> None:
+    parsed = request(
         *("--step", "1", "2", "--actor-model", "facebook/opt-1.3b"),
         *("--reward-model", "facebook/opt-350m", "--actor-zero-stage", "0"),
         *("--output-dir", "out", "--deployment-type", "single_node", "--num-processes", "2"),
@@ -20,7 +20,7 @@ def test_the_options_of_the_contract_are_read() -> None:
         *("--format", "chatml", "--max-length", "64", "--seed", "7", "--dry-run", "--resume"),
     )
 
-    assert read == Request(
+    assert parsed == Request(
         step=(1, 2),
         actor_model="facebook/opt-1.3b",
         reward_model="facebook/opt-350m",
@@ -39,17 +39,17 @@ def test_the_options_of_the_contract_are_read() -> None:
     )
 
 
-def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_options_override_settings_files(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("seed: 1\nstep: [2]\nppo: {kl_coef: 0.1}\n")
 
-    said = parse_request(["--config", str(tmp_path / "my.yaml"), "--seed", "2"], STAGES)
+    parsed = parse_request(["--config", str(tmp_path / "my.yaml"), "--seed", "2"], STAGES)
 
-    assert (said.request.seed, said.request.step) == (2, (2,))
-    assert said.files[0].settings["ppo"] == {"kl_coef": 0.1}
+    assert (parsed.request.seed, parsed.request.step) == (2, (2,))
+    assert parsed.files[0].settings["ppo"] == {"kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "message"),
     [
         ("--step 4", "--step must be one of 0, 1, 2, 3, got 4"),
         ("--step", "--step takes at least one value, got none"),
@@ -67,8 +67,8 @@ def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> Non
         ("--actor-zero-stage 4", "--actor-zero-stage must be one of 0, 1, 2, 3 or null, got 4"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_that_names_the_option(argv: str, sentence: str) -> None:
+def test_invalid_option_raises_with_its_name(argv: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_request(argv.split(), STAGES)
 
-    assert str(error.value).startswith(sentence)
+    assert str(error.value).startswith(message)

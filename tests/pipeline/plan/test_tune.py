@@ -1,4 +1,4 @@
-"""`train.py --autotune` on steps with given speeds, in real processes."""
+"""`train.py --autotune` with steps of given speeds, in real processes."""
 
 import json
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ class Bench:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.out = directory / "out"
         self.table = directory / "table.json"
-        self.measures(TABLE)
+        self.set_speeds(TABLE)
         monkeypatch.setenv("TOY_TABLE", str(self.table))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def measures(self, table: Mapping[str, object]) -> None:
+    def set_speeds(self, table: Mapping[str, object]) -> None:
         self.table.write_text(json.dumps(table))
 
-    def tune(self, *words: str, step: str = "1") -> None:
-        main(["--output-dir", str(self.out), "--step", *step.split(), *words], TOY)
+    def tune(self, *argv: str, step: str = "1") -> None:
+        main(["--output-dir", str(self.out), "--step", *step.split(), *argv], TOY)
 
     @property
     def started(self) -> list[str]:
@@ -56,7 +56,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.jobs
-def test_the_micro_batch_is_doubled_or_halved_while_that_pays(
+def test_micro_batch_is_doubled_or_halved_while_it_is_faster(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.tune("--autotune", "tune")
@@ -65,14 +65,14 @@ def test_the_micro_batch_is_doubled_or_halved_while_that_pays(
     assert "the fastest settings: --sft.micro_batch_size 32\n" in capsys.readouterr().out
     outcomes = (bench.out / "autotune" / "trials.jsonl").read_text().splitlines()
     assert [json.loads(line)["outcome"] for line in outcomes] == ["measured"] * len(outcomes)
-    assert {each.name for each in bench.out.iterdir()} == {"autotune"}
-    left = {each.name for each in (bench.out / "autotune").iterdir()}
-    assert left == {"trials.jsonl", "logs"}
+    assert {path.name for path in bench.out.iterdir()} == {"autotune"}
+    names = {path.name for path in (bench.out / "autotune").iterdir()}
+    assert names == {"trials.jsonl", "logs"}
 
 
 @pytest.mark.jobs
-def test_a_trial_that_fails_is_not_chosen_and_best_runs(bench: Bench) -> None:
-    bench.measures({**TABLE, "64 kept": "out of memory", "32 kept": "killed"})
+def test_failed_trials_are_not_selected_and_the_best_runs(bench: Bench) -> None:
+    bench.set_speeds({**TABLE, "64 kept": "out of memory", "32 kept": "killed"})
 
     bench.tune("--autotune", "run")
 
@@ -83,8 +83,8 @@ def test_a_trial_that_fails_is_not_chosen_and_best_runs(bench: Bench) -> None:
 
 @pytest.mark.grid
 def test_later_steps_start_from_models_of_trials(bench: Bench) -> None:
-    given = ("--sft.micro_batch_size", "2", "--reward.micro_batch_size", "2")
-    bench.tune("--autotune", "tune", *given, step="1 2")
+    options = ("--sft.micro_batch_size", "2", "--reward.micro_batch_size", "2")
+    bench.tune("--autotune", "tune", *options, step="1 2")
 
     models = bench.out / "autotune" / ".models"
     assert bench.started == [
@@ -94,8 +94,8 @@ def test_later_steps_start_from_models_of_trials(bench: Bench) -> None:
     assert not models.exists()
 
 
-def test_wrong_input_ends_the_tuning_at_once(bench: Bench) -> None:
-    bench.measures(dict.fromkeys(TABLE, "refused"))
+def test_invalid_input_ends_tuning_immediately(bench: Bench) -> None:
+    bench.set_speeds(dict.fromkeys(TABLE, "refused"))
 
     with pytest.raises(ConfigError, match=r"^rows.jsonl line 3 has no prompt$"):
         bench.tune("--autotune", "tune")

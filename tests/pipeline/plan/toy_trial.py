@@ -1,4 +1,4 @@
-"""A step that trains nothing; the file TOY_TABLE has its speed, or the way it fails."""
+"""A step that trains nothing; the file TOY_TABLE contains its speed or failure."""
 
 import json
 import os
@@ -20,8 +20,8 @@ def main(argv: Sequence[str]) -> None:
     config = parse_step(stage.config_class, argv)
     (model, *_) = trained_models(config).values()
     table = Path(os.environ["TOY_TABLE"])
-    with table.with_name("started").open("a") as started:
-        started.write(f"{stage.name} {config.micro_batch_size} {model.path}\n")
+    with table.with_name("started").open("a") as file:
+        file.write(f"{stage.name} {config.micro_batch_size} {model.path}\n")
     recomputes = "recomputed" if model.gradient_checkpointing else "kept"
     speed = json.loads(table.read_text())[f"{config.micro_batch_size} {recomputes}"]
     match speed:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     assert config.max_steps is not None
     lines = [{"step": 0, "eval_perplexity": 9.0}]
     for step in range(1, config.max_steps + 1):
-        rate = speed if step > 2 else 1.0  # the first two are slow
+        rate = speed if step > 2 else 1.0  # the first two steps are slow
         lines.append({"step": step, "tokens_per_second": rate, "memory_gb": 0.5})
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (out / "config.json").write_text("{}")

@@ -6,8 +6,8 @@ from pipeline.report.charts import smoothed, step_charts, thinned, tick_labels
 from pipeline.report.results import StepResult
 
 
-def test_smoothing_is_the_mean_of_neighbours_and_narrows_at_the_ends() -> None:
-    points = [(float(step), float(step % 2)) for step in range(60)]  # 2 neighbours on each side
+def test_smoothing_averages_adjacent_points_and_narrows_at_the_ends() -> None:
+    points = [(float(step), float(step % 2)) for step in range(60)]  # averaged over 2 on each side
 
     means = smoothed(points)
 
@@ -17,7 +17,7 @@ def test_smoothing_is_the_mean_of_neighbours_and_narrows_at_the_ends() -> None:
     assert means[-1] == (59.0, 1.0)
 
 
-def test_thinning_keeps_the_one_spike_among_many_steps() -> None:
+def test_thinning_keeps_a_single_spike() -> None:
     points = [(float(step), 1.0) for step in range(50_000)]
     points[12_345] = (12_345.0, 99.0)
 
@@ -28,12 +28,12 @@ def test_thinning_keeps_the_one_spike_among_many_steps() -> None:
     assert kept == sorted(kept)
 
 
-def test_labels_have_the_digits_that_distinguish_them() -> None:
+def test_tick_labels_have_the_digits_that_distinguish_them() -> None:
     assert tick_labels([2.7812, 2.7814, 30]) == ["2.7812", "2.7814", "30"]
     assert tick_labels([9.5e-6, 1.05e-5, 12_500]) == ["9.5e-6", "1.05e-5", "12.5k"]
 
 
-def test_a_metric_and_its_evaluation_share_a_chart_and_the_important_ones_come_first() -> None:
+def test_charts_pair_metrics_with_evaluations_important_ones_first() -> None:
     columns = ["step", "seconds", "eval_loss", "reward_right", "loss", "kl", "eval_gsm8k_strict"]
     metrics = tuple(dict.fromkeys(columns, step) for step in (1, 2))
     step = StepResult(name="step3_ppo", finished=False, metrics=metrics)

@@ -1,4 +1,4 @@
-"""The report of a run with raised guards."""
+"""The report of a run in which guards tripped."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ EVAL = {"reward_before": 0.25, "reward_after": 0.9}
 LOOPS = {"signal": "repetition", "sentence": "responses run in <loops>"}
 
 
-def run(out: Path, *lines: dict[str, object]) -> Results:
+def write_run(out: Path, *lines: dict[str, object]) -> Results:
     step = out / "step3_ppo"
     step.mkdir()
     result = {"seconds": 60.0, "steps": 4, "tokens": 1000, "eval": EVAL}
@@ -24,29 +24,28 @@ def scored(step: int, score: float) -> dict[str, object]:
     return {"step": step, "score": score}
 
 
-def spoke(step: int, action: str, to: int | None = None) -> dict[str, object]:
-    there = {} if to is None else {"to": to}
-    return {"step": step, "guard": {**LOOPS, "step": step, "action": action, **there}}
+def guard_event(step: int, action: str, to: int | None = None) -> dict[str, object]:
+    target = {} if to is None else {"to": to}
+    return {"step": step, "guard": {**LOOPS, "step": step, "action": action, **target}}
 
 
-def test_what_a_rollback_undid_is_in_no_curve_and_each_event_is_in_the_timeline(
+def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(
     tmp_path: Path,
 ) -> None:
     first = [scored(1, 0.1), scored(2, 0.2), {"step": 2, "eval_kl": 1.0}, scored(3, 0.9)]
     second = [scored(2, 0.15), {"step": 2, "eval_kl": 0.5}, scored(3, 0.25)]
-    results = run(
-        tmp_path, *first, spoke(3, "warn"), spoke(3, "rollback", 1), *second, scored(4, 0.3)
-    )
+    events = guard_event(3, "warn"), guard_event(3, "rollback", 1)
+    results = write_run(tmp_path, *first, *events, *second, scored(4, 0.3))
     step = results.steps["step3_ppo"]
 
     assert step.series("score") == [(1, 0.1), (2, 0.15), (3, 0.25), (4, 0.3)]
     assert step.series("eval_kl") == [(2, 0.5)]
-    assert [(each.step, each.words) for each in step.events] == [
+    assert [(event.step, event.words) for event in step.events] == [
         (3, "warned"),
         (3, "back to iteration 1"),
     ]
     page = render(results, tmp_path)
     assert "<b>back to iteration 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
-    assert [each.sentence for each in findings(results)][-1] == (
+    assert [finding.sentence for finding in findings(results)][-1] == (
         "A guard tripped at iteration 3 of step3_ppo, back to iteration 1: responses run in <loops>"
     )

@@ -1,4 +1,4 @@
-"""Methods of one run side by side: interpolation by hand, verdicts, what is written and drawn."""
+"""Comparison of several methods of one run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from pipeline.report.results import model_to_talk_to, read_results
 PROMPTS = 40
 
 SETTINGS = {"missing_eos_score": -1.0, "max_prompt_length": 256, "gold": None}
-"""Of every method, unless it says otherwise."""
+"""Default settings of every method."""
 
 
 def verdicts(right: int) -> list[float]:
@@ -31,7 +31,7 @@ def write_method(
     name: str = "",
     began_from: str | None = None,
 ) -> None:
-    """A finished step 3 with an evaluation every 10 iterations at (KL, figure by prompt)."""
+    """Write a finished step 3 with an evaluation every 10 iterations at (KL, values by prompt)."""
     directory = out / (name or f"step3_{method}")
     directory.mkdir(parents=True)
     path = [
@@ -56,17 +56,17 @@ def write_method(
     (directory / "result.json").write_text(json.dumps(result))
 
 
-def compared(out: Path) -> Comparison:
-    found = compare_methods(read_results(out))
-    assert found is not None
-    return found
+def compare(out: Path) -> Comparison:
+    comparison = compare_methods(read_results(out))
+    assert comparison is not None
+    return comparison
 
 
 def plain(text: str) -> str:
     return text.replace("\u202f", " ").replace("\N{MINUS SIGN}", "-")
 
 
-def test_between_two_evaluations_a_prompt_changes_in_proportion_to_the_kl() -> None:
+def test_values_between_evaluations_are_interpolated_by_kl() -> None:
     path = [
         Evaluation(0, 0.0, [0.0, 1.0, 0.5]),
         Evaluation(10, 2.0, [1.0, 1.0, None]),
@@ -81,7 +81,7 @@ def test_between_two_evaluations_a_prompt_changes_in_proportion_to_the_kl() -> N
         value_at(path, 7.0)
 
 
-def test_methods_are_compared_at_the_largest_kl_that_all_have_reached(tmp_path: Path) -> None:
+def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
     judge = {"step1_sft": 0.25}
     write_method(
         tmp_path,
@@ -104,20 +104,20 @@ def test_methods_are_compared_at_the_largest_kl_that_all_have_reached(tmp_path: 
          (8.0, {"judge": verdicts(36)})],
     )  # fmt: skip
 
-    found = compared(tmp_path)
+    comparison = compare(tmp_path)
 
     # At 4 nats: 18 of 40; 26 + 12 / 2 = 32 of 40; 10 + 4 / 5 * 20 = 26 of 40.
-    assert found.kl == 4.0
-    assert [each.method.title for each in found.equal] == ["GRPO", "Dr. GRPO", "PPO"]
-    assert [each.value for each in found.equal] == pytest.approx([0.8, 0.65, 0.45])
-    assert [each.against_best for each in found.equal] == [None, "better", "better"]
-    # Wilson's of 32 of 40.
-    assert found.equal[0].interval == pytest.approx((0.6524, 0.8950), abs=5e-5)
-    assert plain(found.sentence) == (
+    assert comparison.kl == 4.0
+    assert [entry.method.title for entry in comparison.equal] == ["GRPO", "Dr. GRPO", "PPO"]
+    assert [entry.value for entry in comparison.equal] == pytest.approx([0.8, 0.65, 0.45])
+    assert [entry.against_best for entry in comparison.equal] == [None, "better", "better"]
+    # Wilson's interval for 32 of 40.
+    assert comparison.equal[0].interval == pytest.approx((0.6524, 0.8950), abs=5e-5)
+    assert plain(comparison.sentence) == (
         "At equal KL of 4.00 nats, correct and polite: GRPO 80 %, better than Dr. GRPO (65 %) and"
         " PPO (45 %)"
     )
-    assert findings(read_results(tmp_path))[0].sentence == found.sentence
+    assert findings(read_results(tmp_path))[0].sentence == comparison.sentence
     best = model_to_talk_to(read_results(tmp_path).steps)
     assert best is not None
     assert best.name == "step3_grpo"

@@ -42,12 +42,12 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note the tag and what it points to."""
+        """Record the tag and its addresses."""
         self.tags.append(tag)
         self.addresses += [value or "" for name, value in attrs if name in {"src", "href"}]
 
     def handle_data(self, data: str) -> None:
-        """Note the text."""
+        """Record the text."""
         if self.get_starttag_text() != "<style>" and data.strip():
             self.texts.append(data.strip())
 
@@ -57,7 +57,7 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
+def test_first_finding_is_that_of_the_judge(tmp_path: Path) -> None:
     write_summary(
         tmp_path,
         step1_sft=SFT_EVAL,
@@ -85,7 +85,7 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
     ]
 
 
-def test_a_perplexity_that_is_written_alike_before_and_after_did_not_change(tmp_path: Path) -> None:
+def test_perplexity_that_rounds_to_the_same_number_did_not_change(tmp_path: Path) -> None:
     same = {"perplexity_before": 42077.2, "perplexity_after": 42077.4}
     write_summary(tmp_path, step1_sft={**SFT_EVAL, **same})
 
@@ -95,7 +95,7 @@ def test_a_perplexity_that_is_written_alike_before_and_after_did_not_change(tmp_
     assert finding.verdict == "not told apart"
 
 
-def test_a_win_rate_of_ties_and_a_loss_claims_no_win(tmp_path: Path) -> None:
+def test_win_rate_of_only_ties_and_losses_claims_no_win(tmp_path: Path) -> None:
     figures: dict[str, object] = {**PPO_EVAL, "win_rate": 0.4375, "score_after": -0.9}
     write_summary(tmp_path, step3_ppo=figures | {"prompts": 8, "wins": 0, "losses": 1})
 
@@ -107,9 +107,7 @@ def test_a_win_rate_of_ties_and_a_loss_claims_no_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["DIR/my-model", "meta/model"])
-def test_a_run_without_step_1_is_compared_with_its_starting_model(
-    tmp_path: Path, model: str
-) -> None:
+def test_run_without_step_1_is_compared_with_its_start_model(tmp_path: Path, model: str) -> None:
     judge = {"start": 0.41, "step3_grpo": 0.84}
     grpo = {"judge": judge, "judge_counts": COUNTS, "reward_before": 0.25, "reward_after": 0.5}
     write_summary(tmp_path, step3_grpo={**PPO_EVAL, **grpo})
@@ -122,7 +120,7 @@ def test_a_run_without_step_1_is_compared_with_its_starting_model(
     rows = [{"prompt": prompt, "answers": texts, "temperature": 0.7}]
     write(tmp_path / "step3_grpo/samples.json", {"rows": rows})
 
-    sentences = [each.whole.replace("\u202f", " ") for each in findings(read_results(tmp_path))]
+    sentences = [x.whole.replace("\u202f", " ") for x in findings(read_results(tmp_path))]
     page = Page(write_report(tmp_path)).text
 
     assert sentences[0].startswith(
@@ -139,7 +137,7 @@ def test_a_run_without_step_1_is_compared_with_its_starting_model(
     assert "Supervised" not in page
 
 
-def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
+def test_text_of_models_and_data_is_escaped(tmp_path: Path) -> None:
     evil = "</div><script>alert(1)</script><img src=x onerror=alert(2)>"
     write_summary(tmp_path, step3_ppo=PPO_EVAL)
     answers = {"step1_sft": {"text": evil, "score": 1.5, "stopped": False, evil: True}}
@@ -161,7 +159,7 @@ def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
     assert "cut off" in page.text
 
 
-def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_page_is_self_contained(tmp_path: Path) -> None:
     write_summary(tmp_path, step1_sft=SFT_EVAL)
 
     report = write_report(tmp_path)
@@ -172,19 +170,19 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "notes"])
-def test_a_directory_without_results_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_directory_without_results_is_an_error(tmp_path: Path, content: str | None) -> None:
     out = tmp_path / "out"
     if content:
         out.mkdir()
         (out / "notes.txt").write_text(content)
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pipeline.report", str(out)],
         capture_output=True,
         text=True,
         check=False,
     )
 
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {out}")
-    assert done.stderr.count("\n") == 1
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {out}")
+    assert result.stderr.count("\n") == 1

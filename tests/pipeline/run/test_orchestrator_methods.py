@@ -1,4 +1,4 @@
-"""Several methods in one run: a directory each, what is skipped, and what one failure ends."""
+"""Runs of several methods: their directories, skipped methods, and failures."""
 
 import json
 from pathlib import Path
@@ -14,21 +14,21 @@ MODELS = [
 
 
 def run(out: Path, *argv: str) -> None:
-    words = ["--output-dir", str(out), "--plan", "off", "--step", "3", *MODELS, *argv]
-    main(words, TOY_STAGES)
+    argv = ["--output-dir", str(out), "--plan", "off", "--step", "3", *MODELS, *argv]
+    main(argv, TOY_STAGES)
 
 
-def written(out: Path, method: str) -> int:
+def get_result_time(out: Path, method: str) -> int:
     return (out / f"step3_{method}" / "result.json").stat().st_mtime_ns
 
 
 @pytest.mark.jobs
-def test_each_method_has_a_directory_and_a_method_that_is_added_runs_alone(
+def test_added_method_runs_alone_in_its_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, "--method", "ppo", "grpo", "--methods.grpo.kl_coef", "0.3")
     first = capsys.readouterr().out
-    before = [written(tmp_path, method) for method in ("ppo", "grpo")]
+    before = [get_result_time(tmp_path, method) for method in ("ppo", "grpo")]
 
     run(
         tmp_path, "--method", "reinforce_pp", "grpo", "ppo", "--methods.grpo.kl_coef", "0.3",
@@ -39,37 +39,37 @@ def test_each_method_has_a_directory_and_a_method_that_is_added_runs_alone(
     added = capsys.readouterr().out
     assert "step 3: step3_ppo\nstep 3: step3_grpo\n" in first
     assert "kl_coef: 0.3" in (tmp_path / "step3_grpo" / "config.yaml").read_text()
-    assert [written(tmp_path, method) for method in ("ppo", "grpo")] == before
+    assert [get_result_time(tmp_path, method) for method in ("ppo", "grpo")] == before
     assert "(grpo): already finished\nskipping step 3 (ppo): already finished\n" in added
     assert list(summary["steps"]) == ["step3_grpo", "step3_ppo", "step3_reinforce_pp"]
-    # The longest name leaves room, and one that is read in the report is a step.
+    # The table has room for the longest name, and the report shows a title.
     assert "\nstep3_reinforce_pp          2       2          30   perplexity" in added
     assert "REINFORCE++" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.jobs
-def test_a_method_that_diverges_is_announced_and_the_others_run(
+def test_diverged_method_is_reported_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TOY", "diverged")
     monkeypatch.setenv("TOY_STEP", "step3_ppo")
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         run(tmp_path, "--method", "ppo", "rloo")
 
-    failed = capfd.readouterr()
-    assert end.value.code == 80
-    assert failed.err.splitlines() == [
+    printed = capfd.readouterr()
+    assert exit_info.value.code == 80
+    assert printed.err.splitlines() == [
         "error: the loss is not finite",
         "step 3 (ppo) diverged, and the other methods continue; the same command with --resume and"
         " a smaller --methods.ppo.actor.optim.lr restarts it",
         "not finished: ppo; retry with the same command and --resume",
     ]
     assert (tmp_path / "step3_rloo" / "result.json").is_file()
-    assert "numbers  " in failed.out
+    assert "numbers  " in printed.out
 
-    before = written(tmp_path, "rloo")
+    before = get_result_time(tmp_path, "rloo")
     monkeypatch.delenv("TOY")
     run(tmp_path, "--method", "ppo", "rloo", "--resume", "--methods.ppo.actor.optim.lr", "1e-7")
     assert (tmp_path / "step3_ppo" / "result.json").is_file()
-    assert written(tmp_path, "rloo") == before
+    assert get_result_time(tmp_path, "rloo") == before

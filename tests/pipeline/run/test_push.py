@@ -1,4 +1,4 @@
-"""`--push-to-hub`, against a server with the Hub's routes for uploads."""
+"""`--push-to-hub`, with a server that has the Hub's routes for uploads."""
 
 import base64
 import json
@@ -44,8 +44,8 @@ class Requests(BaseHTTPRequestHandler):
             self.reply({"commitUrl": f"{url}/commit/1", "commitOid": "1"})
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
-            how = {"uploadMode": "regular", "shouldIgnore": False}
-            self.reply({"files": [{"path": name, **how} for name in names]})
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            self.reply({"files": [{"path": name, **mode} for name in names]})
         else:
             if self.path == "/api/repos/create":
                 self.server.created = json.loads(body)
@@ -83,7 +83,7 @@ def run(out: Path, *argv: str) -> None:
     main(["--output-dir", str(out), *options, "--push-to-hub", *argv], TOY_STAGES)
 
 
-def test_the_model_is_uploaded_with_a_card_and_a_failed_upload_names_its_command(
+def test_model_is_uploaded_with_a_card_and_failure_prints_a_command(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, "lab/chat")
@@ -111,17 +111,17 @@ def test_the_model_is_uploaded_with_a_card_and_a_failed_upload_names_its_command
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "sentence"),
+    ("name", "role", "message"),
     [
         ("a b", "write", "is not the name of a repository"),
         ("me/chat", "read", "needs a token that can write"),
         ("you/chat", "write", "me can only write to me, lab"),
     ],
 )
-def test_what_would_fail_at_the_end_is_refused_at_the_start(
-    hub: Hub, tmp_path: Path, name: str, role: str, sentence: str
+def test_impossible_upload_raises_before_the_run(
+    hub: Hub, tmp_path: Path, name: str, role: str, message: str
 ) -> None:
     hub.role = role
 
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         run(tmp_path, name)

@@ -1,4 +1,4 @@
-"""Trackers in addition to metrics.jsonl; the real libraries, where they are installed."""
+"""Trackers in addition to metrics.jsonl, with the real libraries if they are installed."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from step1_sft.config import SFTConfig
 
 
 def track_and_resume(name: str, directory: Path) -> str:
-    """Log a step, resume, log another; returns the run's id in the tracker."""
+    """Log a step, resume, log another, and return the run's id in the tracker."""
     for step in (1, 2):
         run = Tracked(directory, "a", {"optim": {"lr": 0.5}}, resumes=step == 2)
         trackers = open_trackers((name,), run)
@@ -22,7 +22,7 @@ def track_and_resume(name: str, directory: Path) -> str:
     return json.loads((directory / "trackers.json").read_text())[name]
 
 
-def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_tracker_is_reported_once_and_disabled(caplog: pytest.LogCaptureFixture) -> None:
     steps = list[int]()
 
     def log(step: int, _: object) -> None:
@@ -30,7 +30,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
         if step == 2:
             raise OSError("no route to host")
 
-    trackers = Trackers({"wandb": Sink(log, lambda: pytest.fail("it is closed"))})
+    trackers = Trackers({"wandb": Sink(log, lambda: pytest.fail("a disabled tracker was closed"))})
 
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3, 4):
@@ -44,7 +44,7 @@ def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="mlflow is installed")
-def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(tmp_path: Path) -> None:
+def test_missing_tracker_package_raises_with_the_install_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run `pip install mlflow`"):
         SFTConfig(output_dir=tmp_path, trackers=("mlflow",)).require_trackers()
 

@@ -1,4 +1,4 @@
-"""The Hub is contacted only where it responds; local files need no network."""
+"""Errors when the Hub can't be reached."""
 
 import socket
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield server
 
 
-def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.socket) -> None:
+def test_unreachable_hub_raises_with_the_reason(listening: socket.socket) -> None:
     listening.close()
 
     assert unreachable_reason() == "127.0.0.1 can't be reached: Connection refused"
@@ -46,13 +46,13 @@ def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.s
         ),
     ],
 )
-def test_unknown_names_are_refused_at_once_without_a_network(
+def test_unknown_names_fail_immediately_without_a_network(
     listening: socket.socket, tmp_path: Path, option: tuple[str, ...], error: str
 ) -> None:
     listening.close()
     argv = (*option, "--output-dir", tmp_path / "out")
 
-    ended = run_command("train.py", *map(str, argv))
+    result = run_command("train.py", *map(str, argv))
 
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [f"error: {error}"]
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [f"error: {error}"]

@@ -14,34 +14,34 @@ from pipeline.system.signals import DUPLICATE_SECONDS, EXIT_REQUEUE
 
 INT, HUP, TERM, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1
 
-LISTENS = """
+PRELUDE = """
 import hashlib, signal, sys
 from pipeline.system.signals import ExitOnSignal, StopSignals
 
 for name in ("SIGHUP", "SIGTERM", "SIGUSR1"):
-    signal.signal(signal.Signals[name], signal.SIG_DFL)  # as in a terminal, also under nohup
+    signal.signal(signal.Signals[name], signal.SIG_DFL)  # as in a terminal, even under nohup
 
-def tell(number, *, aborts):
-    print("aborts at" if aborts else "has heard", number.name, flush=True)
+def report(number, *, aborts):
+    print("aborts at" if aborts else "received", number.name, flush=True)
 
-def compute_in_c():  # where Python runs no handler
+def compute_in_c():  # Python runs no handlers meanwhile
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
 """
 
-WAITS = """
-with StopSignals(tell) as signals:
+WAIT_PROGRAM = """
+with StopSignals(report) as signals:
     print("ready", flush=True)
     sys.stdin.readline()
-print("left by", signals.received and signals.received.name)
+print("stopped by", signals.received and signals.received.name)
 """
 
 
 @contextmanager
-def listening(program: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has said it is ready, its signals as a terminal leaves them."""
+def run_program(program: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run a program with a terminal's default signal handlers until it is ready."""
     with subprocess.Popen(
-        [sys.executable, "-c", LISTENS + program],
+        [sys.executable, "-c", PRELUDE + program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -59,54 +59,54 @@ LATER = DUPLICATE_SECONDS + 0.2
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "expected"),
     [
-        ([INT], "has heard SIGINT|left by SIGINT"),
-        ([HUP], "has heard SIGHUP|left by SIGHUP"),
-        ([USR1, TERM], "has heard SIGUSR1|left by SIGUSR1"),  # as SLURM ends a job
-        ([TERM, TERM, TERM], "has heard SIGTERM|left by SIGTERM"),
-        ([INT, HUP], "has heard SIGINT|left by SIGINT"),  # the terminal was closed as well
-        ([INT, INT], "has heard SIGINT|aborts at SIGINT"),
-        ([HUP, INT], "has heard SIGHUP|aborts at SIGINT"),
-        ([TERM, INT], "has heard SIGTERM|aborts at SIGINT"),
-        ([INT, TERM], "has heard SIGINT|aborts at SIGTERM"),  # torchrun at a second Ctrl-C
+        ([INT], "received SIGINT|stopped by SIGINT"),
+        ([HUP], "received SIGHUP|stopped by SIGHUP"),
+        ([USR1, TERM], "received SIGUSR1|stopped by SIGUSR1"),  # as when SLURM ends a job
+        ([TERM, TERM, TERM], "received SIGTERM|stopped by SIGTERM"),
+        ([INT, HUP], "received SIGINT|stopped by SIGINT"),  # the terminal was closed as well
+        ([INT, INT], "received SIGINT|aborts at SIGINT"),
+        ([HUP, INT], "received SIGHUP|aborts at SIGINT"),
+        ([TERM, INT], "received SIGTERM|aborts at SIGINT"),
+        ([INT, TERM], "received SIGINT|aborts at SIGTERM"),  # from torchrun on a second Ctrl-C
     ],
-    ids=lambda value: "-".join(each.name for each in value) if isinstance(value, list) else "",
+    ids=lambda value: "-".join(number.name for number in value) if isinstance(value, list) else "",
 )
-def test_the_first_signal_is_noted_and_a_ctrl_c_after_it_aborts(
-    numbers: list[signal.Signals], said: str
+def test_first_signal_stops_gracefully_and_a_second_ctrl_c_aborts(
+    numbers: list[signal.Signals], expected: str
 ) -> None:
-    aborts = "aborts" in said
-    with listening(WAITS) as process:
+    aborts = "aborts" in expected
+    with run_program(WAIT_PROGRAM) as process:
         for number in numbers:
             process.send_signal(number)
             time.sleep(LATER)
         out, _ = process.communicate("" if aborts else "\n", timeout=30)
 
-    assert out.splitlines() == said.split("|")
+    assert out.splitlines() == expected.split("|")
     assert process.returncode == (130 if aborts else 0)
 
 
-def test_signals_are_answered_at_once_while_the_main_thread_runs_no_python() -> None:
-    computes = 'with StopSignals(tell):\n    print("ready", flush=True)\n    compute_in_c()\n'
-    with listening(computes) as process:
+def test_signals_are_handled_while_the_main_thread_runs_c_code() -> None:
+    program = 'with StopSignals(report):\n    print("ready", flush=True)\n    compute_in_c()\n'
+    with run_program(program) as process:
         assert process.stdout is not None
-        began = time.monotonic()
+        start = time.monotonic()
         process.send_signal(INT)
-        assert process.stdout.readline() == "has heard SIGINT\n"
+        assert process.stdout.readline() == "received SIGINT\n"
         time.sleep(LATER)
         process.send_signal(INT)
 
         assert process.wait(30) == 130
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("number", [TERM, USR1])
-def test_where_there_is_nothing_to_save_a_scheduler_is_obeyed_at_once(
+def test_scheduler_signal_exits_immediately_if_nothing_must_be_saved(
     number: signal.Signals,
 ) -> None:
     program = 'with ExitOnSignal():\n    print("ready", flush=True)\n    sys.stdin.readline()\n'
-    with listening(program) as process:
+    with run_program(program) as process:
         process.send_signal(number)
 
         assert process.wait(30) == EXIT_REQUEUE

@@ -21,28 +21,28 @@ from pipeline.system.torch_process import (
 from step3_ppo.config import PPOConfig
 
 
-def test_the_allocator_settings_of_a_user_are_kept() -> None:
+def test_allocator_settings_of_the_user_are_kept() -> None:
     environment = {"HOME": "/"}
     assert use_expandable_segments(environment)
     assert environment == {"HOME": "/", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        own = {name: "max_split_size_mb:64"}
-        assert not use_expandable_segments(own)
-        assert own == {name: "max_split_size_mb:64"}
+        user_environment = {name: "max_split_size_mb:64"}
+        assert not use_expandable_segments(user_environment)
+        assert user_environment == {name: "max_split_size_mb:64"}
 
 
-def test_tf32_is_on_within_a_step_alone() -> None:
+def test_tf32_is_enabled_only_within_the_context() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
-    found: list[object] = []
+    enabled: list[object] = []
     for tf32 in (True, False):
         with gpu_numerics(tf32=tf32, deterministic=False):
-            found.append(torch.backends.cuda.matmul.allow_tf32)
+            enabled.append(torch.backends.cuda.matmul.allow_tf32)
 
-    assert found == [True, False]
+    assert enabled == [True, False]
     assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
-def test_one_order_is_that_of_any_model_of_the_step(tmp_path: Path) -> None:
+def test_one_deterministic_model_makes_the_step_deterministic(tmp_path: Path) -> None:
     plain = PPOConfig(output_dir=tmp_path)
     critic = replace(plain.critic, zero=replace(plain.critic.zero, reduction="deterministic"))
 
@@ -55,15 +55,15 @@ def test_one_order_is_that_of_any_model_of_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_backward_pass_of_attention_has_the_same_bits_again() -> None:
+def test_backward_pass_of_attention_is_deterministic() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     heads = torch.randn(3, 2, 8, 1024, 64, device="cuda", generator=generator).bfloat16()
 
     def gradients() -> torch.Tensor:
-        leaves = [each.clone().requires_grad_() for each in heads]
+        leaves = [state.clone().requires_grad_() for state in heads]
         out = in_order(partial(scaled_dot_product_attention, is_causal=True), *leaves)
         out.float().square().sum().backward()
-        return torch.stack([each.grad for each in leaves if each.grad is not None])
+        return torch.stack([leaf.grad for leaf in leaves if leaf.grad is not None])
 
     with gpu_numerics(tf32=True, deterministic=True):
         assert torch.are_deterministic_algorithms_enabled()
@@ -71,7 +71,7 @@ def test_the_backward_pass_of_attention_has_the_same_bits_again() -> None:
         assert all(torch.equal(gradients(), first) for _ in range(5))
 
 
-def drawn() -> tuple[object, ...]:
+def draw() -> tuple[object, ...]:
     return (
         torch.rand(5).tolist(),
         [random.random() for _ in range(3)],
@@ -81,21 +81,21 @@ def drawn() -> tuple[object, ...]:
     )
 
 
-def test_draws_repeat() -> None:
-    drawn()
+def test_restored_random_state_repeats_the_numbers() -> None:
+    draw()
     state = random_state()
-    first = [drawn() for _ in range(3)]
+    first = [draw() for _ in range(3)]
 
     set_random_state(state)
 
-    assert [drawn() for _ in range(3)] == first
+    assert [draw() for _ in range(3)] == first
 
 
-def test_a_seed_decides_what_is_drawn() -> None:
+def test_seed_determines_the_random_numbers() -> None:
     seed_generators(7)
-    first = drawn()
-    drawn()
+    first = draw()
+    draw()
 
     seed_generators(7)
 
-    assert drawn() == first
+    assert draw() == first

@@ -1,4 +1,4 @@
-"""A job names the process that failed, was lost or hangs, and ends in time."""
+"""A job reports the process that failed, was lost or hangs, and ends in time."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def lines(job: Job) -> list[str]:
+def errors(job: Job) -> list[str]:
     return job.errors.splitlines()
 
 
@@ -31,24 +31,24 @@ def train(steps: int = 2) -> Engine:
     return engine
 
 
-def loss_fails() -> None:
+def fail_on_rank_1() -> None:
     engine = train()
     if rank() == 1:
         raise ValueError("labels are all masked")
     engine.backward(compute_loss(engine, 0, 0, rank()))
 
 
-def test_the_error_of_one_rank_is_shown_and_named_by_the_others() -> None:
-    job = run_job(loss_fails)
+def test_error_of_one_rank_is_shown_and_reported_by_the_others() -> None:
+    job = run_job(fail_on_rank_1)
 
     assert job.codes == [1, 1]
-    assert "in loss_fails" in job.errors
-    assert "ValueError: labels are all masked" in lines(job)
-    assert "rank 0 stopped because rank 1 failed: ValueError: labels are all masked" in lines(job)
+    assert "in fail_on_rank_1" in job.errors
+    assert "ValueError: labels are all masked" in errors(job)
+    assert "rank 0 stopped because rank 1 failed: ValueError: labels are all masked" in errors(job)
     assert job.errors.count("Traceback") == 1
 
 
-def wrong_row(ranks: tuple[int, ...]) -> None:
+def raise_data_error(ranks: tuple[int, ...]) -> None:
     current_mesh().world.sum(rank())
     if rank() in ranks:
         raise DataError("rows.jsonl line 3 has no prompt")
@@ -56,17 +56,17 @@ def wrong_row(ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.jobs
-def test_wrong_input_that_one_rank_meets_is_shown() -> None:
-    job = run_job(wrong_row, (1,))
+def test_data_error_of_one_rank_is_shown_and_exits_with_2() -> None:
+    job = run_job(raise_data_error, (1,))
 
     assert job.codes == [2, 2]
-    assert sorted(lines(job)) == [
+    assert sorted(errors(job)) == [
         "error: rows.jsonl line 3 has no prompt",
         "rank 0 stopped because rank 1 failed: DataError: rows.jsonl line 3 has no prompt",
     ]
 
 
-def killed() -> None:
+def kill_rank_1() -> None:
     engine = train()
 
     def die(*_: object) -> None:
@@ -77,34 +77,34 @@ def killed() -> None:
     engine.backward(compute_loss(engine, 0, 0, rank()))
 
 
-def test_a_killed_rank_is_named() -> None:
-    job = run_job(killed)
+def test_killed_rank_is_reported() -> None:
+    job = run_job(kill_rank_1)
 
     assert job.codes == [1, -signal.SIGKILL]
     assert job.seconds < 30
-    assert "rank 0 stopped because rank 1 was lost (killed? out of memory?)" in lines(job)[0]
+    assert "rank 0 stopped because rank 1 was lost (killed? out of memory?)" in errors(job)[0]
 
 
-def hangs() -> None:
+def hang_on_rank_1() -> None:
     engine = train()
     if rank() == 1:
         time.sleep(1000)
     engine.backward(compute_loss(engine, 0, 0, rank()))
 
 
-def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended() -> None:
-    job = run_job(hangs, timeout_seconds=2)
+def test_hanging_rank_is_reported_with_all_stacks() -> None:
+    job = run_job(hang_on_rank_1, timeout_seconds=2)
 
     assert job.codes == [1, 1]
     assert job.seconds < 17
     assert re.search(r"rank 1 did not reach all_gather of root \(engine\), .* rank 0 waited",
                      job.errors)  # fmt: skip
-    assert "rank 0 is here:" in lines(job)
-    *_, of_rank_1 = job.errors.partition("rank 1 is here:")
-    assert "in hangs" in of_rank_1
+    assert "rank 0 is here:" in errors(job)
+    *_, stack = job.errors.partition("rank 1 is here:")
+    assert "in hang_on_rank_1" in stack
 
 
-def in_another_order() -> None:
+def run_in_different_order() -> None:
     comm = train(0).comm
     for unit in ("a", "b") if rank() == 0 else ("b", "a"):
         full = torch.ones(64)
@@ -113,8 +113,8 @@ def in_another_order() -> None:
 
 
 @pytest.mark.jobs
-def test_collectives_in_another_order_end_the_job() -> None:
-    job = run_job(in_another_order)
+def test_collectives_in_different_order_end_the_job() -> None:
+    job = run_job(run_in_different_order)
 
     assert 0 not in job.codes
     assert "all_gather of a (engine)" in job.errors
@@ -129,30 +129,30 @@ def test_collectives_in_another_order_end_the_job() -> None:
         pytest.param("wrong settings", 2, "error: there is no such file\n", marks=pytest.mark.grid),
     ],
 )
-def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_failed(
+def test_step_under_torchrun_exits_with_the_code_of_the_failed_rank(
     case: str, code: int, message: str
 ) -> None:
     launcher = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
-    ended = subprocess.run(
+    result = subprocess.run(
         [*launcher, "--nproc-per-node", "2", "-m", "tests.pipeline.watchdog.watched", case],
         capture_output=True,
         text=True,
         check=False,
     )
 
-    assert ended.returncode == code
-    assert ended.stderr.startswith(message)
-    assert ended.stderr.count("\n") == 1
+    assert result.returncode == code
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
 
 
-def test_the_rank_that_is_furthest_behind_is_late() -> None:
-    seen = {
+def test_straggler_is_the_rank_that_is_furthest_behind() -> None:
+    heartbeats = {
         0: Heartbeat(7, "all_gather of a", 5.0, 9),
         1: Heartbeat(8, "all_reduce of b", 4.0, 9),
         2: Heartbeat(5, "barrier", 6.0, 9),
     }
 
-    failure = find_straggler(seen, 5.0)
+    failure = find_straggler(heartbeats, 5.0)
 
     assert failure is not None
     assert failure.rank == 2
@@ -160,5 +160,5 @@ def test_the_rank_that_is_furthest_behind_is_late() -> None:
         "rank 2 did not reach all_gather of a (collective 7), where rank 0 waited 5 s for it:"
         " its last was barrier (collective 5), 6 s ago"
     )
-    assert find_straggler(seen, 5.1) is None
-    assert find_straggler({0: seen[0], 1: seen[0]}, 1.0) is None
+    assert find_straggler(heartbeats, 5.1) is None
+    assert find_straggler({0: heartbeats[0], 1: heartbeats[0]}, 1.0) is None

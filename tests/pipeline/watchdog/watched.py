@@ -1,4 +1,4 @@
-"""A step of two processes that ends as its argument says."""
+"""A step of two processes that fails in the way of its argument."""
 
 import os
 import signal
