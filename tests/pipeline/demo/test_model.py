@@ -43,11 +43,11 @@ def test_weights_depend_only_on_the_seed_not_the_global_rng() -> None:
 
     first = build_model(vocab_size=64, seed=1).state_dict()
     torch.rand(3)
-    again = build_model(vocab_size=64, seed=1).state_dict()
+    repeated = build_model(vocab_size=64, seed=1).state_dict()
     other = build_model(vocab_size=64, seed=2).state_dict()
     torch.set_rng_state(state)
     build_model(vocab_size=64, seed=1)
 
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert torch.equal(torch.get_rng_state(), state)

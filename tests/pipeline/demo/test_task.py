@@ -59,8 +59,8 @@ def test_steps_share_no_training_prompt_with_any_seeds() -> None:
 
     for (step, _), texts in prompts.items():
         assert not texts & held_out
-        for (other, _), others in prompts.items():
-            assert step == other or not texts & others
+        for (other_step, _), other_texts in prompts.items():
+            assert step == other_step or not texts & other_texts
 
 
 @pytest.mark.parametrize(("step", "digest"), [(1, "5d7f180c"), (2, "2f0bc6c3"), (3, "485074b1")])
@@ -87,7 +87,7 @@ def test_demonstrations_are_85_percent_correct_40_percent_polite() -> None:
     assert polite / DEMONSTRATIONS == pytest.approx(0.4, abs=0.01)
 
 
-def test_chosen_response_is_more_correct_or_equally_and_more_polite() -> None:
+def test_chosen_response_is_better_by_correctness_then_politeness() -> None:
     train, evaluation = stage_rows(step=2, seed=3)
 
     chosen, rejected = verdicts(evaluation, "chosen"), verdicts(evaluation, "rejected")

@@ -48,12 +48,14 @@ def train_reference(
     for step in range(steps):
         total: dict[str, Tensor] = {}
         for micro_batch in range(accumulation):
-            by_rank = []
+            rank_gradients = []
             for rank in range(world_size):
                 (scale * compute_loss(model, step, micro_batch, rank)).backward()
-                by_rank.append({name: p.grad for name, p in params.items()})
+                rank_gradients.append({name: p.grad for name, p in params.items()})
                 model.zero_grad()
-            summed = {name: sum_pairwise([grads[name] for grads in by_rank]) for name in params}
+            summed = {
+                name: sum_pairwise([grads[name] for grads in rank_gradients]) for name in params
+            }
             total = {name: total[name] + g for name, g in summed.items()} if total else summed
         squares = [g.double().square().sum().item() for g in total.values()]
         norm = math.sqrt(math.fsum(squares)) / scale

@@ -24,9 +24,9 @@ def scored(step: int, score: float) -> dict[str, object]:
     return {"step": step, "score": score}
 
 
-def guard_event(step: int, action: str, to: int | None = None) -> dict[str, object]:
-    target = {} if to is None else {"to": to}
-    return {"step": step, "guard": {**LOOPS, "step": step, "action": action, **target}}
+def guard_event(step: int, action: str, target_step: int | None = None) -> dict[str, object]:
+    fields = {} if target_step is None else {"to": target_step}
+    return {"step": step, "guard": {**LOOPS, "step": step, "action": action, **fields}}
 
 
 def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(

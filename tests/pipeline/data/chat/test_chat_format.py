@@ -68,12 +68,12 @@ def test_observation_tokens_match_those_of_the_full_dialogue(kind: str, name: st
     observation = Message("user", FOLLOW_UP + " Four.")
     full = chat_format.encode((USER, REPLY, observation), RESPONSE)
     prompt_ids, response = chat_format.encode_prompt((USER,)), chat_format.encode((USER,), (REPLY,))
-    rest = full.input_ids[len(response) :]
+    expected = full.input_ids[len(response) :]
 
     ids = chat_format.encode_observation((USER, answer), [observation])
 
     assert response.input_ids[: len(prompt_ids)] == prompt_ids
-    assert ids == rest[: len(ids)]
+    assert ids == expected[: len(ids)]
     assert not any(full.trained[len(response) : len(response) + len(ids)])
     assert all(full.trained[len(response) + len(ids) :])
 

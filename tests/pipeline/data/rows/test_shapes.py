@@ -461,15 +461,15 @@ def test_unusable_row_is_omitted_and_counted(row: dict[str, Any], reason: str) -
 
 
 def test_margins_and_empty_turns_are_read() -> None:
-    scored = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, score_rejected=1.0)
-    given = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, margin=9.0)
+    from_scores = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, score_rejected=1.0)
+    from_margin = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, margin=9.0)
     empty = read(
         messages=turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
     )
 
-    assert scored is not None
-    assert given is not None
-    assert (scored.margin, given.margin) == (2.5, 9.0)
+    assert from_scores is not None
+    assert from_margin is not None
+    assert (from_scores.margin, from_margin.margin) == (2.5, 9.0)
     assert empty is not None
     assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
 

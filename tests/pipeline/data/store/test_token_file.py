@@ -92,9 +92,9 @@ def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
         main(["shuffle", f"{tmp_path}/c", "--seed", f"{seed}", "--out", f"{tmp_path}/{seed}"])
 
     assert read(tmp_path / "c") == documents
-    one, two = read(tmp_path / "1"), read(tmp_path / "2")
-    assert sorted(one) == sorted(two) == sorted(documents)
-    assert one not in (two, documents)
+    first, second = read(tmp_path / "1"), read(tmp_path / "2")
+    assert sorted(first) == sorted(second) == sorted(documents)
+    assert first not in (second, documents)
     assert TokenFile(tmp_path / "1").origin == ORIGIN
 
 

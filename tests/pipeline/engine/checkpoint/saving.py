@@ -21,7 +21,7 @@ from tests.distributed import PROCESSES
 NUMEL = 10_000
 
 _barrier: Barrier
-"""Of the processes that `run_processes` started."""
+"""The barrier of the processes that `run_processes` started."""
 
 POINTS = [
     "before_write",

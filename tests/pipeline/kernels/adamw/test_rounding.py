@@ -26,10 +26,8 @@ def test_bf16_weights_are_rounded_to_nearest_ties_away_from_zero(
     kernels: Kernels, *, split: bool
 ) -> None:
     upper = torch.arange(-(2**15), 2**15)
-    values = torch.cat([(upper * 2**16 + rest).int() for rest in INCREMENTS]).view(FP32)
-    expected = (
-        torch.cat([upper + increment for increment in INCREMENTS.values()]).short().view(BF16)
-    )
+    values = torch.cat([(upper * 2**16 + low).int() for low in INCREMENTS]).view(FP32)
+    expected = torch.cat([upper + n for n in INCREMENTS.values()]).short().view(BF16)
     values, expected = values[values.isfinite()], expected[values.isfinite()]
     if split:
         got, low_bits = split_master(values)

@@ -33,8 +33,8 @@ def make_inputs(dtype: torch.dtype, *, bias: bool, seed: int = 0) -> Inputs:
 
 
 def make_targets() -> Tensor:
-    drawn = torch.randint(0, V, (K,), generator=torch.Generator().manual_seed(1))
-    return drawn.index_fill(0, torch.tensor([0]), 0).index_fill(0, torch.tensor([1]), V - 1)
+    targets = torch.randint(0, V, (K,), generator=torch.Generator().manual_seed(1))
+    return targets.index_fill(0, torch.tensor([0]), 0).index_fill(0, torch.tensor([1]), V - 1)
 
 
 def run(
@@ -150,10 +150,12 @@ def test_results_do_not_depend_on_the_tile(tile: int) -> None:
 def test_extreme_logits_neither_overflow_nor_underflow() -> None:
     hidden = torch.tensor([[1.0], [-1.0], [0.0]])
     weight = torch.tensor([[1e4], [-1e4], [0.0], [9999.0]])
-    chosen = torch.tensor([0, 1, 2])
+    targets = torch.tensor([0, 1, 2])
 
     for tile in (3, 6, 12):
-        logprobs, entropies = linear_logprobs(hidden, weight, None, chosen, entropy=True, tile=tile)
+        logprobs, entropies = linear_logprobs(
+            hidden, weight, None, targets, entropy=True, tile=tile
+        )
 
         second = math.exp(-1) / (1 + math.exp(-1))
         first = 1 - second
@@ -173,11 +175,13 @@ def test_peak_memory_is_at_most_a_sixth_of_plain_logprobs(uniform: bool, entropy
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, width, generator=generator).requires_grad_()
     weight = torch.randn(vocab_size, width, generator=generator).requires_grad_()
-    chosen = torch.randint(0, vocab_size, (count,), generator=generator)
+    targets = torch.randint(0, vocab_size, (count,), generator=generator)
 
     def peak(compute: Callable[..., tuple[Tensor, Tensor | None]], **settings: Any) -> float:
         def step() -> None:
-            logprobs, entropies = compute(hidden, weight, None, chosen, entropy=entropy, **settings)
+            logprobs, entropies = compute(
+                hidden, weight, None, targets, entropy=entropy, **settings
+            )
             loss = logprobs.sum() if entropies is None else logprobs.sum() + entropies.sum()
             loss.backward()
             hidden.grad = weight.grad = None

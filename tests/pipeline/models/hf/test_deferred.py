@@ -66,9 +66,11 @@ def find_differences(first: Engine, second: Engine) -> list[str]:
         mapped_params = dict(first.model.named_parameters(remove_duplicate=False))
         assert mapped_params.keys() == params.keys()
         for name, param in mapped_params.items():
-            other = params[name]
-            same = param.dtype == other.dtype and param.requires_grad == other.requires_grad
-            if type(param) is not nn.Parameter or not same or not torch.equal(param, other):
+            full_param = params[name]
+            is_same = (
+                param.dtype == full_param.dtype and param.requires_grad == full_param.requires_grad
+            )
+            if type(param) is not nn.Parameter or not is_same or not torch.equal(param, full_param):
                 names.append(name)
     return names
 
