@@ -1,4 +1,4 @@
-"""One training run: its directory, its files, its log."""
+"""The directory, files and log of a training run."""
 
 import json
 import subprocess
@@ -18,26 +18,26 @@ from rewards.config import RewardConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
-SELF_GROUP = current_mesh()
+MESH = current_mesh()
 
 
-def config(directory: Path, *, log_every: int = 1) -> SFTConfig:
+def make_config(directory: Path, *, log_every: int = 1) -> SFTConfig:
     return SFTConfig(output_dir=directory, log_every=log_every)
 
 
-def lines(directory: Path) -> list[dict[str, object]]:
+def read_metrics(directory: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=SELF_GROUP) as run:
+def test_run_writes_settings_metrics_and_a_result(tmp_path: Path) -> None:
+    with Run(make_config(tmp_path), name="step1_sft", total_steps=2, mesh=MESH) as run:
         run.evaluated(0, {"perplexity": 9.0})
         run.log(1, tokens=100, loss=2.0, lr=1e-3)
         run.log(2, tokens=50, loss=1.5, lr=0.0)
         run.finish(eval={"perplexity_after": 4.5}, best_step=2)
 
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batch_size"] == 32
-    before, first, _ = lines(tmp_path)
+    before, first, _ = read_metrics(tmp_path)
     assert before["eval_perplexity"] == 9.0
     assert (first["step"], first["loss"], first["lr"]) == (1, 2.0, 1e-3)
     assert first["tokens_per_second"] > 0
@@ -48,7 +48,7 @@ def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
     assert files == {"config.yaml", "metrics.jsonl", "result.json"}
 
 
-def test_changed_settings_leave_out_defaults_of_list_items_and_of_sections() -> None:
+def test_changed_settings_omit_defaults_of_list_items_and_sections() -> None:
     source = RewardConfig(name="right", kind="math", weight=2.0)
     actor = TrainedModelConfig(lora=LoraConfig(lr=1e-4))
 
@@ -59,29 +59,29 @@ def test_changed_settings_leave_out_defaults_of_list_items_and_of_sections() -> 
     }
 
 
-def test_nan_and_infinity_are_null_in_valid_json(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="run", total_steps=1, mesh=SELF_GROUP) as run:
+def test_nan_and_infinity_are_written_as_null(tmp_path: Path) -> None:
+    with Run(make_config(tmp_path), name="run", total_steps=1, mesh=MESH) as run:
         run.log(1, loss=float("nan"), ratio_max=float("inf"))
         run.finish(eval={"judge": {"base": float("nan")}})
 
-    (line,) = lines(tmp_path)
+    (line,) = read_metrics(tmp_path)
     assert line["loss"] is None
     assert line["ratio_max"] is None
     assert json.loads((tmp_path / "result.json").read_text())["eval"] == {"judge": {"base": None}}
 
 
-def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_path: Path) -> None:
+def test_unfinished_run_is_not_restarted_without_resume(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
 
     with (
         pytest.raises(ConfigError, match="unfinished run; pass --resume to continue it"),
-        Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=SELF_GROUP),
+        Run(make_config(tmp_path), name="step1_sft", total_steps=2, mesh=MESH),
     ):
         pass
 
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
-    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=SELF_GROUP):
+    with Run(make_config(tmp_path), name="step1_sft", total_steps=2, mesh=MESH):
         pass
 
 
@@ -102,7 +102,7 @@ ENDLESS = """
 
 
 @pytest.mark.jobs
-def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
+def test_killed_run_leaves_only_complete_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(ENDLESS), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         metrics = tmp_path / "metrics.jsonl"
@@ -112,7 +112,7 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
             time.sleep(0.01)
         process.kill()
 
-    steps = [line["step"] for line in lines(tmp_path)]
+    steps = [line["step"] for line in read_metrics(tmp_path)]
     assert steps == list(range(1, len(steps) + 1))
     assert metrics.read_bytes().endswith(b"\n")
     assert not (tmp_path / "result.json").exists()

@@ -1,4 +1,4 @@
-"""Tiny models with divided layers, and what they find of a few tokens."""
+"""Tiny tensor-parallel models, and their results for a few tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,21 +26,21 @@ WITHOUT_PLAN = ("falcon", "gptj", "gpt_neo", "bloom")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES if family not in WITHOUT_PLAN},
     "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama, many words": ("llama", {"vocab_size": LARGE}),
-    "gpt2, many words, tied": ("gpt2", {"vocab_size": LARGE}),
-    "gemma2, many words, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
+    "llama, large vocab": ("llama", {"vocab_size": LARGE}),
+    "gpt2, large vocab, tied": ("gpt2", {"vocab_size": LARGE}),
+    "gemma2, large vocab, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
 }
 
 
-def batch(words: int) -> TokenBatch:
-    """A few tokens, an odd number, of all words."""
+def batch(vocab_size: int) -> TokenBatch:
+    """An odd number of tokens from the whole vocabulary."""
     rows = random_rows((9, 14, 6))
-    spread = [[each * (words // VOCAB) for each in row.input_ids] for row in rows]
-    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
+    scaled = [[token * (vocab_size // VOCAB) for token in row.input_ids] for row in rows]
+    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, scaled, strict=True)])
 
 
-def adapted(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
-    """A model with adapters that have learned something."""
+def add_random_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+    """Return the model with random adapters."""
     trained = add_lora(model, lora, task="causal", seed=0)
     generator = torch.Generator().manual_seed(0)
     for param in trained.parameters():
@@ -49,7 +49,7 @@ def adapted(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     return trained
 
 
-def learned(
+def compute_results(
     family: str,
     changes: dict[str, Any],
     mesh: Mesh | None = None,
@@ -58,12 +58,12 @@ def learned(
     dtype: torch.dtype = torch.float32,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
+    """Return full gradients, their norm, parameters by role, the loss and the sum of logits."""
     model = tiny_causal_lm(family, **changes)
     nn.Module.to(model, dtype=dtype)
     if how_to_run(model).packed:
         model.set_attn_implementation("ragged")
-    trained = model if lora is None else adapted(model, lora)
+    trained = model if lora is None else add_random_adapters(model, lora)
     mesh = mesh or current_mesh()
     cut_layers(trained, mesh.tensor, sequence=sequence)
     is_large = mesh.tensor.size > 1 and model.config.vocab_size >= LARGE
@@ -81,14 +81,15 @@ def learned(
     loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
     engine.backward(loss)
     params = dict(engine.model.named_parameters())
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     for name, gradient in get_gradients(engine).items():
         part = get_shard(params[name])
-        shares = engine.tensor.all_gather(gradient, label="a test")
-        found[name] = gradient if part is None else part.join(shares)
+        shards = engine.tensor.all_gather(gradient, label="a test")
+        gradients[name] = gradient if part is None else part.join(shards)
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
         roles.setdefault(get_role(param), set()).add(name.split(".")[-2])
     logits = Policy(trained).eval().logits(rows).sum().item()
     norm = engine.step().grad_norm
-    return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}
+    scalars = {"norm": norm, "loss": loss.item(), "logits": logits}
+    return {"gradients": gradients, "roles": roles, **scalars}

@@ -1,4 +1,4 @@
-"""Two processes that compute each layer together find the gradients of one, parameter by name."""
+"""Tensor-parallel gradients on two processes equal those of one process."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from pipeline.models.parallel.tensor_parallel import _different_gradient
 from pipeline.parallel.group import SELF_GROUP
 from pipeline.parallel.mesh import split_mesh
 from tests.distributed import run_ranks
-from tests.pipeline.models.parallel.parallel_models import VARIANTS, learned
+from tests.pipeline.models.parallel.parallel_models import VARIANTS, compute_results
 
 PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
-"""Modules with whole weights of whose gradient each process finds a part."""
+"""Modules with full weights, for which each process has a partial gradient."""
 
 SHARED = {"llama, one key head": {"k_proj", "v_proj"}}
 """Modules with rows that both processes have."""
@@ -22,51 +22,51 @@ SHARED = {"llama, one key head": {"k_proj", "v_proj"}}
 ALL, FEW = tuple(VARIANTS), ("opt", "qwen3", "llama, one key head")
 
 
-def learned_together(names: tuple[str, ...], sequence: bool) -> dict[str, dict[str, Any]]:
+def compute_in_parallel(names: tuple[str, ...], sequence: bool) -> dict[str, dict[str, Any]]:
     with split_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
-        return {name: learned(*VARIANTS[name], mesh, sequence=sequence) for name in names}
+        return {name: compute_results(*VARIANTS[name], mesh, sequence=sequence) for name in names}
 
 
 @pytest.mark.parametrize(
     ("names", "sequence"),
     [(ALL, True), (FEW, False), pytest.param(ALL, False, marks=pytest.mark.grid)],
 )
-def test_two_processes_find_the_gradients_of_one(names: tuple[str, ...], sequence: bool) -> None:
-    together, other = run_ranks(learned_together, names, sequence)
+def test_tensor_parallelism_matches_one_process(names: tuple[str, ...], sequence: bool) -> None:
+    first_rank, second_rank = run_ranks(compute_in_parallel, names, sequence)
 
     for name in names:
         family, changes = VARIANTS[name]
-        alone, found = learned(family, changes), together[name]
-        assert found["gradients"].keys() == alone["gradients"].keys()
-        noise = 1e-6 * alone["norm"]  # which is all the gradient of keys' biases
-        for key, expected in alone["gradients"].items():
-            distance = (found["gradients"][key] - expected).norm()
+        single, results = compute_results(family, changes), first_rank[name]
+        assert results["gradients"].keys() == single["gradients"].keys()
+        noise = 1e-6 * single["norm"]  # keys' biases have no other gradient
+        for key, expected in single["gradients"].items():
+            distance = (results["gradients"][key] - expected).norm()
             assert distance <= 1e-5 * expected.norm() + noise, f"{name}: {key}"
-        for figure in ("norm", "loss", "logits"):
-            assert found[figure] == pytest.approx(alone[figure], rel=1e-5), f"{name}: {figure}"
+        for key in ("norm", "loss", "logits"):
+            assert results[key] == pytest.approx(single[key], rel=1e-5), f"{name}: {key}"
         partial = PARTIAL.get(name, set())
-        assert found["roles"].get("partial", set()) >= partial
-        assert sequence or found["roles"].get("partial", set()) == partial
-        assert found["roles"].get("overlapping", set()) == SHARED.get(name, set())
-        theirs = other[name]["gradients"]
-        assert all(torch.equal(found["gradients"][key], each) for key, each in theirs.items())
+        assert results["roles"].get("partial", set()) >= partial
+        assert sequence or results["roles"].get("partial", set()) == partial
+        assert results["roles"].get("overlapping", set()) == SHARED.get(name, set())
+        other_gradients = second_rank[name]["gradients"]
+        assert all(torch.equal(results["gradients"][key], x) for key, x in other_gradients.items())
 
 
-def test_the_first_parameter_with_another_gradient_is_named() -> None:
-    whole, sharded = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    for param in (*whole.parameters(), *sharded.parameters()):
+def test_first_parameter_with_a_different_gradient_is_reported() -> None:
+    full, sharded = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    for param in (*full.parameters(), *sharded.parameters()):
         param.grad = torch.full_like(param, 2.0)
-    whole[0].bias.grad.zero_()
+    full[0].bias.grad.zero_()
     changes = {
         "0.bias": 1e-6,
         "1.bias": 1e-3,
         "1.weight": 1e-2,
         "0.weight": -4.0,
-    }  # two of rounding
-    found: list[str | None] = []
+    }  # the first two are rounding errors
+    reports: list[str | None] = []
     for name, change in changes.items():
-        sharded.get_parameter(name).grad.copy_(whole.get_parameter(name).grad + change)
-        found.append(_different_gradient(whole, sharded, SELF_GROUP))
+        sharded.get_parameter(name).grad.copy_(full.get_parameter(name).grad + change)
+        reports.append(_different_gradient(full, sharded, SELF_GROUP))
 
     differ = [f"the gradient of {name} differs" for name in ("1.weight", "0.weight")]
-    assert found == [None, None, *differ]
+    assert reports == [None, None, *differ]
