@@ -18,9 +18,9 @@ from tests.sources import ROOT
 
 def dry_run(cwd: Path, *argv: str) -> str:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = run_command(str(ROOT / "train.py"), "--dry-run", *argv, cwd=cwd, env=env)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    return ended.stdout
+    result = run_command(str(ROOT / "train.py"), "--dry-run", *argv, cwd=cwd, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def dry_run(cwd: Path, *argv: str) -> str:
         ("--data-path", '["[x].jsonl"]', "--sft.model.lora", "--ppo.missing_eos_score", "null"),
     ],
 )
-def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[str, ...]) -> None:
+def test_settings_converted_to_options_parse_to_the_same_settings(argv: tuple[str, ...]) -> None:
     parsed = parse_request(["--sft.eval_every", "2", *argv], THREE_STEPS)
     for config in step_configs(parsed, THREE_STEPS).values():
         words = [word for name, each in to_options(config) for word in (f"--{name}", *each)]
@@ -44,7 +44,7 @@ def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[st
 
 
 @pytest.mark.jobs
-def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
+def test_dry_run_prints_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
     printed = dry_run(tmp_path)
 
     assert "  rows       32,000 to train on, 256 held out" in printed
@@ -58,7 +58,7 @@ def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) 
 
 
 @pytest.mark.jobs
-def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> None:
+def test_commands_printed_by_a_dry_run_can_be_executed(tmp_path: Path) -> None:
     rows = [{"prompt": f"Is {n} odd?", "response": "Yes." if n % 2 else "No."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     printed = dry_run(
@@ -68,10 +68,10 @@ def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> N
     commands = printed.partition("Equivalent")[2].partition("\n")[2].partition("Memory of")[0]
 
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    ended = subprocess.run(
+    result = subprocess.run(
         commands, shell=True, cwd=tmp_path, env=environment, capture_output=True, check=False
     )
 
     assert shlex.split(commands)[3:5] == ["-m", "step1_sft.train"]
-    assert ended.returncode == 0
+    assert result.returncode == 0
     assert (tmp_path / "o" / "step1_sft" / "model.safetensors").is_file()

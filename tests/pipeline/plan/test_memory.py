@@ -1,4 +1,4 @@
-"""The plan estimates memory and time, refuses what can't fit, and chooses on request."""
+"""The plan estimates memory and time, rejects steps that can't fit, and selects settings."""
 
 from pathlib import Path
 from typing import Any
@@ -25,70 +25,70 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def plan(tmp_path: Path, words: str) -> Plan:
-    return make_plan(["--output-dir", str(tmp_path / "out"), *words.split()], TOY_STAGES)
+def plan(tmp_path: Path, options: str) -> Plan:
+    return make_plan(["--output-dir", str(tmp_path / "out"), *options.split()], TOY_STAGES)
 
 
-def test_a_plan_for_other_machines_has_their_processes(tmp_path: Path) -> None:
+def test_plan_for_other_machines_has_their_processes(tmp_path: Path) -> None:
     one, eight, two = (
         plan(tmp_path, f"--step 1 --plan-for {text}")
         for text in ("1xA100-80GB", "8xA100-80GB", "2x8xA100-80GB")
     )
 
-    assert [each.where.processes for each in (one, eight, two)] == [None, 8, 16]
-    assert len(two.where.hosts) == 2
+    assert [x.layout.processes for x in (one, eight, two)] == [None, 8, 16]
+    assert len(two.layout.hosts) == 2
     assert "--nnodes 2" in describe_plan(two)
 
 
-def test_the_prompt_of_a_group_counts_once(tmp_path: Path) -> None:
+def test_prompt_of_a_group_counts_once(tmp_path: Path) -> None:
     def seconds(group: int, tokens: float) -> Any:
-        words = f"--step 3 --method grpo --reward math --actor-model {OPT} --ppo.group_size {group}"
-        made = plan(tmp_path, f"{words} --ppo.max_steps 1")
+        argv = f"--step 3 --method grpo --reward math --actor-model {OPT} --ppo.group_size {group}"
+        group_plan = plan(tmp_path, f"{argv} --ppo.max_steps 1")
         preview = Preview(StageData([], [], []), row_tokens=tokens)
-        return estimate(made, made.stages[0], preview, flops=1e12)
+        return estimate(group_plan, group_plan.stages[0], preview, flops=1e12)
 
     two, sixteen = (seconds(group, 1000.0) - seconds(group, 0.0) for group in (2, 16))
     assert two == pytest.approx(8 * sixteen)
 
 
-def test_what_cant_fit_is_refused_with_the_cheapest_change_that_does(tmp_path: Path) -> None:
-    words = f"--step 1 --actor-model {OPT} --plan-for 1xT4-16GB"
+def test_step_that_cant_fit_is_refused_with_a_change_that_fits(tmp_path: Path) -> None:
+    argv = f"--step 1 --actor-model {OPT} --plan-for 1xT4-16GB"
 
-    (sentence,) = refusals(plan(tmp_path, words))
+    (message,) = refusals(plan(tmp_path, argv))
 
-    assert sentence.startswith("step 1 takes ")
-    assert " GiB on each GPU to train, with 16.0 GiB available; it fits with --sft." in sentence
-    change = sentence.partition("it fits with ")[2]
-    assert list(refusals(plan(tmp_path, f"{words} {change}"))) == []
+    assert message.startswith("step 1 takes ")
+    assert " GiB on each GPU to train, with 16.0 GiB available; it fits with --sft." in message
+    change = message.partition("it fits with ")[2]
+    assert list(refusals(plan(tmp_path, f"{argv} {change}"))) == []
 
 
 @pytest.mark.jobs
-def test_a_start_that_cant_fit_ends_before_it_begins(
+def test_run_that_cant_fit_raises_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--output-dir", str(tmp_path / "out"), "--actor-model", "facebook/opt-66b"]
-    words += ["--step", "1", "--sft.model.precision", "fp32", "--sft.micro_batch_size", "1"]
-    words += ["--sft.model.gradient_checkpointing", "true"]
+    argv = ["--output-dir", str(tmp_path / "out"), "--actor-model", "facebook/opt-66b"]
+    argv += ["--step", "1", "--sft.model.precision", "fp32", "--sft.micro_batch_size", "1"]
+    argv += ["--sft.model.gradient_checkpointing", "true"]
 
     with pytest.raises(ConfigError, match=r"^step 1 takes [\d.]+ GiB on each machine to"):
-        main(words, TOY_STAGES)
+        main(argv, TOY_STAGES)
     assert not (tmp_path / "out").exists()
 
-    main([*words, "--plan", "off", "--dry-run"], TOY_STAGES)
+    main([*argv, "--plan", "off", "--dry-run"], TOY_STAGES)
     assert "refused" not in capsys.readouterr().out
 
 
 @pytest.mark.jobs
-def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
-    def chosen(machine: str) -> tuple[TrainedModelConfig, int]:
-        words = f"--step 1 --actor-model {OPT} --plan auto --plan-for {machine}"
-        config = plan(tmp_path, words).configs["step1_sft"]
+def test_auto_plan_selects_the_fastest_settings_that_fit(tmp_path: Path) -> None:
+    def select(machine: str) -> tuple[TrainedModelConfig, int]:
+        argv = f"--step 1 --actor-model {OPT} --plan auto --plan-for {machine}"
+        config = plan(tmp_path, argv).configs["step1_sft"]
         assert isinstance(config, SFTConfig)
         return config.model, config.micro_batch_size
 
-    large, rows = chosen("1xH200-141GB")
-    small, fewer = chosen("1xT4-16GB+64GB")
-    many, _ = chosen("8xT4-16GB+512GB")
+    large, rows = select("1xH200-141GB")
+    small, fewer = select("1xT4-16GB+64GB")
+    many, _ = select("8xT4-16GB+512GB")
 
     assert (large.gradient_checkpointing, large.zero.offload.optimizer, rows) == (False, "none", 32)
     assert small.zero.offload.optimizer == "cpu"
@@ -97,16 +97,16 @@ def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("words", ["", f"--step 1 --actor-model {OPT}"])
-def test_what_auto_chose_fits_and_is_written_as_a_file(tmp_path: Path, words: str) -> None:
-    automatic = plan(tmp_path, f"{words} --plan auto --plan-for 1xRTX3090-24GB+256GB")
+@pytest.mark.parametrize("argv", ["", f"--step 1 --actor-model {OPT}"])
+def test_automatic_settings_fit_and_are_printed_as_a_file(tmp_path: Path, argv: str) -> None:
+    automatic = plan(tmp_path, f"{argv} --plan auto --plan-for 1xRTX3090-24GB+256GB")
 
-    said = describe_plan(automatic)
+    description = describe_plan(automatic)
 
     for stage in automatic.stages:
         assert find_shortage(automatic.memory(stage), automatic.machine) is None
-    text = said.partition("as a file for --config:\n")[2].partition("\n\n")[0]
+    text = description.partition("as a file for --config:\n")[2].partition("\n\n")[0]
     file = tmp_path / "chosen.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(text)))
-    again = plan(tmp_path, f"{words} --config {file} --plan-for 1xRTX3090-24GB+256GB")
-    assert again.configs == automatic.configs
+    from_file = plan(tmp_path, f"{argv} --config {file} --plan-for 1xRTX3090-24GB+256GB")
+    assert from_file.configs == automatic.configs

@@ -1,4 +1,4 @@
-"""Several methods side by side: their settings, what is refused, what a dry run says."""
+"""Plans of several methods: their settings, errors, and finished methods."""
 
 from pathlib import Path
 
@@ -11,24 +11,24 @@ from pipeline.system.errors import UserError
 from train import STAGES
 
 
-def plan(out: Path, *argv: str) -> Plan:
+def make(out: Path, *argv: str) -> Plan:
     return make_plan(["--output-dir", str(out / "out"), *argv], STAGES)
 
 
-def step3(made: Plan) -> dict[str, dict[str, object]]:
-    """Settings of each step 3, by its name."""
+def step3(plan: Plan) -> dict[str, dict[str, object]]:
+    """Return the settings of each step 3, by its name."""
     return {
-        stage.name: flatten(to_plain(made.configs[stage.name]))
-        for stage in made.stages
+        stage.name: flatten(to_plain(plan.configs[stage.name]))
+        for stage in plan.stages
         if stage.number == 3
     }
 
 
-def test_each_method_has_its_row_and_what_all_were_given(tmp_path: Path) -> None:
-    made = plan(tmp_path, "--method", "ppo", "rloo", "dr_grpo", "--ppo.max_steps", "9")
+def test_each_method_has_its_preset_and_the_common_settings(tmp_path: Path) -> None:
+    plan = make(tmp_path, "--method", "ppo", "rloo", "dr_grpo", "--ppo.max_steps", "9")
 
-    steps = step3(made)
-    assert [stage.name for stage in made.stages] == [
+    steps = step3(plan)
+    assert [stage.name for stage in plan.stages] == [
         *("step1_sft", "step2_reward"),
         *("step3_ppo", "step3_rloo", "step3_dr_grpo"),
     ]
@@ -41,7 +41,7 @@ def test_each_method_has_its_row_and_what_all_were_given(tmp_path: Path) -> None
         assert step["reward.path"] == str(tmp_path / "out" / "step2_reward")
 
 
-def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path: Path) -> None:
+def test_settings_of_a_method_override_common_ones_of_the_same_layer(tmp_path: Path) -> None:
     low, high = tmp_path / "low.yaml", tmp_path / "high.yaml"
     low.write_text(
         "method: [grpo, rloo]\nppo: {batch_size: 8}\n"
@@ -50,8 +50,8 @@ def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path
     high.write_text("ppo: {kl_coef: 0.6}\n")
     files = ("--config", str(low), str(high))
 
-    by_files = step3(plan(tmp_path, *files))
-    by_options = step3(plan(tmp_path, *files, "--methods.grpo.kl_coef", "1", "--ppo.kl_coef", "2"))
+    by_files = step3(make(tmp_path, *files))
+    by_options = step3(make(tmp_path, *files, "--methods.grpo.kl_coef", "1", "--ppo.kl_coef", "2"))
 
     assert [step["batch_size"] for step in by_files.values()] == [16, 8]
     assert [step["kl_coef"] for step in by_files.values()] == [0.6, 0.6]  # the later file
@@ -59,7 +59,7 @@ def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path
     assert [step["seed"] for step in by_options.values()] == [3, 1234]
 
 
-REFUSED = {
+ERRORS = {
     "--method ppo gpro": "--method gpro: no such method; did you mean gspo?",
     "--method ppo ppo": "--method lists ppo twice",
     "--method ppo grpo --methods.rloo.clip 0.1": (
@@ -78,16 +78,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_contradicts_is_refused_with_the_method(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("argv", ERRORS)
+def test_contradiction_raises_with_the_method(argv: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        plan(tmp_path, *words.split())
+        make(tmp_path, *argv.split())
 
-    assert str(error.value) == REFUSED[words]
+    assert str(error.value) == ERRORS[argv]
 
 
-def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
-    first = plan(tmp_path, "--method", "ppo", "grpo", "--step", "3", *_MODELS)
+def test_finished_methods_are_skipped_and_others_run(tmp_path: Path) -> None:
+    first = make(tmp_path, "--method", "ppo", "grpo", "--step", "3", *_MODELS)
     for stage in first.stages:
         directory = tmp_path / "out" / stage.name
         directory.mkdir(parents=True)
@@ -97,13 +97,13 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
     (tmp_path / "out" / "step3_ppo" / "result.json").unlink()
 
     words = ("--step", "3", *_MODELS, "--resume")
-    again = plan(tmp_path, "--method", "rloo", "ppo", "grpo", *words)
-    alone = plan(tmp_path, "--method", "dapo", "rloo", "--step", "3", *_MODELS)
+    resumed = make(tmp_path, "--method", "rloo", "ppo", "grpo", *words)
+    others = make(tmp_path, "--method", "dapo", "rloo", "--step", "3", *_MODELS)
 
-    assert again.finished == {"step3_grpo"}
-    assert alone.finished == set()  # the other methods of the run are no conflict
+    assert resumed.finished == {"step3_grpo"}
+    assert others.finished == set()  # finished methods that aren't selected don't conflict
     with pytest.raises(UserError, match=r"step 3 in \S+/step3_grpo was finished with ppo.clip 0.2"):
-        plan(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
+        make(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
 
 
 _MODELS = [word for role in ("actor", "critic", "reward") for word in (f"--ppo.{role}.path", "a/b")]

@@ -7,17 +7,15 @@ from pipeline.settings.fields import flatten, to_plain
 from tests.pipeline.stages import THREE_STEPS
 
 
-def resolved(*argv: str, world: int = 1) -> dict[str, StepConfig]:
+def resolve(*argv: str, world: int = 1) -> dict[str, StepConfig]:
     return step_configs(parse_request(argv, THREE_STEPS), THREE_STEPS, world=world)
 
 
 def settings(*argv: str, world: int = 1) -> dict[str, dict[str, object]]:
-    return {
-        name: flatten(to_plain(config)) for name, config in resolved(*argv, world=world).items()
-    }
+    return {name: flatten(to_plain(config)) for name, config in resolve(*argv, world=world).items()}
 
 
-def test_each_step_takes_the_output_of_the_one_before() -> None:
+def test_each_step_starts_from_the_output_of_the_previous_one() -> None:
     steps = settings("--output-dir", "out")
 
     assert steps["step1_sft"]["output_dir"] == "out/step1_sft"
@@ -28,32 +26,32 @@ def test_each_step_takes_the_output_of_the_one_before() -> None:
     assert steps["step3_ppo"]["reference.path"] is None
 
 
-def test_a_model_of_the_users_own_meets_rm_static_unless_data_is_named() -> None:
-    own = settings("--actor-model", "facebook/opt-125m", "--reward-model", "facebook/opt-350m")
-    named = settings("--actor-model", "facebook/opt-125m", "--data-path", "a.jsonl", "b:2")
+def test_other_models_use_rm_static_unless_data_is_given() -> None:
+    default = settings("--actor-model", "facebook/opt-125m", "--reward-model", "facebook/opt-350m")
+    given = settings("--actor-model", "facebook/opt-125m", "--data-path", "a.jsonl", "b:2")
 
-    assert all(step["data.path"] == ["Dahoas/rm-static"] for step in own.values())
-    assert own["step2_reward"]["model.path"] == "facebook/opt-350m"
-    assert all(step["data.path"] == ["a.jsonl", "b:2"] for step in named.values())
+    assert all(step["data.path"] == ["Dahoas/rm-static"] for step in default.values())
+    assert default["step2_reward"]["model.path"] == "facebook/opt-350m"
+    assert all(step["data.path"] == ["a.jsonl", "b:2"] for step in given.values())
 
 
-def test_a_method_lies_over_the_presets_and_under_all_that_is_said(tmp_path: Path) -> None:
-    mine = tmp_path / "my.yaml"
-    mine.write_text("ppo: {group_size: 4}\n")
+def test_method_overrides_presets_and_is_overridden_by_settings(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("ppo: {group_size: 4}\n")
 
     plain_run = settings()["step3_ppo"]
-    named = ("--method", "grpo_2024")
-    method = settings(*named)["step3_ppo"]
-    moved = settings(*named, "--config", str(mine), "--ppo.kl_coef", "0.1")["step3_ppo"]
+    argv = ("--method", "grpo_2024")
+    method = settings(*argv)["step3_ppo"]
+    changed = settings(*argv, "--config", str(file), "--ppo.kl_coef", "0.1")["step3_ppo"]
 
-    assert (plain_run["kl_coef"], plain_run["ppo_epochs"]) == (0.2, 2)  # of embedded.yaml
+    assert (plain_run["kl_coef"], plain_run["ppo_epochs"]) == (0.2, 2)  # from embedded.yaml
     assert (method["kl_coef"], method["ppo_epochs"], method["group_size"]) == (0.04, 1, 8)
     assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo_2024", "grpo", 40)
-    assert (moved["kl_coef"], moved["group_size"], moved["kl_in"]) == (0.1, 4, "loss")
+    assert (changed["kl_coef"], changed["group_size"], changed["kl_in"]) == (0.1, 4, "loss")
 
 
 def stages(steps: dict[str, dict[str, object]]) -> tuple[object, ...]:
-    """ZeRO stages of the four models that train."""
+    """Return the ZeRO stages of the four trained models."""
     return (
         steps["step1_sft"]["model.zero_stage"],
         steps["step2_reward"]["model.zero_stage"],
@@ -62,7 +60,7 @@ def stages(steps: dict[str, dict[str, object]]) -> tuple[object, ...]:
     )
 
 
-def deepspeed_file(directory: Path) -> str:
+def write_deepspeed_file(directory: Path) -> str:
     file = directory / "ds_config.json"
     file.write_text(
         """{
@@ -75,20 +73,21 @@ def deepspeed_file(directory: Path) -> str:
     return str(file)
 
 
-def test_a_deepspeed_file_wins_over_files_and_loses_to_options(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text(
+def test_deepspeed_file_overrides_files_and_not_options(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
         "sft: {batch_size: 7, epochs: 3, model: {zero_stage: 1, optim: {weight_decay: 0.3}}}"
     )
-    argv = ["--config", str(own), "--zero-config", deepspeed_file(tmp_path)]
+    argv = ["--config", str(file), "--zero-config", write_deepspeed_file(tmp_path)]
 
-    below = settings(*argv)
-    above = settings(
+    without_options = settings(*argv)
+    with_options = settings(
         *argv, "--actor-zero-stage", "3", "--ppo.actor.zero_stage", "0", "--sft.batch_size", "5"
     )
 
-    sft = below["step1_sft"]
+    sft = without_options["step1_sft"]
     assert (sft["batch_size"], sft["model.zero_stage"], sft["epochs"]) == (8, 2, 3.0)
     assert sft["model.optim.weight_decay"] == 0.1
-    assert stages(above) == (3, 2, 0, 2)
-    assert (above["step1_sft"]["batch_size"], above["step1_sft"]["micro_batch_size"]) == (5, 4)
+    assert stages(with_options) == (3, 2, 0, 2)
+    sft = with_options["step1_sft"]
+    assert (sft["batch_size"], sft["micro_batch_size"]) == (5, 4)

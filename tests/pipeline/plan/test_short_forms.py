@@ -18,7 +18,7 @@ def configs(*argv: str) -> dict[str, Any]:
     return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
 
 
-def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is_smaller() -> None:
+def test_batch_size_sets_ppo_minibatch_and_minimum_rollout_size() -> None:
     small, large = configs("--batch-size", "16"), configs("--batch-size", "256")
 
     assert [config.batch_size for config in small.values()] == [16, 16, 16]
@@ -28,35 +28,35 @@ def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is
         configs("--batch-size", "256", "--ppo.rollout_size", "128")
 
 
-def test_tensor_parallel_divides_every_model_and_has_them_generate_together() -> None:
-    given = configs("--tensor-parallel", "2", "--ppo.inference_tp_size", "1", "--replicas", "3")
+def test_tensor_parallel_applies_to_training_and_generation() -> None:
+    steps = configs("--tensor-parallel", "2", "--ppo.inference_tp_size", "1", "--replicas", "3")
 
-    assert [config.parallel.tp for config in given.values()] == [2, 2, 2]
-    assert [config.parallel.replicas for config in given.values()] == [3, 3, 3]
-    assert given["ppo"].inference_tp_size == 1  # a step's own setting is the more specific
+    assert [config.parallel.tp for config in steps.values()] == [2, 2, 2]
+    assert [config.parallel.replicas for config in steps.values()] == [3, 3, 3]
+    assert steps["ppo"].inference_tp_size == 1  # the setting of a step is more specific
     assert configs("--tensor-parallel", "2")["ppo"].inference_tp_size == 2
-    game = configs("--tensor-parallel", "2", "--environment", "calculator", "--method", "grpo")
-    assert game["ppo"].inference_tp_size == 1  # each process plays by itself
+    episodes = configs("--tensor-parallel", "2", "--environment", "calculator", "--method", "grpo")
+    assert episodes["ppo"].inference_tp_size == 1  # each process runs its own episodes
     with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
         configs("--tensor-parallel", "0")
 
 
-def test_lr_is_the_rate_of_adapters_where_these_train() -> None:
-    given = configs("--lora", "4", "--lr", "2e-4", "--reward.model.lora.lr", "5e-4")
-    usual, dotted = configs("--lora", "4"), configs("--lr", "2e-4", "--sft.model.lora.rank", "4")
+def test_lr_sets_the_adapter_rate_if_adapters_are_trained() -> None:
+    steps = configs("--lora", "4", "--lr", "2e-4", "--reward.model.lora.lr", "5e-4")
+    preset, dotted = configs("--lora", "4"), configs("--lr", "2e-4", "--sft.model.lora.rank", "4")
 
-    assert given["sft"].model.peak_lr == given["ppo"].actor.peak_lr == ("lora.lr", 2e-4)
-    assert given["reward"].model.peak_lr == ("lora.lr", 5e-4)
+    assert steps["sft"].model.peak_lr == steps["ppo"].actor.peak_lr == ("lora.lr", 2e-4)
+    assert steps["reward"].model.peak_lr == ("lora.lr", 5e-4)
     critic_lr = ("lora.lr", pytest.approx(1e-2))
-    assert given["ppo"].critic.peak_lr == usual["ppo"].critic.peak_lr == critic_lr
-    assert usual["sft"].model.peak_lr == ("lora.lr", pytest.approx(3e-2))  # 10 times the preset's
+    assert steps["ppo"].critic.peak_lr == preset["ppo"].critic.peak_lr == critic_lr
+    assert preset["sft"].model.peak_lr == ("lora.lr", pytest.approx(3e-2))  # 10 times the preset's
     assert dotted["sft"].model.peak_lr == ("lora.lr", 2e-4)
     assert dotted["reward"].model.peak_lr == ("optim.lr", 2e-4)
 
 
-def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:
-    given = configs("--lora", "4", "--quantize", "nf4", "--ppo.critic.quantize", "int8")
-    models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
+def test_quantize_applies_to_every_model_with_adapters() -> None:
+    steps = configs("--lora", "4", "--quantize", "nf4", "--ppo.critic.quantize", "int8")
+    models = (steps["sft"].model, steps["reward"].model, steps["ppo"].actor, steps["ppo"].critic)
 
     assert [model.quantize for model in models] == ["nf4", "nf4", "nf4", "int8"]
     with pytest.raises(ConfigError, match=r"sft.model.quantize nf4 .* add adapters"):
@@ -64,7 +64,7 @@ def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_lear
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "message"),
     [
         ("--lr 0", "--lr must be above 0, got 0.0"),
         ("--lora", "--lora takes one value, got none"),
@@ -72,14 +72,14 @@ def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_lear
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
     ],
 )
-def test_a_short_form_that_cant_be_is_named_as_it_was_typed(argv: str, sentence: str) -> None:
+def test_invalid_short_form_raises_with_the_given_option(argv: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_request(argv.split(), THREE_STEPS)
 
-    assert str(error.value).startswith(sentence)
+    assert str(error.value).startswith(message)
 
 
-def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
+def test_deepspeed_chat_sizes_are_opt_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -89,6 +89,6 @@ def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
         ).request
         assert (request.actor_model, request.reward_model) == (f"facebook/opt-{size}",) * 2
 
-    given = configs("--actor-model", "1.3B", "--reward-model", "350m")
-    assert given["sft"].model.path == given["ppo"].base.path == "facebook/opt-1.3b"
-    assert given["reward"].model.path == "facebook/opt-350m"
+    steps = configs("--actor-model", "1.3B", "--reward-model", "350m")
+    assert steps["sft"].model.path == steps["ppo"].base.path == "facebook/opt-1.3b"
+    assert steps["reward"].model.path == "facebook/opt-350m"

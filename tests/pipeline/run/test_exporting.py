@@ -15,9 +15,9 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
 from pipeline.system.errors import ModelError
 from tests.families import save_to, tiny_causal_lm, tiny_classifier
-from tests.pipeline.models.hf.test_remote_code import foreign
+from tests.pipeline.models.hf.test_remote_code import model_with_code
 
-__all__ = ["foreign"]  # a fixture
+__all__ = ["model_with_code"]  # a fixture
 
 MAKE = {
     "log-probabilities": (tiny_causal_lm, trained_causal_lm, Policy),
@@ -25,8 +25,8 @@ MAKE = {
 }
 
 
-def exported(config: TrainedModelConfig, kind: str, out: Path) -> tuple[Passes, nn.Module]:
-    """Export a model of an engine, compared."""
+def run_export(config: TrainedModelConfig, kind: str, out: Path) -> tuple[Passes, nn.Module]:
+    """Export and verify a model of an engine."""
     _, trained, wrap = MAKE[kind]
     model = trained(config, build_tokenizer(), device=torch.device("cpu"), seed=0)
     mesh, parallel = current_mesh(), ParallelConfig()
@@ -35,24 +35,22 @@ def exported(config: TrainedModelConfig, kind: str, out: Path) -> tuple[Passes, 
     return passes, model
 
 
-@pytest.mark.usefixtures("foreign")
-def test_a_model_with_code_of_its_own_is_compared(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("model_with_code")
+def test_model_with_custom_code_is_exported(tmp_path: Path) -> None:
     config = TrainedModelConfig(path=str(tmp_path / "model"), trust_remote_code=True)
-    exported(config, "log-probabilities", tmp_path / "out")
-    assert (tmp_path / "out" / "own.py").is_file()
+    run_export(config, "log-probabilities", tmp_path / "out")
+    assert (tmp_path / "out" / "custom.py").is_file()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", MAKE)
-def test_an_export_that_differs_is_an_error(
-    kind: str, precision: Precision, tmp_path: Path
-) -> None:
+def test_export_that_differs_raises(kind: str, precision: Precision, tmp_path: Path) -> None:
     path = save_to(MAKE[kind][0]("llama", vocab_size=1280), tmp_path / "start")
     config = TrainedModelConfig(path=path, precision=precision)
 
-    passes, model = exported(config, kind, tmp_path / "out")
+    passes, model = run_export(config, kind, tmp_path / "out")
     norm = base_model(model).get_submodule("model.norm")
-    norm.register_forward_hook(lambda _, __, hidden: 2 * hidden)  # not in the export
+    norm.register_forward_hook(lambda _, __, hidden: 2 * hidden)  # the export lacks the hook
 
     with pytest.raises(ModelError, match=f"has other {kind}"):
         export_verified(passes, model, build_tokenizer(), tmp_path / "out")

@@ -21,7 +21,7 @@ def run(out: Path, *argv: str) -> None:
     main(["--output-dir", str(out), "--plan", "off", *argv], TOY_STAGES)
 
 
-def test_the_steps_run_one_after_the_other_and_are_summed_up(
+def test_steps_run_in_order_and_are_summarized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my out"
@@ -29,17 +29,17 @@ def test_the_steps_run_one_after_the_other_and_are_summed_up(
     run(out, "--step", "1", "3", "--ppo.critic.path", "a/b", "--ppo.reward.path", "a/b")
 
     summary = json.loads((out / "summary.json").read_text())
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert list(summary["steps"]) == ["step1_sft", "step3_ppo"]
     assert summary["seconds"] == 3.0
     assert (out / "report.html").is_file()
-    assert f"report   {out}/report.html" in said
-    assert f"chat     python chat.py --path '{out}/step3_ppo'" in said
-    # The embedded task's run ends with something to say to its model: a prompt of each kind.
-    assert said.splitlines()[-9:] == [f"try      {prompt}" for prompt in sample_prompts()]
+    assert f"report   {out}/report.html" in output
+    assert f"chat     python chat.py --path '{out}/step3_ppo'" in output
+    # A run of the embedded task ends with prompts to try, one of each kind.
+    assert output.splitlines()[-9:] == [f"try      {prompt}" for prompt in sample_prompts()]
 
 
-def test_resume_skips_what_is_finished_and_runs_the_rest(
+def test_resume_skips_finished_steps_and_runs_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, "--step", "1")
@@ -53,7 +53,7 @@ def test_resume_skips_what_is_finished_and_runs_the_rest(
     assert (tmp_path / "step2_reward" / "result.json").is_file()
 
 
-def test_resume_alone_repeats_the_options_of_the_last_run(
+def test_resume_without_options_repeats_those_of_the_last_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my out"
@@ -64,16 +64,16 @@ def test_resume_alone_repeats_the_options_of_the_last_run(
     assert (out / "command.txt").read_text() == (
         """python train.py --plan off --step 1 --seed 7 --fields '{"prompt": "a b"}'\n"""
     )
-    shown = capsys.readouterr()
-    assert "skipping step 1: already finished" in shown.out
-    assert shown.err == f"using the options of the run, from {out}/command.txt\n"
-    # With another option: the command is unchanged.
+    printed = capsys.readouterr()
+    assert "skipping step 1: already finished" in printed.out
+    assert printed.err == f"using the options of the run, from {out}/command.txt\n"
+    # If there is another option, all options must be given.
     with pytest.raises(ConfigError, match=r"with sft\.data\.fields\.prompt a b where this run has"):
         run(out, "--resume", "--step", "1", "--seed", "7")
 
 
 @pytest.mark.parametrize(
-    ("toy", "code", "said"),
+    ("toy", "code", "output"),
     [
         ("wrong input", 2, "error: rows.jsonl line 3 has no prompt\n"),
         ("crash", 1, "step 1 failed (exit code 7): "),
@@ -81,23 +81,23 @@ def test_resume_alone_repeats_the_options_of_the_last_run(
         ("disk full", 1, "error: the disk is full: [Errno 28] No space left on device: "),
     ],
 )
-def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
+def test_failed_step_ends_the_run_and_removes_its_directory(
     *,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     toy: str,
     code: int,
-    said: str,
+    output: str,
 ) -> None:
     monkeypatch.setenv("TOY", toy)
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         run(tmp_path / "out")
 
-    assert end.value.code == code
+    assert exit_info.value.code == code
     errors = capfd.readouterr().err
-    assert errors.startswith(said)
+    assert errors.startswith(output)
     assert ("free disk space, then the same command with --resume" in errors) == (
         toy == "disk full"
     )
@@ -105,7 +105,7 @@ def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
 
 
 @pytest.mark.jobs
-def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_interrupted_run_keeps_its_files_and_prints_how_to_resume(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
         "from pipeline.cli.options import run_main; from pipeline.run.orchestrator import main\n"
@@ -123,10 +123,10 @@ def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path
         time.sleep(0.05)
 
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, output = process.communicate(timeout=30)
 
     assert process.returncode == 130
-    assert said.splitlines()[-1] == (
+    assert output.splitlines()[-1] == (
         f"interrupted in step 1; {out} keeps the finished results, and the same command with"
         " --resume continues"
     )
@@ -134,42 +134,42 @@ def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path
     assert (out / "step1_sft" / "result.json").is_file()
 
 
-def test_a_dry_run_says_what_would_happen_and_does_nothing(
+def test_dry_run_prints_the_plan_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
 
     run(out, "--dry-run", "--deployment-type", "single_node", "--num-processes", "1")
 
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert not out.exists()
-    assert said.startswith(f"The plan: 3 steps, 1 process each, into {out}. Nothing is run.")
+    assert output.startswith(f"The plan: 3 steps, 1 process each, into {out}. Nothing is run.")
     assert f"-m tests.pipeline.toy_step --output_dir {out}/step2_reward" in " ".join(
-        said.replace("\\\n", " ").split()
+        output.replace("\\\n", " ").split()
     )
-    assert "Memory of each process" in said
-    assert "weights                  3.6" in said
+    assert "Memory of each process" in output
+    assert "weights                  3.6" in output
 
 
 @pytest.fixture
-def narrow() -> Iterator[Path]:
+def limited_group() -> Iterator[Path]:
     """A control group with 300 MiB of host memory."""
-    group = control_groups()[0] / f"narrow-{os.getpid()}"
+    group = control_groups()[0] / f"limited-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:
-        pytest.skip("this user may not make control groups")
+        pytest.skip("this user can't create control groups")
     limits = [*group.glob("memory.max"), *group.glob("memory.limit_in_bytes")]
     if limits:
         limits[0].write_text(str(300 * 2**20))
         yield group
     group.rmdir()
     if not limits:
-        pytest.skip("control groups of this one do not limit memory")
+        pytest.skip("control groups can't limit memory here")
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
+def test_out_of_memory_step_continues_with_half_the_micro_batch(
     killed: bool,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -178,7 +178,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
 ) -> None:
     monkeypatch.setenv("TOY", "too large" if killed else "out of memory")
     monkeypatch.setenv("FITS", "3")
-    monkeypatch.setenv("GROUP", str(request.getfixturevalue("narrow")) if killed else "")
+    monkeypatch.setenv("GROUP", str(request.getfixturevalue("limited_group")) if killed else "")
 
     monkeypatch.setenv("TOY_STEP", "step3_ppo")
     run(tmp_path, "--ppo.micro_batch_size", "8", "--ppo.generation_batch_size", "20")
@@ -187,14 +187,14 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
     assert (directory / "tried").read_text() == "8 4 2 "
     assert "generation_batch_size: 5\n" in (directory / "config.yaml").read_text()
     assert (directory / "result.json").is_file()
-    said = capfd.readouterr().err
-    assert ("cannot allocate 7 GiB" in said) == (not killed)
-    assert "step 3 continues with --ppo.micro_batch_size 2 --ppo.generation_batch_size 5;" in said
+    output = capfd.readouterr().err
+    assert ("cannot allocate 7 GiB" in output) == (not killed)
+    assert "step 3 continues with --ppo.micro_batch_size 2 --ppo.generation_batch_size 5;" in output
     sizes = r"the plan was about ([\d.]+) MiB .* largest process used ([\d.]+) ([MG])iB"
-    reached = [
+    ratios = [
         float(size) * (1024 if unit == "G" else 1)
-        for planned, size, unit in re.findall(sizes, said)
+        for planned, size, unit in re.findall(sizes, output)
         if float(planned) > 0
     ]
-    assert len(reached) == 2
-    assert min(reached) > (300 if killed else 0)
+    assert len(ratios) == 2
+    assert min(ratios) > (300 if killed else 0)

@@ -21,7 +21,7 @@ BATCH = collate(random_rows((9, 4, 7)))
 MICRO_BATCHES = (BATCH, collate(random_rows((3, 8))))
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 NF4: dict[str, Any] = {"quantize": "nf4"}
-WAYS: list[dict[str, Any]] = [NF4, {"quantize": "int8"}]
+QUANTIZATIONS: list[dict[str, Any]] = [NF4, {"quantize": "int8"}]
 
 
 def settings(path: str, **changes: Any) -> TrainedModelConfig:
@@ -30,12 +30,12 @@ def settings(path: str, **changes: Any) -> TrainedModelConfig:
     return TrainedModelConfig(path=path, **{"optim": optim, "lora": lora, **changes})
 
 
-def base(family: str, directory: Path, **changes: Any) -> str:
+def save_base(family: str, directory: Path, **changes: Any) -> str:
     return save_to(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
-def learned(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, Engine]:
-    """A model, after a few steps of two micro-batches that the processes share."""
+def train(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, Engine]:
+    """Return a model trained for a few steps on two micro-batches that the ranks share."""
     model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Policy(model), config, total_steps=steps)
     for _ in range(steps):
@@ -51,7 +51,7 @@ def get_module(model: nn.Module, name: str) -> Any:
 
 def get_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     named = base_model(model).named_modules()
-    return {name: each for name, each in named if isinstance(each, QuantizedLinear)}
+    return {name: module for name, module in named if isinstance(module, QuantizedLinear)}
 
 
 def plain_names(model: nn.Module) -> set[str]:

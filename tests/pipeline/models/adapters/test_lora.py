@@ -1,4 +1,4 @@
-"""LoRA: adapters and heads learn, the base does not; what is exported is what was trained."""
+"""LoRA: adapters and heads are trained, the base is not, and exports match the trained model."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ BATCH = collate(random_rows((9, 4, 7)))
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def base(family: str, directory: Path, **changes: object) -> str:
+def save_base(family: str, directory: Path, **changes: object) -> str:
     return save_to(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
@@ -32,12 +32,12 @@ def settings(path: str, **changes: object) -> TrainedModelConfig:
     return TrainedModelConfig(path=path, optim=optim, **{"lora": LORA, **changes})
 
 
-def learned(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -> nn.Module:
-    """The wrapped model, after a few steps on something."""
+def train(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -> nn.Module:
+    """Return the wrapped model after a few training steps."""
     engine = Engine(wrapper, config, total_steps=steps)
     for _ in range(steps):
-        said = engine(BATCH)
-        engine.backward((said if isinstance(said, Tensor) else said.logprobs).square().mean())
+        output = engine(BATCH)
+        engine.backward((output if isinstance(output, Tensor) else output.logprobs).square().mean())
         engine.step()
     return wrapper.model.eval()
 
@@ -52,14 +52,12 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @torch.no_grad()
-def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
-    family: str, tmp_path: Path
-) -> None:
-    config = settings(base(family, tmp_path / "base"))
+def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_path: Path) -> None:
+    config = settings(save_base(family, tmp_path / "base"))
     model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     frozen = plain_weights(model)
     with torch.enable_grad():
-        learned(Policy(model), config)
+        train(Policy(model), config)
 
     export(model, build_tokenizer(), tmp_path / "out")
 
@@ -70,26 +68,26 @@ def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
         AutoModelForCausalLM.from_pretrained(config.path), str(tmp_path / "out" / "adapter")
     )
     with model.disable_adapter():
-        switched_off = model(input_ids=IDS).logits
+        base_logits = model(input_ids=IDS).logits
     assert (adapted - original(input_ids=IDS).logits).abs().max() > 0.1
     torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(adapter(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(switched_off, original(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
-    # Exporting merges into copies: the base is still what it was, bit for bit.
+    torch.testing.assert_close(base_logits, original(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    # Exporting merges into copies: the base has the same bits as before.
     assert frozen
     assert all(torch.equal(frozen[name], after) for name, after in plain_weights(model).items())
     assert set(merged.state_dict()) == set(original.state_dict())
 
 
 @torch.no_grad()
-def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
+def test_rslora_scales_by_root_of_rank_in_training_and_export(
     tmp_path: Path,
 ) -> None:
     lora = LoraConfig(rank=4, alpha=8.0, variant="rslora")
-    config = settings(base("llama", tmp_path / "base"), lora=lora)
+    config = settings(save_base("llama", tmp_path / "base"), lora=lora)
     model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     with torch.enable_grad():
-        learned(Policy(model), config)
+        train(Policy(model), config)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     before = layer.base_layer.weight.clone()
 
@@ -107,13 +105,13 @@ def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
 
 
 @torch.no_grad()
-def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
-    config = settings(base("llama", tmp_path / "base"))
+def test_reward_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
+    config = settings(save_base("llama", tmp_path / "base"))
     model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
     head = model.base_model.model.score.modules_to_save["default"].weight
     before = head.clone()
     with torch.enable_grad():
-        learned(Scorer(model), config)
+        train(Scorer(model), config)
 
     export(model, build_tokenizer(), tmp_path / "out")
 

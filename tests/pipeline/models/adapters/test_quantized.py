@@ -1,4 +1,4 @@
-"""Adapters on a base in 4 or 8 bits: it is frozen, small, and the same wherever it is used."""
+"""Adapters on a base in 4 or 8 bits."""
 
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,20 @@ from tests.pipeline.models.adapters.quantized_models import (
     CPU,
     IDS,
     NF4,
-    WAYS,
-    base,
+    QUANTIZATIONS,
     get_layers,
     get_module,
-    learned,
     plain_names,
+    save_base,
     settings,
+    train,
 )
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
-def test_a_product_and_its_gradient_are_those_of_the_dequantized_weight_to_the_bit(
+def test_outputs_and_gradients_match_dequantized_weights_bitwise(
     kind: str, dtype: torch.dtype, form: Form
 ) -> None:
     torch.manual_seed(0)
@@ -52,27 +52,27 @@ def test_a_product_and_its_gradient_are_those_of_the_dequantized_weight_to_the_b
     got, expected = [], []
     for module, out in ((layer, got), (plain, expected)):
         x = torch.linspace(-1, 1, 240, dtype=dtype).view(2, 3, 40).requires_grad_()
-        kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
             y = module(x)
         y.backward(grad)
         assert x.grad is not None
         out += [y, x.grad]
-        assert module is plain or not kept, "a weight was kept for the backward pass"
+        assert module is plain or not saved, "a weight was saved for the backward pass"
 
     assert (layer.in_features, layer.out_features) == (40, 24)
     assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @torch.no_grad()
-def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_rounded_once(
-    precision: str, way: dict[str, Any], tmp_path: Path
+def test_export_adds_adapters_to_the_dequantized_base_in_fp32(
+    precision: str, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = settings(base("llama", tmp_path / "base"), precision=precision, **way)
+    config = settings(save_base("llama", tmp_path / "base"), precision=precision, **quantization)
     with torch.enable_grad():
-        model, engine = learned(config)
+        model, engine = train(config)
     export(model, build_tokenizer(), tmp_path / "out", weights=engine)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
 
@@ -84,7 +84,7 @@ def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_ro
         expected = (layer.dequantized() + 2.0 * (b @ a)).to(layer.dtype)
         assert b.abs().max() > 0
         assert torch.equal(merged.get_submodule(name).get_parameter("weight"), expected)
-    # Adapters in peft's form fit the directory that training began with, which is another model.
+    # Adapters in peft's format load on the original model, which isn't quantized.
     original = AutoModelForCausalLM.from_pretrained(str(config.path), dtype="auto")
     loaded = PeftModel.from_pretrained(original, str(tmp_path / "out" / "adapter"))
     logits = model.eval()(input_ids=IDS).logits
@@ -93,11 +93,11 @@ def test_the_export_is_the_dequantized_base_and_the_adapter_added_in_fp32_and_ro
         torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
+def test_checkpoint_has_codes_and_consolidates_to_the_export(
     tmp_path: Path,
 ) -> None:
-    config = settings(base("llama", tmp_path / "base"), precision="bf16", **NF4)
-    model, engine = learned(config)
+    config = settings(save_base("llama", tmp_path / "base"), precision="bf16", **NF4)
+    model, engine = train(config)
     writer = CheckpointWriter(tmp_path / "saved", job="test", rank=0, world_size=1)
     document = {"models": {"model": describe_model(engine.model)}}
     writer.save_base("base-test", frozen_fragments(engine, "model"))
@@ -109,18 +109,18 @@ def test_a_checkpoint_holds_the_codes_and_gives_the_model_that_the_run_exports(
 
     keys = set(checkpoint.keys())
     codes = {key for key in keys if key.endswith("codes")}
-    consolidate(checkpoint, "model", tmp_path / "made")
+    consolidate(checkpoint, "model", tmp_path / "consolidated")
 
     assert len(codes) == 14
     assert all(checkpoint.dtype(key) == torch.uint8 for key in codes)
     assert keys.isdisjoint({key.replace("codes", "weight") for key in codes})
     weights = "model.safetensors"
-    assert (tmp_path / "made" / weights).read_bytes() == (
+    assert (tmp_path / "consolidated" / weights).read_bytes() == (
         tmp_path / "expected" / weights
     ).read_bytes()
 
 
-def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Path) -> None:
+def test_head_of_a_quantized_reward_model_is_trained_unquantized(tmp_path: Path) -> None:
     path = save_to(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "base")
     config = settings(path, **NF4)
     model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)

@@ -1,4 +1,4 @@
-"""Every causal language model of `transformers`: a batch equals each sequence alone."""
+"""Batches match separate sequences in every causal language model of `transformers`."""
 
 from pathlib import Path
 
@@ -30,14 +30,14 @@ LOCK = Path(__file__).parents[4] / "requirements.lock"
 CPU = torch.device("cpu")
 LENGTHS = (7, 3, 12, 5, 1, 6, 6)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-3}
-"""Nats; of families with recurrent layers, which add up in another order by the batch's length. A
-token too many or too few moves these models by 0.1 and more."""
+"""Nats. Recurrent layers sum in an order that depends on the batch's length. One token too many or
+too few changes the outputs of these models by 0.1 or more."""
 
 
 def rows(*, seed: int) -> list[Encoded]:
-    """Sequences of tokens that every family takes for text, in a sequence each once.
+    """Sequences of distinct tokens that are text in every family.
 
-    Of equal ones Doge keeps some by the order in which torch.topk comes to them.
+    With repeated tokens, Doge would depend on how torch.topk breaks ties.
     """
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -47,27 +47,27 @@ def rows(*, seed: int) -> list[Encoded]:
 
 
 @pytest.mark.skipif(TRANSFORMERS != LISTED, reason="the documentation lists another transformers")
-def test_the_list_of_the_documentation_has_every_family_of_transformers_once() -> None:
+def test_documentation_lists_every_family_of_transformers_once() -> None:
     assert sorted(read_documented()) == sorted(ALL_FAMILIES)
 
 
-def test_the_documentation_says_which_transformers_it_lists() -> None:
+def test_documentation_states_the_version_of_transformers() -> None:
     listed = ".".join(map(str, LISTED))
 
     assert f"of `transformers` {listed} by `model_type`" in DOCS.read_text(encoding="utf-8")
     assert f"transformers=={listed}." in LOCK.read_text(encoding="utf-8")
 
 
-def hangs_on_length(model: PreTrainedModel) -> bool:
+def depends_on_length(model: PreTrainedModel) -> bool:
     """Return whether later tokens change plain `transformers`' output for a token."""
     ids = torch.tensor([rows(seed=0)[2].input_ids])
-    whole = model(input_ids=ids).logits
-    found = (model(input_ids=ids[:, :n]).logits - whole[:, :n] for n in range(1, ids.shape[1]))
-    return max(each.abs().max().item() for each in found) > TOLERANCE["atol"]
+    full = model(input_ids=ids).logits
+    errors = (model(input_ids=ids[:, :n]).logits - full[:, :n] for n in range(1, ids.shape[1]))
+    return max(error.abs().max().item() for error in errors) > TOLERANCE["atol"]
 
 
 def tiny_or_skip(family: str) -> PreTrainedModel:
-    """A small model of a family; the settings below `tests` are those of the listed version."""
+    """Return a small model of a family, whose settings are those of the listed version."""
     try:
         model = tiny_model(family)
         model(input_ids=torch.tensor([rows(seed=0)[2].input_ids]))
@@ -82,8 +82,8 @@ def tiny_or_skip(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in UNSUPPORTED])
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
-def test_a_batch_says_what_each_sequence_says_alone(family: str, tmp_path: Path) -> None:
-    """In versions that the documentation doesn't list, too, or it is refused with reason."""
+def test_batch_matches_separate_sequences(family: str, tmp_path: Path) -> None:
+    """Also in unlisted versions, unless the model is refused."""
     tiny_or_skip(family).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     heading, _ = classify(family)
@@ -94,36 +94,37 @@ def test_a_batch_says_what_each_sequence_says_alone(family: str, tmp_path: Path)
         with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):
             load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
         return
-    elif hangs_on_length(plain):
-        pytest.skip("what plain transformers says of a token hangs on how many follow")
-    mine = rows(seed=0)
-    alone: list[torch.Tensor] = []
-    for row in mine:
+    elif depends_on_length(plain):
+        pytest.skip("outputs of plain transformers depend on later tokens")
+    batch_rows = rows(seed=0)
+    separate: list[torch.Tensor] = []
+    for row in batch_rows:
         ids = torch.tensor(row.input_ids)
         logprobs = plain(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
-        alone.append(logprobs.gather(1, ids[1:, None])[:, 0].float())
+        separate.append(logprobs.gather(1, ids[1:, None])[:, 0].float())
 
     model = load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
-    said = Policy(model)(collate(mine)).logprobs
+    logprobs = Policy(model)(collate(batch_rows)).logprobs
 
-    torch.testing.assert_close(said, torch.cat(alone), **TOLERANCE)
+    torch.testing.assert_close(logprobs, torch.cat(separate), **TOLERANCE)
     assert is_ragged(model) == (heading == PACKED)
-    # Other tokens in the third sequence, and another end of the last: the rest says the same.
-    others = rows(seed=1)
-    last = [*mine[-1].input_ids[:-1], mine[-1].input_ids[-1] ^ 1]
-    changed = [*mine[:2], others[2], *mine[3:-1], Encoded(last, mine[-1].trained)]
-    again = Policy(model)(collate(changed)).logprobs
+    # Changes to the third sequence and to the last token affect no other output.
+    other_rows = rows(seed=1)
+    last = [*batch_rows[-1].input_ids[:-1], batch_rows[-1].input_ids[-1] ^ 1]
+    changed = list(batch_rows)
+    changed[2], changed[-1] = other_rows[2], Encoded(last, batch_rows[-1].trained)
+    changed_logprobs = Policy(model)(collate(changed)).logprobs
     third = sum(length - 1 for length in LENGTHS[:2])
-    kept = torch.ones(len(said), dtype=torch.bool)
+    kept = torch.ones(len(logprobs), dtype=torch.bool)
     kept[third : third + LENGTHS[2] - 1] = False
     kept[-1] = False
-    torch.testing.assert_close(again[kept], said[kept], **TOLERANCE)
-    assert (again[~kept] - said[~kept]).abs().max() > 0.01
+    torch.testing.assert_close(changed_logprobs[kept], logprobs[kept], **TOLERANCE)
+    assert (changed_logprobs[~kept] - logprobs[~kept]).abs().max() > 0.01
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("family", ["cpmant", "prophetnet", "xlnet"])
-def test_a_family_that_sees_what_follows_is_refused(family: str, tmp_path: Path) -> None:
+def test_family_that_attends_to_later_tokens_raises(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path)
 
     with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):

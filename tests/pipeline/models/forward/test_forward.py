@@ -1,4 +1,4 @@
-"""A batch of many lengths equals plain `transformers` on each sequence alone."""
+"""Batches of different lengths match plain `transformers` on separate sequences."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tests.families import (
 CPU = torch.device("cpu")
 LENGTHS = (7, 3, 12, 5, 1, 6, 6)
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
-"""Rounding of fp32 sums in another order; a token too many or too few moves these models by 0.1."""
+"""Rounding of fp32 sums; one token too many or too few changes these models' outputs by 0.1."""
 
 
 def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
@@ -42,25 +42,21 @@ def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *UNPACKED])
 @torch.no_grad()
-def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
-    family: str, tmp_path: Path
-) -> None:
+def test_logprobs_of_a_batch_match_separate_sequences(family: str, tmp_path: Path) -> None:
     plain = tiny_causal_lm(family)
     rows = random_rows(LENGTHS, prompt=2)
 
     model = load_causal_lm(FrozenModelConfig(path=save_to(plain, tmp_path)), device=CPU)
     logprobs = Policy(model)(collate(rows)).logprobs
 
-    alone = [logprob for row in rows for logprob in target_logprobs(plain, row)]
-    torch.testing.assert_close(logprobs, torch.tensor(alone), **TOLERANCE)
+    expected = [logprob for row in rows for logprob in target_logprobs(plain, row)]
+    torch.testing.assert_close(logprobs, torch.tensor(expected), **TOLERANCE)
     packed = {*RAGGED_FAMILIES, *(["gptj"] if TRANSFORMERS >= (5, 24) else [])}
     assert is_ragged(model) == (family in packed)
 
 
 @pytest.mark.parametrize("family", RAGGED_FAMILIES)
-def test_responses_to_one_copy_of_a_prompt_have_the_results_of_whole_rows(
-    family: str, tmp_path: Path
-) -> None:
+def test_responses_with_a_shared_prompt_match_full_rows(family: str, tmp_path: Path) -> None:
     path = save_to(tiny_causal_lm(family), tmp_path)
     prompt, other, *responses = random_rows((9, 4, 3, 1, 8, 2))
     rows = [
@@ -68,38 +64,36 @@ def test_responses_to_one_copy_of_a_prompt_have_the_results_of_whole_rows(
         for before, row in zip([prompt, prompt, prompt, other], responses, strict=True)
     ]
 
-    def learn(batch: TokenBatch) -> list[torch.Tensor]:
+    def compute(batch: TokenBatch) -> list[torch.Tensor]:
         model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-        found = Policy(model.requires_grad_())(batch, entropy=True)
-        assert found.entropy is not None
-        (found.logprobs.sum() + found.entropy.sum()).backward()
-        return [found.logprobs, *(p.grad for p in model.parameters() if p.grad is not None)]
+        outputs = Policy(model.requires_grad_())(batch, entropy=True)
+        assert outputs.entropy is not None
+        (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
+        return [outputs.logprobs, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    apart, shared = learn(collate(rows)), learn(collate(rows, share_prompts=True))
+    separate, shared = compute(collate(rows)), compute(collate(rows, share_prompts=True))
 
     assert len(shared) > 1
-    for got, expected in zip(shared, apart, strict=True):
+    for got, expected in zip(shared, separate, strict=True):
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone(
-    family: str, tmp_path: Path
-) -> None:
+def test_scores_of_a_batch_match_separate_sequences(family: str, tmp_path: Path) -> None:
     plain = tiny_classifier(family)
     rows = random_rows(LENGTHS)
 
     model = load_classifier(FrozenModelConfig(path=save_to(plain, tmp_path)), device=CPU)
     scores = Scorer(model).final_scores(collate(rows))
 
-    alone = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
-    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+    expected = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(expected), **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
 @torch.no_grad()
-def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_token(
+def test_score_is_read_at_the_last_token_even_if_it_is_padding(
     family: str,
 ) -> None:
     model = tiny_classifier(family)
@@ -109,44 +103,44 @@ def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_toke
     scores = Scorer(model).final_scores(collate(rows))
 
     model.config.pad_token_id = None  # transformers then pools from the last position
-    alone = [model(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
-    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+    expected = [model(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(expected), **TOLERANCE)
 
 
 @torch.no_grad()
-def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
+def test_sliding_window_is_applied(tmp_path: Path) -> None:
     path = save_to(tiny_causal_lm("mistral"), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
     (row,) = random_rows((2 * WINDOW + 4,))
-    # Two layers see 2 * (WINDOW - 1) tokens back: the last logits know nothing of the first token.
+    # Two layers attend to 2 * (WINDOW - 1) previous tokens, so not to the first from the last.
     changed = Encoded([row.input_ids[0] ^ 1, *row.input_ids[1:]], row.trained)
 
     first, second = (Policy(model)(collate([r])).logprobs for r in (row, changed))
 
-    seen = 2 * (WINDOW - 1)
-    assert torch.equal(first[seen + 1 :], second[seen + 1 :])
-    assert not torch.equal(first[:seen], second[:seen])
+    reach = 2 * (WINDOW - 1)
+    assert torch.equal(first[reach + 1 :], second[reach + 1 :])
+    assert not torch.equal(first[:reach], second[:reach])
 
 
 @torch.no_grad()
-def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_path: Path) -> None:
+def test_temperature_applies_to_logprobs_and_entropy(tmp_path: Path) -> None:
     plain = tiny_causal_lm("llama")
     model = load_causal_lm(FrozenModelConfig(path=save_to(plain, tmp_path)), device=CPU)
     (row,) = random_rows((6,))
 
-    said = Policy(model)(collate([row]), temperature=0.5, entropy=True)
+    outputs = Policy(model)(collate([row]), temperature=0.5, entropy=True)
 
     distribution = torch.distributions.Categorical(
         logits=2 * plain(input_ids=torch.tensor([row.input_ids])).logits[0, :-1]
     )
     targets = torch.tensor(row.input_ids[1:])
-    torch.testing.assert_close(said.logprobs, distribution.log_prob(targets), **TOLERANCE)
-    assert said.entropy is not None
-    torch.testing.assert_close(said.entropy, distribution.entropy(), **TOLERANCE)
+    torch.testing.assert_close(outputs.logprobs, distribution.log_prob(targets), **TOLERANCE)
+    assert outputs.entropy is not None
+    torch.testing.assert_close(outputs.entropy, distribution.entropy(), **TOLERANCE)
 
 
 @torch.no_grad()
-def test_a_sequence_longer_than_the_context_is_refused() -> None:
+def test_sequence_longer_than_the_context_raises() -> None:
     language, classifier = (make("llama") for make in (tiny_causal_lm, tiny_classifier))
     for model in (language, classifier):
         model.set_attn_implementation("ragged")

@@ -19,54 +19,54 @@ from tests.families import FAMILIES, SCALED, UNPACKED, random_rows, save_to, tin
 CPU = torch.device("cpu")
 LENGTHS = (30, 7, 3, 12, 1)
 TILE = 11 * LARGE_VOCABULARY
-"""Of 48 targets and all words: 5 tiles."""
+"""5 tiles for 48 targets and the whole vocabulary."""
 
-MORE_THAN_A_PRODUCT = {*SCALED, "gemma2", "llama4_text"}
-"""The last doesn't say where its blocks end."""
+NOT_A_PRODUCT = {*SCALED, "gemma2", "llama4_text"}
+"""Families whose logits aren't a matrix product; the last doesn't mark the end of its blocks."""
 
 
-def policy(family: str, directory: Path, *, kernels: Kernels = "auto", **changes: Any) -> Policy:
+def load_policy(family: str, directory: Path, kernels: Kernels = "auto", **changes: Any) -> Policy:
     plain = tiny_causal_lm(family, vocab_size=LARGE_VOCABULARY, **changes)
     model = load_causal_lm(FrozenModelConfig(path=save_to(plain, directory)), device=CPU)
     return Policy(model, kernels=kernels, tile=TILE)
 
 
-def learn(policy: Policy, batch: TokenBatch, **settings: Any) -> list[Tensor]:
+def compute(policy: Policy, batch: TokenBatch, **settings: Any) -> list[Tensor]:
     """Log-probabilities, entropies and all gradients."""
     policy.zero_grad()
-    said = policy(batch, **settings)
-    entropy = torch.zeros(()) if said.entropy is None else said.entropy
-    (said.logprobs.sum() + entropy.sum()).backward()
+    outputs = policy(batch, **settings)
+    entropy = torch.zeros(()) if outputs.entropy is None else outputs.entropy
+    (outputs.logprobs.sum() + entropy.sum()).backward()
     gradients = [param.grad for param in policy.parameters() if param.grad is not None]
-    return [said.logprobs.detach(), entropy.detach(), *gradients]
+    return [outputs.logprobs.detach(), entropy.detach(), *gradients]
 
 
 def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
-    # Some gradients are zero but for rounding, as those of OPT's key biases.
-    largest = max(each.abs().max().item() for each in expected[2:])
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * largest)
+    # Some gradients are zero except for rounding, such as those of OPT's key biases.
+    largest = max(gradient.abs().max().item() for gradient in expected[2:])
+    for actual, exact in zip(got, expected, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *UNPACKED, *SCALED])
-def test_tiles_say_what_whole_logits_say_in_every_family(
+def test_tiled_logits_match_full_logits_in_every_family(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = policy(family, tmp_path)
+    policy = load_policy(family, tmp_path)
     batch = collate(random_rows(LENGTHS))
     settings = {"temperature": 0.8, "entropy": True}
 
     with caplog.at_level(logging.INFO, logger="pipeline.models.forward.forward"):
-        by_tiles = learn(asked, batch, **settings)
-    whole = learn(Policy(asked.model, kernels="off"), batch, **settings)
+        tiled = compute(policy, batch, **settings)
+    full = compute(Policy(policy.model, kernels="off"), batch, **settings)
 
-    assert_near(by_tiles, whole)
-    wholly = [each for each in caplog.messages if "are not a matrix product with" in each]
-    assert len(wholly) == (family in MORE_THAN_A_PRODUCT)
+    assert_near(tiled, full)
+    warnings = [line for line in caplog.messages if "are not a matrix product with" in line]
+    assert len(warnings) == (family in NOT_A_PRODUCT)
 
 
-def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
-    """Weights after two steps by tiles."""
+def train(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
+    """Return the weights after two steps with tiled logits."""
     model = tiny_causal_lm("llama", vocab_size=LARGE_VOCABULARY)
     model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     config = TrainedModelConfig(
@@ -83,8 +83,8 @@ def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(("dtype", "uniform"), [("fp32", False), ("bf16", True)])
-def test_every_stage_ends_in_the_same_bits(dtype: str, uniform: bool) -> None:
-    ended = [run_ranks(trained, stage, dtype, uniform) for stage in (0, 2, 3)]
+def test_every_stage_gives_the_same_bits(dtype: str, uniform: bool) -> None:
+    results = [run_ranks(train, stage, dtype, uniform) for stage in (0, 2, 3)]
 
-    first = ended[0][0]
-    assert all(all(map(torch.equal, each, first)) for ranks in ended for each in ranks)
+    first = results[0][0]
+    assert all(all(map(torch.equal, weights, first)) for ranks in results for weights in ranks)

@@ -1,4 +1,4 @@
-"""Families that packing would change are padded; what they say is what each sequence says alone."""
+"""Families whose outputs packing would change are padded, and match separate sequences."""
 
 import logging
 from pathlib import Path
@@ -58,10 +58,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
         "log-probabilities of a small copy differ by",
     ),
 }
-"""Settings besides the sizes, and how the reason begins for which it is padded, if it is."""
+"""Settings in addition to the sizes, and the start of the reason for padding, if any."""
 
 
-def tiny(family: str, **changes: Any) -> PreTrainedModel:
+def make_tiny(family: str, **changes: Any) -> PreTrainedModel:
     settings = {**_SIZES, **FAMILIES[family][0], **changes}
     config = AutoConfig.for_model(family, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -75,25 +75,25 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
 
 def logprobs_alone(model: PreTrainedModel, rows: list[Encoded]) -> torch.Tensor:
     """Return the plain model's output for each sequence's tokens after the first."""
-    said: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for row in rows:
         ids = torch.tensor(row.input_ids)
         logprobs = model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
-        said.append(logprobs.gather(1, ids[1:, None])[:, 0])
-    return torch.cat(said).float()
+        results.append(logprobs.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(results).float()
 
 
 @torch.no_grad()
-def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
+def test_sequences_are_independent_and_padding_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = random_rows(LENGTHS)
     _tried.cache_clear()
     assert small_settings(AutoConfig.for_model("gemma3")).text_config.num_attention_heads == HEADS
-    wrong: list[str] = []
+    failures: list[str] = []
     for family, (_, reason) in FAMILIES.items():
-        plain = tiny(family)
-        alone = logprobs_alone(plain, rows)
+        plain = make_tiny(family)
+        expected = logprobs_alone(plain, rows)
         path = save_to(plain, tmp_path / family)
         if depends_on_later_tokens(plain):
             with pytest.raises(ModelError, match=f"outputs of {family} depend on later tokens"):
@@ -103,14 +103,14 @@ def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
         with caplog.at_level(logging.INFO, logger="pipeline.models"):
             model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
             load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-        error = (Policy(model)(collate(rows)).logprobs - alone).abs().max().item()
-        said = [each for each in caplog.messages if "padded" in each]
+        error = (Policy(model)(collate(rows)).logprobs - expected).abs().max().item()
+        messages = [line for line in caplog.messages if "padded" in line]
         start = f"{family} runs padded, not packed: {reason}"
         if error > 1e-4:
-            wrong.append(f"{family} is {error} nats off")
+            failures.append(f"{family} is {error} nats off")
         if is_ragged(model) != (reason is None):
-            wrong.append(f"{family} is packed: {is_ragged(model)}")
-        if [each[: len(start)] for each in said] != [start] * (reason is not None):
-            wrong.append(f"{family}: {said}")
+            failures.append(f"{family} is packed: {is_ragged(model)}")
+        if [line[: len(start)] for line in messages] != [start] * (reason is not None):
+            failures.append(f"{family}: {messages}")
 
-    assert not wrong, "\n".join(wrong)
+    assert not failures, "\n".join(failures)

@@ -1,4 +1,4 @@
-"""Exports are plain Hugging Face directories, replaced whole."""
+"""Exports are plain Hugging Face directories, which are replaced atomically."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def export_recorded(_rank: int, _world_size: int, out: Path, journal: Path) -> N
 
 
 @torch.no_grad()
-def test_an_export_that_has_returned_survives_a_loss_of_power(tmp_path: Path) -> None:
+def test_finished_export_survives_a_loss_of_power(tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(tiny_causal_lm("llama", seed=1), build_tokenizer(), out)
 
@@ -48,14 +48,14 @@ def test_an_export_that_has_returned_survives_a_loss_of_power(tmp_path: Path) ->
     lose_power(out, tmp_path / "journal")
 
     assert codes == [0]
-    again = AutoModelForCausalLM.from_pretrained(out)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
     expected = tiny_causal_lm("llama", seed=2)
-    assert torch.equal(again(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+    assert torch.equal(loaded(input_ids=IDS).logits, expected(input_ids=IDS).logits)
     assert (out / "adapter" / "adapter_model.safetensors").stat().st_size > 0
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below `directory`."""
+def read_files(directory: Path) -> dict[str, bytes]:
+    """Return the content of every file below `directory`."""
     return {
         str(file.relative_to(directory)): file.read_bytes()
         for file in sorted(directory.rglob("*"))
@@ -64,10 +64,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *UNPACKED, *MIXTURES])
-def test_an_export_is_to_the_byte_what_save_pretrained_writes(
+def test_export_matches_save_pretrained_bytewise(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk but the export's"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     model = tiny_mixture(family) if family in MIXTURES else tiny_causal_lm(family)
     model.config.pad_token_id = 2
     assert can_stream(model)
@@ -76,23 +76,21 @@ def test_an_export_is_to_the_byte_what_save_pretrained_writes(
 
     model.save_pretrained(tmp_path / "plain")
     build_tokenizer().save_pretrained(tmp_path / "plain")
-    assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
+    assert read_files(tmp_path / "ours") == read_files(tmp_path / "plain")
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "lm_head")])
-def test_an_adapter_is_to_the_byte_what_peft_writes(
-    targets: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_exported_adapter_matches_peft_bytewise(targets: tuple[str, ...], tmp_path: Path) -> None:
     model = add_lora(tiny_causal_lm("llama"), LoraConfig(targets=targets), task="causal", seed=0)
 
     export(model, build_tokenizer(), tmp_path / "ours")
 
     model.save_pretrained(str(tmp_path / "plain"))
-    assert contents(tmp_path / "ours" / "adapter") == contents(tmp_path / "plain")
+    assert read_files(tmp_path / "ours" / "adapter") == read_files(tmp_path / "plain")
 
 
-def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
+def test_export_keeps_all_stop_tokens(tmp_path: Path) -> None:
     model = tiny_causal_lm("llama", vocab_size=1280)
     save_to(model, tmp_path / "start")
     sampling = {"temperature": 0.9, "top_p": 0.6}  # as in Llama 2: without do_sample
@@ -107,13 +105,13 @@ def test_an_export_keeps_all_tokens_that_end_a_response(tmp_path: Path) -> None:
 
     export(trained, tokenizer, tmp_path / "out")
 
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
-    assert again.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>"), 2, 7, 9]
-    assert sampling.items() <= again.to_dict().items()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert loaded.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>"), 2, 7, 9]
+    assert sampling.items() <= loaded.to_dict().items()
 
 
-TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "whole": ("causal", {"precision": "bf16"}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("causal", {"precision": "bf16"}),
     "LoRA": ("causal", {"lora": LoraConfig(rank=4)}),
     "reward": ("classifier", {"lora": LoraConfig(rank=4)}),
 }
@@ -122,7 +120,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 def make_engine(
     path: str, stage: int, task: str, changes: dict[str, Any]
 ) -> tuple[nn.Module, Engine]:
-    """A model after two steps on two micro-batches that the processes share."""
+    """Return a model trained for two steps on two micro-batches that the ranks share."""
     config = TrainedModelConfig(
         path=path,
         zero_stage=stage,
@@ -135,20 +133,20 @@ def make_engine(
     engine = Engine(Policy(model) if task == "causal" else Scorer(model), config, total_steps=2)
     for _ in range(2):
         for seed in range(rank(), 2, world_size()):
-            said = engine(collate(random_rows((9, 4, 7), seed=seed)))
-            engine.backward((said if isinstance(said, Tensor) else said.logprobs).square().mean())
+            out = engine(collate(random_rows((9, 4, 7), seed=seed)))
+            engine.backward((out if isinstance(out, Tensor) else out.logprobs).square().mean())
         engine.step()
     return model, engine
 
 
 def export_trained(paths: dict[str, str], out: str, stage: int) -> None:
-    for name, (task, changes) in TRAINED.items():
+    for name, (task, changes) in CASES.items():
         model, engine = make_engine(paths[task], stage, task, changes)
         export(model, build_tokenizer(), Path(out) / name, weights=engine)
 
 
 @pytest.mark.jobs
-def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> None:
+def test_sharded_export_matches_one_process_bytewise(tmp_path: Path) -> None:
     size = len(build_tokenizer())
     lm = tiny_causal_lm("llama", vocab_size=size, tie_word_embeddings=True)
     paths = {
@@ -160,75 +158,75 @@ def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> 
         out = str(tmp_path / f"{processes} at {stage}")
         run_ranks(export_trained, paths, out, stage, world_size=processes)
 
-    expected = contents(tmp_path / "1 at 0")
+    expected = read_files(tmp_path / "1 at 0")
     assert "LoRA/adapter/adapter_model.safetensors" in expected
     assert expected["LoRA/model.safetensors"] != (tmp_path / "lm" / SINGLE).read_bytes()
     for other in ("2 at 0", "2 at 3"):
-        found = contents(tmp_path / other)
-        assert found.keys() == expected.keys()
-        assert [name for name in found if found[name] != expected[name]] == []
+        files = read_files(tmp_path / other)
+        assert files.keys() == expected.keys()
+        assert [name for name in files if files[name] != expected[name]] == []
 
 
-def exported(model: PreTrainedModel, directory: Path, **settings: Any) -> list[str]:
-    """Export all that a model has; the names of the directory's weight files."""
+def export_in_shards(model: PreTrainedModel, directory: Path, **settings: Any) -> list[str]:
+    """Export a model's state and return the names of the weight files."""
     model.config.save_pretrained(directory)
     state = model.state_dict().items()
-    named = [(name, each) for name, each in state if name not in model.all_tied_weights_keys]
+    named = [(name, x) for name, x in state if name not in model.all_tied_weights_keys]
     stream_export(as_saved(model, named), directory, **settings)
     return sorted(path.name for path in directory.iterdir() if path.name != "config.json")
 
 
 def assert_loads_as(model: PreTrainedModel, directory: Path) -> None:
-    again, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected = model.state_dict()
-    assert again.state_dict().keys() == expected.keys()
-    for name, tensor in again.state_dict().items():
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", *UNPACKED])
-def test_shards_load_in_plain_transformers_with_equal_tensors(family: str, tmp_path: Path) -> None:
+def test_shards_load_in_transformers_with_equal_tensors(family: str, tmp_path: Path) -> None:
     model = tiny_causal_lm(family)
 
-    files = exported(model, tmp_path, max_shard_bytes=10_000)
+    files = export_in_shards(model, tmp_path, max_shard_bytes=10_000)
 
     assert len(files) > 2
     assert_loads_as(model, tmp_path)
 
 
-def generation(value: float, *, shards: int) -> tuple[list[tuple[str, Tensor]], int]:
-    """Six weights of one value, and the shard size that makes `shards` files of them."""
+def make_weights(value: float, *, shards: int) -> tuple[list[tuple[str, Tensor]], int]:
+    """Six weights of one value, and the shard size that splits them into `shards` files."""
     return [(f"w{index}", torch.full((10,), value)) for index in range(6)], 240 // shards
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates that the process is killed."""
 
 
 @pytest.mark.parametrize("new_shards", [1, 2, 3])
 @pytest.mark.parametrize("old_shards", [1, 3])
-def test_an_export_killed_at_any_moment_leaves_no_mixture(
+def test_export_killed_at_any_moment_never_mixes_weights(
     old_shards: int, new_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, old_size = generation(1.0, shards=old_shards)
-    new, new_size = generation(2.0, shards=new_shards)
+    old, old_size = make_weights(1.0, shards=old_shards)
+    new, new_size = make_weights(2.0, shards=new_shards)
     stream_export(old, tmp_path / "old", max_shard_bytes=old_size)
     outcomes = []
 
     for moment in range(20):
         directory = tmp_path / f"killed at {moment}"
         shutil.copytree(tmp_path / "old", directory)
-        left = moment
+        remaining = moment
         with monkeypatch.context() as patch:
             for change in ("replace", "unlink"):
                 real = getattr(Path, change)
 
                 def killing(path: Path, *args: Any, real: Any = real, **kwargs: Any) -> Any:
-                    nonlocal left
-                    if left == 0:
+                    nonlocal remaining
+                    if remaining == 0:
                         raise Killed
-                    left -= 1
+                    remaining -= 1
                     return real(path, *args, **kwargs)
 
                 patch.setattr(Path, change, killing)
@@ -238,7 +236,7 @@ def test_an_export_killed_at_any_moment_leaves_no_mixture(
                 pass
             else:
                 outcomes.append("done")
-        outcomes.append(values(directory))
+        outcomes.append(read_value(directory))
         if "done" in outcomes:
             break
 
@@ -249,8 +247,8 @@ def test_an_export_killed_at_any_moment_leaves_no_mixture(
     assert len(names) == (1 if new_shards == 1 else new_shards + 1)
 
 
-def values(directory: Path) -> float | None:
-    """The one value of all weights in a directory; None where it holds no weights."""
+def read_value(directory: Path) -> float | None:
+    """Return the value of all weights in a directory, or None if it has no weights."""
     if not any((directory / name).exists() for name in (SINGLE, INDEX)):
         return None
     files = {tensor.file for tensor in stored_tensors(directory).values()}

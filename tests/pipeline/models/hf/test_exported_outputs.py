@@ -1,4 +1,4 @@
-"""Exports have the trained outputs in plain `transformers`, alone and in padded batches."""
+"""Outputs of exports in plain `transformers` are the trained ones, alone and padded."""
 
 import json
 from pathlib import Path
@@ -27,19 +27,19 @@ from pipeline.models.hf.load import load_causal_lm, load_classifier, load_tokeni
 from pipeline.models.hf.padding import NEW_TOKEN, with_padding_token
 from tests.families import save_to, tiny_causal_lm, tiny_classifier
 
-END = "</s>"
+EOS = "</s>"
 TEXTS = ["12 + 7?", "What is the capital of France?", "no"]
 CPU = torch.device("cpu")
-PAD_IS_END = {"pad_token": END}
+PAD_IS_EOS = {"pad_token": EOS}
 PAD = {"pad_token": "<pad>"}
 TIED = {"tie_word_embeddings": True}
 ALL = "all-linear"
 
 CASES: list[tuple[str, dict[str, Any], dict[str, str], str, tuple[str, ...]]] = [
-    ("llama", TIED, {**PAD_IS_END, "unk_token": "<unk>"}, "<unk>", ("embed_tokens", "q_proj")),
+    ("llama", TIED, {**PAD_IS_EOS, "unk_token": "<unk>"}, "<unk>", ("embed_tokens", "q_proj")),
     ("llama", TIED, {}, NEW_TOKEN, ("lm_head",)),
     ("llama", {"tie_word_embeddings": False}, PAD, "<pad>", ("lm_head", "embed_tokens")),
-    ("qwen2", {}, PAD_IS_END, "<|endoftext|>", (ALL,)),  # biases; its tokenizer adds a token
+    ("qwen2", {}, PAD_IS_EOS, "<|endoftext|>", (ALL,)),  # biases; its tokenizer adds a token
     ("qwen3", TIED, PAD, "<pad>", ()),
     ("gemma3_text", TIED, PAD, "<pad>", ("lm_head", "q_proj")),  # scaled embeddings
     ("phi3", {"pad_token_id": 3}, {"bos_token": "<s>"}, "<s>", (ALL,)),
@@ -48,17 +48,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str], str, tuple[str, ...]]] = 
     ("gpt_neox", {"pad_token_id": None}, {}, NEW_TOKEN, (ALL,)),
     ("opt", {}, PAD, "<pad>", ()),  # tied; positions from the mask
 ]
-"""Family, settings, special tokens besides the end, the padding of the export, adapted modules."""
+"""Family, settings, special tokens other than EOS, padding token of the export, adapted modules."""
 
 
 def tokenizer_with(**tokens: str) -> PreTrainedTokenizerFast:
-    """The embedded tokenizer, of whose special tokens only these are left."""
+    """The embedded tokenizer with no other special tokens than these."""
     backend = json.loads(build_tokenizer().backend_tokenizer.to_str()) | {"added_tokens": []}
     backend = Tokenizer.from_str(json.dumps(backend))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, **tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, **tokens)
 
 
-def adapted(model: Any, targets: tuple[str, ...], task: Literal["causal", "classifier"]) -> Any:
+def add_adapters(
+    model: Any, targets: tuple[str, ...], task: Literal["causal", "classifier"]
+) -> Any:
     """The model, with random adapters if there are targets."""
     if not targets:
         return model
@@ -72,22 +74,22 @@ def adapted(model: Any, targets: tuple[str, ...], task: Literal["causal", "class
 
 def compute_logprobs(logits: Tensor, rows: list[list[int]]) -> Tensor:
     """Log-probabilities of all tokens but the first, from (B, T, V) without padding."""
-    each = (
+    logprobs = (
         logits[row, : len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
         for row, ids in enumerate(rows)
     )
-    return torch.cat(list(each)).flatten()
+    return torch.cat(list(logprobs)).flatten()
 
 
-def batch_of(directory: Path, side: str, padding: str) -> dict[str, Tensor]:
-    """The texts by the tokenizer of the export."""
+def tokenize_texts(directory: Path, side: str, padding: str) -> dict[str, Tensor]:
+    """Tokenize the texts with the tokenizer of the export."""
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side=side)
     assert tokenizer.pad_token == padding
-    batch = tokenizer([text + END for text in TEXTS], add_special_tokens=False, padding=True)
+    batch = tokenizer([text + EOS for text in TEXTS], add_special_tokens=False, padding=True)
     return {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
 
 
-def test_a_padding_token_that_ends_turns_is_replaced() -> None:
+def test_padding_token_that_ends_turns_is_replaced() -> None:
     tokenizer = tokenizer_with(pad_token="<pad>", unk_token="<unk>")
     assert with_padding_token(tokenizer).pad_token == "<pad>"
 
@@ -114,29 +116,29 @@ def test_outputs_of_an_export_equal_the_trained_ones(
     config = FrozenModelConfig(path=save_to(make(family, vocab_size=1280, **settings), start))
     tokenizer = load_tokenizer(config)
     targets = targets if is_lm else tuple(name for name in targets if name != "lm_head")
-    model: nn.Module = adapted(load(config, device=CPU), targets, task)
-    rows = [tokenizer(text + END, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    model: nn.Module = add_adapters(load(config, device=CPU), targets, task)
+    rows = [tokenizer(text + EOS, add_special_tokens=False)["input_ids"] for text in TEXTS]
     batch = collate([Encoded(row, [True] * len(row)) for row in rows])
     expected = Policy(model)(batch).logprobs if is_lm else Scorer(model).final_scores(batch)
 
     export(model, tokenizer, out)
 
     auto = AutoModelForCausalLM if is_lm else AutoModelForSequenceClassification
-    again = auto.from_pretrained(out)
-    alone = [again(input_ids=torch.tensor([row])).logits for row in rows]
-    together = []
+    loaded = auto.from_pretrained(out)
+    separate = [loaded(input_ids=torch.tensor([row])).logits for row in rows]
+    padded_outputs = []
     for side in ("left", "right"):
-        padded = batch_of(out, side, str(tokenizer.pad_token) if is_lm else padding)
-        logits = again(**padded, **positions_from_mask(again, padded["attention_mask"])).logits
+        padded = tokenize_texts(out, side, str(tokenizer.pad_token) if is_lm else padding)
+        logits = loaded(**padded, **positions_from_mask(loaded, padded["attention_mask"])).logits
         if is_lm:
             kept = padded["attention_mask"].bool()
             logits = torch.nn.utils.rnn.pad_sequence(
                 [row[mask] for row, mask in zip(logits, kept, strict=True)], batch_first=True
             )
-        together.append(compute_logprobs(logits, rows) if is_lm else logits.flatten())
+        padded_outputs.append(compute_logprobs(logits, rows) if is_lm else logits.flatten())
     if is_lm:
-        singly = [compute_logprobs(each, [row]) for each, row in zip(alone, rows, strict=True)]
+        outputs = [compute_logprobs(x, [row]) for x, row in zip(separate, rows, strict=True)]
     else:
-        singly = [logits.flatten() for logits in alone]
-    for found in (*together, torch.cat(singly)):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        outputs = [logits.flatten() for logits in separate]
+    for actual in (*padded_outputs, torch.cat(outputs)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
