@@ -77,7 +77,7 @@ def count_blocked_calls(calls: list[list[Call]]) -> int:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_schedule_has_no_deadlock_if_sends_wait_for_receives(stages: int) -> None:
     for count in (1, stages, 2 * stages, 2 * stages + 1):
-        orders = [make_schedule(stage=at, stages=stages, count=count) for at in range(stages)]
+        orders = [make_schedule(stage=i, stages=stages, count=count) for i in range(stages)]
 
         calls = [list_calls(i, order, stages) for i, order in enumerate(orders)]
         assert count_blocked_calls(calls) == 0

@@ -150,19 +150,19 @@ def test_fragments_of_shards_map_to_the_full_parameter(
 ) -> None:
     full = torch.arange(torch.Size(shape).numel())
     width = shape[dim] // intervals // 2
-    starts = [[width * (2 * i + number) for i in range(intervals)] for number in range(2)]
-    specs = tuple(ShardSpec(dim, tuple(Shard(i, i + width) for i in own)) for own in starts)
+    starts = [[width * (2 * i + part) for i in range(intervals)] for part in range(2)]
+    specs = tuple(ShardSpec(dim, tuple(Shard(i, i + width) for i in row)) for row in starts)
     restored = torch.full_like(full, -1)
-    for number in range(2):
-        part = ParamShard(torch.Size(shape), specs, number)
-        flat = part.spec.extract(full.view(shape)).reshape(-1)
+    for part in range(2):
+        shard = ParamShard(torch.Size(shape), specs, part)
+        flat = shard.spec.extract(full.view(shape)).reshape(-1)
         for start, stop in pairwise((0, 1, len(flat) // 2 + 1, len(flat))):
-            for piece in list_fragments("w", part, start, flat[start:stop]):
-                columns = piece.columns or Columns(0, len(full), len(full))
-                end = piece.start + len(piece.tensor)
-                restored[columns.places(piece.start, end)] = piece.tensor
+            for fragment in list_fragments("w", shard, start, flat[start:stop]):
+                columns = fragment.columns or Columns(0, len(full), len(full))
+                end = fragment.start + len(fragment.tensor)
+                restored[columns.places(fragment.start, end)] = fragment.tensor
             out = torch.empty_like(flat[start:stop])
-            read_shard(part, start, out, lambda at, to: to.copy_(full[at : at + len(to)]))
+            read_shard(shard, start, out, lambda i, to: to.copy_(full[i : i + len(to)]))
             assert torch.equal(out, flat[start:stop])
 
     assert torch.equal(restored, full)

@@ -42,7 +42,7 @@ def make_linear(shape: tuple[int, int], form: Form) -> QuantizedLinear:
     return QuantizedLinear(plain.requires_grad_(requires_grad=False), form)
 
 
-def make_parts(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamShard]:
+def make_shards(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamShard]:
     specs = tuple(ShardSpec(dim, tuple(Shard(*pair) for pair in intervals)) for intervals in bounds)
     return [ParamShard(torch.Size(shape), specs, rank) for rank in range(len(specs))]
 
@@ -52,10 +52,10 @@ def make_parts(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamSh
 def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, form: Form) -> None:
     shape, dim, bounds = SHARDINGS[sharding]
     full = make_linear(shape, form)
-    for part in make_parts(shape, dim, bounds):
+    for shard in make_shards(shape, dim, bounds):
         layer = make_linear(shape, form)
-        layer.cut(part, name="it")
-        expected = part.spec.extract(full.dequantized())
+        layer.cut(shard, name="it")
+        expected = shard.spec.extract(full.dequantized())
         assert torch.equal(layer.dequantized(), expected)
         assert torch.equal(layer.dequantized(torch.bfloat16), expected.bfloat16())
         assert layer.weight.is_contiguous()
@@ -66,9 +66,9 @@ def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, f
 
 
 def test_sharding_within_a_block_raises() -> None:
-    _, part = make_parts((32, 192), 1, (((0, 96),), ((96, 192),)))
+    _, shard = make_shards((32, 192), 1, (((0, 96),), ((96, 192),)))
     with pytest.raises(ConfigError, match=r"parallel.tp 2 would split blocks of it \(32 x 192\)"):
-        make_linear((32, 192), "nf4").cut(part, name="it")
+        make_linear((32, 192), "nf4").cut(shard, name="it")
 
 
 def test_scales_of_a_shard_match_hand_computed_ones() -> None:
@@ -76,9 +76,9 @@ def test_scales_of_a_shard_match_hand_computed_ones() -> None:
     # the last two of each row.
     plain = nn.Linear(256, 300, bias=False).requires_grad_(requires_grad=False)
     plain.weight.data = torch.arange(1200.0).repeat_interleave(64).view(300, 256)
-    _, part = make_parts((300, 256), 1, (((0, 128),), ((128, 256),)))
+    _, shard = make_shards((300, 256), 1, (((0, 128),), ((128, 256),)))
     layer = QuantizedLinear(plain, "nf4")
-    layer.cut(part, name="it")
+    layer.cut(shard, name="it")
 
     assert get_vectors(layer)["scales"][:5].tolist() == [2, 3, 6, 7, 10]
     assert [len(vector) for vector in get_vectors(layer).values()] == [300 * 64, 600]

@@ -83,9 +83,9 @@ def compute_results(
     params = dict(engine.model.named_parameters())
     gradients: dict[str, Tensor] = {}
     for name, gradient in get_gradients(engine).items():
-        part = get_shard(params[name])
+        shard = get_shard(params[name])
         shards = engine.tensor.all_gather(gradient, label="a test")
-        gradients[name] = gradient if part is None else part.join(shards)
+        gradients[name] = gradient if shard is None else shard.join(shards)
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
         roles.setdefault(get_role(param), set()).add(name.split(".")[-2])
