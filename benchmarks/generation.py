@@ -233,7 +233,7 @@ def measured(
                 "lengths": lengths,
                 "transformers": slow,
                 "ours": fast,
-                "replayed": passes.replayed / (passes.replayed + passes.by_modules),
+                "replayed": passes.replayed / (passes.replayed + passes.eager),
                 "same": sum(a == b for a, b in zip(expected, got, strict=True)),
             }
 

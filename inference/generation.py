@@ -1,6 +1,6 @@
 """Generation for a list of prompts: token ids in, token ids and their log-probabilities out.
 
-One engine for training, evaluation and chat, on the modules and the attention that training uses.
+One engine for training, evaluation and chat, with the modules and the attention of training.
 """
 
 import zlib
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.engine.batch import OpenBatch, takes_slots
-from inference.engine.cache import num_pages, page_bytes
+from inference.engine.batch import OpenBatch, supports_slots
+from inference.engine.cache import count_pages, page_bytes
 from inference.engine.replay import PassCounts
-from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
+from inference.engine.requests import Completion, OnToken, Request, Response, StopWhen, TokenEvent
 from inference.engine.sampling import Sampler
 from inference.tensor_parallel import get_sharing_group, get_tp_group
 from pipeline.kernels.decode_attention import PAGE
@@ -65,7 +65,7 @@ def generate(
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
     """
-    finished = generate_each(
+    completions = generate_each(
         model,
         prompts,
         Sampler(temperature=temperature, top_p=top_p, seed=seed, stop_ids=tuple(stop_ids)),
@@ -74,10 +74,10 @@ def generate(
         batch_size=batch_size,
     )
     responses: dict[int, Response] = {}
-    for each in finished:
-        responses[each.index] = each.response
+    for completion in completions:
+        responses[completion.index] = completion.response
         if on_response is not None:
-            on_response(each.index, each.response)
+            on_response(completion.index, completion.response)
     return [responses[index] for index in range(len(prompts))]
 
 
@@ -93,7 +93,7 @@ def generate_each(
     on_token: OnToken | None = None,
     stop_when: StopWhen | None = None,
     passes: PassCounts | None = None,
-) -> Iterator[Finished]:
+) -> Iterator[Completion]:
     """Respond to the prompts like `generate`, yielding each response as it ends.
 
     At most `batch_size` sequences run at once, fewer if their keys and values don't fit in
@@ -111,114 +111,117 @@ def generate_each(
     """
     plain = base_model(model)
     tp_group, sharing = get_tp_group(plain), get_sharing_group(plain)
-    numbers = range(len(prompts)) if keys is None else keys
-    own = [(tuple(prompt), key) for prompt, key in zip(prompts, numbers, strict=True)]
-    share = -(-len(own) // sharing.size)
+    keys = range(len(prompts)) if keys is None else keys
+    keyed = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
+    share = -(-len(keyed) // sharing.size)
     first = sharing.rank * share
     # Consecutive prompts are often equal; read each only once.
-    keyed, indices = gather_prompts(own[first : first + share], tp_group)
+    gathered, indices = gather_prompts(keyed[first : first + share], tp_group)
     requests = [
-        Request(prompt, sampler, key, min(max_new_tokens, room_after(plain, len(prompt))))
-        for prompt, key in keyed
+        Request(prompt, sampler, key, min(max_new_tokens, remaining_context(plain, len(prompt))))
+        for prompt, key in gathered
     ]
-    finished: Iterator[Finished] = iter(())
+    completions: Iterator[Completion] = iter(())
     if requests:
         if cache_bytes is None:
             cache_bytes = free_bytes(next(model.parameters()).device)
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         smallest = min(tp_group.gather_objects(cache_bytes))
-        pages = pages_within(plain, smallest, num_tokens=longest)
+        pages = fitting_pages(plain, smallest, num_tokens=longest)
         num_slots = min(batch_size, len(requests))
-        if not takes_slots(plain):
-            num_slots = min(num_slots, (pages - 1) // num_pages(longest))
+        if not supports_slots(plain):
+            num_slots = min(num_slots, (pages - 1) // count_pages(longest))
         batch = OpenBatch(
             model,
             num_slots=num_slots,
             capacity=longest,
-            num_pages=min(pages, most_pages(requests, num_slots)),
+            num_pages=min(pages, max_pages(requests, num_slots)),
             passes=passes,
         )
-        finished = run_closed(batch, requests, on_token, stop_when)
-    return _gather_shares(_own_responses(finished, indices, tp_group), first, sharing)
+        completions = run_batch(batch, requests, on_token, stop_when)
+    return _gather_shares(_local_completions(completions, indices, tp_group), first, sharing)
 
 
 def gather_prompts(
-    own: Sequence[KeyedPrompt], tp_group: Group
+    prompts: Sequence[KeyedPrompt], tp_group: Group
 ) -> tuple[list[KeyedPrompt], list[list[int]]]:
     """Gather the prompts of a tensor-parallel group, in rank order.
 
-    A prompt that several processes have under the same key (those that train as one tensor-parallel
-    group) is answered once for all of them.
+    If several processes have a prompt with the same key (those of a tensor-parallel group in
+    training), it is answered once for all of them.
 
     Returns:
         (the prompts, and for each its indices among this process's own prompts).
     """
     indices: dict[tuple[KeyedPrompt, int], list[int]] = {}
-    for rank, prompts in enumerate(tp_group.gather_objects(list(own))):
-        times: Counter[KeyedPrompt] = Counter()
-        for index, prompt in enumerate(prompts):
-            times[prompt] += 1
-            places = indices.setdefault((prompt, times[prompt]), [])
+    for rank, gathered in enumerate(tp_group.gather_objects(list(prompts))):
+        counts: Counter[KeyedPrompt] = Counter()
+        for index, prompt in enumerate(gathered):
+            counts[prompt] += 1
+            local_indices = indices.setdefault((prompt, counts[prompt]), [])
             if rank == tp_group.rank:
-                places.append(index)
+                local_indices.append(index)
     return [prompt for prompt, _ in indices], list(indices.values())
 
 
-def _own_responses(
-    finished: Iterator[Finished], indices: Sequence[Sequence[int]], tp_group: Group
-) -> Iterator[Finished]:
+def _local_completions(
+    completions: Iterator[Completion], indices: Sequence[Sequence[int]], tp_group: Group
+) -> Iterator[Completion]:
     """Yield the responses to this process's prompts.
 
     Raises:
-        GroupDisagreesError: the processes did not choose the same tokens.
+        TokenMismatchError: the processes did not choose the same tokens.
     """
     checksum = 0
-    for each in finished:
+    for completion in completions:
         if tp_group.size > 1:
-            checksum = zlib.crc32(repr((each.index, each.response.ids)).encode(), checksum)
-        for index in indices[each.index]:
-            yield replace(each, index=index)
+            tokens = completion.index, completion.response.ids
+            checksum = zlib.crc32(repr(tokens).encode(), checksum)
+        for index in indices[completion.index]:
+            yield replace(completion, index=index)
     if len(set(tp_group.gather_objects(checksum))) > 1:
-        raise GroupDisagreesError(
+        raise TokenMismatchError(
             "the processes of a tensor-parallel group chose different tokens: check that their"
             " versions and devices match"
         )
 
 
-def _gather_shares(finished: Iterator[Finished], first: int, sharing: Group) -> Iterator[Finished]:
+def _gather_shares(
+    completions: Iterator[Completion], first: int, sharing: Group
+) -> Iterator[Completion]:
     """Yield this process's responses as they end, then those of processes with the same prompts."""
-    own: list[Finished] = []
-    for each in finished:
-        own.append(replace(each, index=first + each.index))
-        yield own[-1]
-    for rank, responses in enumerate(sharing.gather_objects(own)):
+    local: list[Completion] = []
+    for completion in completions:
+        local.append(replace(completion, index=first + completion.index))
+        yield local[-1]
+    for rank, shared in enumerate(sharing.gather_objects(local)):
         if rank != sharing.rank:
-            yield from responses
+            yield from shared
 
 
-class GroupDisagreesError(RuntimeError):
+class TokenMismatchError(RuntimeError):
     """Processes of a tensor-parallel group chose different tokens."""
 
 
-def run_closed(
+def run_batch(
     batch: OpenBatch,
     requests: Sequence[Request],
     on_token: OnToken | None,
     stop_when: StopWhen | None,
-) -> Iterator[Finished]:
+) -> Iterator[Completion]:
     """Submit all requests at once, and yield each response as it ends."""
     indices = {batch.submit(request): index for index, request in enumerate(requests)}
     batch.close()
     while batch.busy:
         for event in batch.step():
             ticket, index = event.ticket, indices[event.ticket]
-            if not isinstance(event, Token):
+            if not isinstance(event, TokenEvent):
                 if event.error is not None:
                     try:
                         raise event.error
                     finally:
                         del event  # a reference cycle would keep the cache alive
-                yield Finished(index, ticket.request.prompt, ticket.response)
+                yield Completion(index, ticket.request.prompt, ticket.response)
                 continue
             if on_token is not None:
                 on_token(index, event.id)
@@ -226,41 +229,41 @@ def run_closed(
                 batch.cancel(ticket)
 
 
-def most_pages(requests: Sequence[Request], num_slots: int) -> int:
+def max_pages(requests: Sequence[Request], num_slots: int) -> int:
     """Upper bound on the pages that the requests need while `num_slots` of them run.
 
     Sequences with equal prompts share the pages that the prompt fills.
     """
     prompts = {request.prompt for request in requests}
     shared = sorted((len(prompt) - 1) // PAGE for prompt in prompts)
-    own = sorted(
-        num_pages(len(request.prompt) + request.max_new_tokens) - (len(request.prompt) - 1) // PAGE
-        for request in requests
+    private = sorted(
+        count_pages(len(r.prompt) + r.max_new_tokens) - (len(r.prompt) - 1) // PAGE
+        for r in requests
     )
-    return 1 + sum(shared[-num_slots:]) + sum(own[-num_slots:])
+    return 1 + sum(shared[-num_slots:]) + sum(private[-num_slots:])
 
 
-def pages_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
+def fitting_pages(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
     """The number of pages of the cache that fit in `cache_bytes`.
 
     Raises:
         ConfigError: not even one sequence of `num_tokens` tokens fits.
     """
-    of_page = page_bytes(model)
-    needed = (1 + num_pages(num_tokens)) * of_page
+    bytes_per_page = page_bytes(model)
+    needed = (1 + count_pages(num_tokens)) * bytes_per_page
     if needed > cache_bytes:
         raise ConfigError(
             f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, but"
             f" only {cache_bytes:,} are available; lower max_new_tokens or shorten the prompts"
         )
-    return cache_bytes // of_page
+    return cache_bytes // bytes_per_page
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes available for keys and values.
 
-    Nine tenths of a GPU's free memory, the rest being for activations; on a CPU half of this
-    process's share of the available memory, the rest being for activations and the system.
+    Nine tenths of a GPU's free memory, leaving the rest for activations; on a CPU half of this
+    process's share of the available memory, leaving the rest for activations and the system.
     """
     if device.type != "cuda":
         return psutil.virtual_memory().available // (2 * launched.local_world_size())
@@ -269,7 +272,7 @@ def free_bytes(device: torch.device) -> int:
     return (free + cached) * 9 // 10
 
 
-def room_after(model: PreTrainedModel, num_tokens: int) -> int:
+def remaining_context(model: PreTrainedModel, num_tokens: int) -> int:
     """Return the number of tokens that the model's context has left after `num_tokens`.
 
     Raises:

@@ -36,9 +36,6 @@ def score_responses(
     """Score each response to its prompt by a reward model that `load_scorer` loads.
 
     The model's own chat format is used; texts that are too long lose their beginning.
-
-    Raises:
-        ModelError: as `load_scorer`.
     """
     scorer, chat = load_scorer(reward)
     limit = context_length(base_model(scorer.model))

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from torch import nn
 
 from evaluation.held_out import Prompt
-from inference.engine.batch import OpenBatch, takes_slots
-from inference.engine.cache import num_pages
-from inference.engine.requests import Ended, Request, Ticket
+from inference.engine.batch import OpenBatch, supports_slots
+from inference.engine.cache import count_pages
+from inference.engine.requests import EndEvent, Request, Ticket
 from inference.engine.sampling import Sampler
-from inference.generation import Response, free_bytes, pages_within
+from inference.generation import Response, fitting_pages, free_bytes
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
 from pipeline.models.forward.forward import base_model
@@ -120,16 +120,16 @@ def run_episodes(
     """
     sampler = Sampler(temperature=temperature, top_p=1.0, seed=seed, stop_ids=tuple(chat.stop_ids))
     memory = free_bytes(next(model.parameters()).device)
-    max_pages = pages_within(base_model(model), memory, num_tokens=config.max_length)
+    max_pages = fitting_pages(base_model(model), memory, num_tokens=config.max_length)
     slots = max(1, min(config.generation_batch_size, len(prompts)))
-    if not takes_slots(base_model(model)):
-        slots = min(slots, (max_pages - 1) // num_pages(config.max_length))
+    if not supports_slots(base_model(model)):
+        slots = min(slots, (max_pages - 1) // count_pages(config.max_length))
     batch = OpenBatch(
         model,
         num_slots=slots,
         capacity=config.max_length,
-        num_pages=min(max_pages, 1 + slots * num_pages(config.max_length)),
-        reuses=True,  # a turn reads only what came after the last one
+        num_pages=min(max_pages, 1 + slots * count_pages(config.max_length)),
+        reuse_prefixes=True,  # a turn reads only what came after the last one
     )
     scheduler = _EpisodeScheduler(batch, chat, environments, sampler, config)
     for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
@@ -188,7 +188,7 @@ class _EpisodeScheduler:
         if self._batch.busy:
             self._steps += 1
             for event in self._batch.step():
-                if isinstance(event, Ended):
+                if isinstance(event, EndEvent):
                     if event.error is not None:
                         raise event.error
                     done += self._end_turn(self._generating.pop(event.ticket), event.ticket)
@@ -308,7 +308,7 @@ class _EpisodeScheduler:
             self._sampler,
             state.key,
             state.limit - len(sequence),
-            drawn=len(state.episode.ids),
+            num_drawn=len(state.episode.ids),
         )
         self._generating[self._batch.submit(request)] = state
 

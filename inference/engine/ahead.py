@@ -19,12 +19,12 @@ from inference.engine.replay import PassCounts
 from inference.engine.requests import Choice, Ticket
 
 
-class Ahead:
+class AheadDecoder:
     """Passes of the same sequences, each sampled and followed by the next on the device.
 
     Args:
         rows: repeats the passes; it has just computed one.
-        tickets: the sequences of its first rows, for which `can_stay_ahead` holds.
+        tickets: the sequences of its first rows, for which `can_decode_ahead` holds.
         logits: the result of that pass.
         room: number of passes for which the sequences have pages; None for any number.
         counts: counts the passes.
@@ -37,76 +37,76 @@ class Ahead:
         tickets: Sequence[Ticket],
         logits: Float[Tensor, "B V"],
         *,
-        room: int | None,
+        max_passes: int | None,
         counts: PassCounts,
     ) -> None:
         self.tickets = tickets
         self._rows = rows
         self._counts = counts
         self._sampler = tickets[0].sampler
-        longest = max(len(each.request.prompt) + len(each.response.ids) for each in tickets)
-        self._room = rows.longest - longest if room is None else min(room, rows.longest - longest)
+        longest = max(len(t.request.prompt) + len(t.response.ids) for t in tickets)
+        fitting = rows.longest - longest
+        self._max_passes = fitting if max_passes is None else min(max_passes, fitting)
         """Passes until a sequence exceeds the graph's length or its pages."""
         state = [
-            (tokens_left(each), each.key, each.request.drawn + len(each.response.ids))
-            for each in tickets
+            (remaining_tokens(t), t.key, t.request.num_drawn + len(t.response.ids)) for t in tickets
         ]
-        words = torch.from_numpy(np.array(state, np.uint64).T.copy().view(np.int64))
-        self._state: Int[Tensor, "3 B"] = words.to(logits.device)
+        values = torch.from_numpy(np.array(state, np.uint64).T.copy().view(np.int64))
+        self._state: Int[Tensor, "3 B"] = values.to(logits.device)
         """For each sequence: tokens until its limit, key, and number of the next draw."""
-        self._unread: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        self._in_flight: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self._draw(logits)
 
     @property
-    def is_read(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether the tokens of all launched passes have been read."""
-        return not self._unread
+        return not self._in_flight
 
     @property
-    def has_next(self) -> bool:
+    def can_launch(self) -> bool:
         """Whether another pass is possible and worthwhile: few sequences ended, one needs it."""
-        is_full = 8 * sum(ticket.ended for ticket in self.tickets) <= len(self.tickets)
-        needed = any(not ticket.ended and tokens_left(ticket) > 0 for ticket in self.tickets)
-        return self._room > 0 and is_full and needed
+        is_full = 8 * sum(t.ended for t in self.tickets) <= len(self.tickets)
+        is_needed = any(not t.ended and remaining_tokens(t) > 0 for t in self.tickets)
+        return self._max_passes > 0 and is_full and is_needed
 
     @torch.inference_mode()
     def launch(self) -> None:
         """Compute and sample the next pass, without waiting for the tokens of the last one."""
-        self._room -= 1
+        self._max_passes -= 1
         self._counts.replayed += 1
         self._draw(self._rows.repeat()[: len(self.tickets)])
 
     def read(self) -> list[Choice]:
         """Wait for the oldest unread pass; return its tokens and their log-probabilities."""
-        tokens, logprobs, event = self._unread.popleft()
+        tokens, logprobs, event = self._in_flight.popleft()
         if event is not None:
             event.synchronize()
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, logits: Float[Tensor, "B V"]) -> None:
         """Sample, copy the tokens into the next pass, and begin to copy them to the host."""
-        left, keys, positions = self._state
+        remaining, keys, positions = self._state
         tokens, logprobs = self._sampler.draw(logits, keys, positions)
-        moves = left.clamp(max=1)  # a row at its limit repeats its last pass
-        self._rows.advance(tokens, moves)
-        left -= moves
+        increments = remaining.clamp(max=1)  # a row at its limit repeats its last pass
+        self._rows.advance(tokens, increments)
+        remaining -= increments
         positions += 1
         # Asynchronous, since non_blocking copies to pinned memory.
-        tokens, logprobs = (each.to("cpu", non_blocking=True) for each in (tokens, logprobs))
+        tokens, logprobs = (x.to("cpu", non_blocking=True) for x in (tokens, logprobs))
         event = None
         if logits.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        self._unread.append((tokens, logprobs, event))
+        self._in_flight.append((tokens, logprobs, event))
 
 
-def tokens_left(ticket: Ticket) -> int:
+def remaining_tokens(ticket: Ticket) -> int:
     """Maximum number of response tokens after the next one."""
     return ticket.request.max_new_tokens - len(ticket.response.ids) - 1
 
 
-def can_stay_ahead(tickets: Sequence[Ticket]) -> bool:
+def can_decode_ahead(tickets: Sequence[Ticket]) -> bool:
     """Whether the device can choose all tokens: one sampler, unaltered logits, no `num_top`."""
     sampler = tickets[0].sampler
-    alike = all(each.sampler is sampler and each.request.num_top is None for each in tickets)
-    return alike and sampler.alters_logits is None
+    is_uniform = all(t.sampler is sampler and t.request.num_top is None for t in tickets)
+    return is_uniform and sampler.logits_change_reason is None

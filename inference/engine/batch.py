@@ -22,22 +22,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.engine.ahead import Ahead
-from inference.engine.cache import num_pages as pages_of
+from inference.engine.ahead import AheadDecoder
+from inference.engine.cache import count_pages
 from inference.engine.padded import PaddedRows
 from inference.engine.replay import PassCounts
 from inference.engine.requests import (
     Choice,
-    Ended,
+    EndEvent,
     Event,
     Reason,
-    Reported,
     Request,
     Ticket,
-    Token,
+    TokenEvent,
+    TokenLogprobs,
     Waiting,
 )
-from inference.engine.sampling import Sampler, reported
+from inference.engine.sampling import Sampler, compute_logprobs
 from inference.engine.slots import PREFILL, Slots
 from inference.tensor_parallel import get_tp_group
 from pipeline.models.forward.forward import base_model, context_length, is_ragged
@@ -64,8 +64,8 @@ class OpenBatch:
         capacity: maximum tokens per sequence, prompt and response.
         num_pages: pages of the cache, at least enough for one sequence; by default, for all slots.
         chunk: maximum prompt tokens per step; `PREFILL` if not given.
-        reuses: whether prompts reuse the longest common prefix with a sequence in a slot, running
-            or ended, of the same `scope`; otherwise only equal prompts share.
+        reuse_prefixes: whether prompts reuse the longest common prefix with a sequence in a slot,
+            running or ended, of the same `scope`; otherwise only equal prompts share.
         passes: counts the passes.
     """
 
@@ -77,7 +77,7 @@ class OpenBatch:
         capacity: int,
         num_pages: int | None = None,
         chunk: int | None = None,
-        reuses: bool = False,
+        reuse_prefixes: bool = False,
         passes: PassCounts | None = None,
     ) -> None:
         self._model = model
@@ -85,11 +85,12 @@ class OpenBatch:
         self._num_slots = num_slots
         plain = base_model(model)
         # If rotary angles depend on a pass's length, prompts can't be read in chunks.
-        fixed = has_fixed_positions(plain)
-        most = PREFILL[next(model.parameters()).device.type]
-        self._chunk, self._reuses = (chunk or most, reuses) if fixed else (most, False)
+        is_chunkable = has_fixed_positions(plain)
+        default = PREFILL[next(model.parameters()).device.type]
+        self._chunk = chunk or default if is_chunkable else default
+        self._reuse_prefixes = reuse_prefixes and is_chunkable
         self.capacity = min(capacity, context_length(plain))
-        self._num_pages = num_pages or 1 + num_slots * pages_of(self.capacity)
+        self._num_pages = num_pages or 1 + num_slots * count_pages(self.capacity)
         self._vocabulary = len(cast("nn.Embedding", plain.get_input_embeddings()).weight)
         self._submitted: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
@@ -98,16 +99,16 @@ class OpenBatch:
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
         self._is_tensor_parallel = get_tp_group(plain).size > 1
         self._rows = self._new_rows()
-        self._ahead: Ahead | None = None
+        self._ahead: AheadDecoder | None = None
 
     def _new_rows(self) -> Slots | PaddedRows:
-        if takes_slots(base_model(self._model)):
+        if supports_slots(base_model(self._model)):
             return Slots(
                 self._model,
                 num_slots=self._num_slots,
                 capacity=self.capacity,
                 num_pages=self._num_pages,
-                reuses=self._reuses,
+                reuse=self._reuse_prefixes,
                 passes=self.passes,
             )
         _log_padded(str(base_model(self._model).config.model_type))
@@ -123,10 +124,10 @@ class OpenBatch:
         num_tokens = len(prompt)
         if num_tokens == 0:
             raise DataError("a prompt has no tokens; it needs at least one")
-        outside = [token for token in prompt if not 0 <= token < self._vocabulary]
-        if outside:
+        invalid = [token for token in prompt if not 0 <= token < self._vocabulary]
+        if invalid:
             raise DataError(
-                f"a prompt has the token id {outside[0]}, but the model's are 0 to"
+                f"a prompt has the token id {invalid[0]}, but the model's are 0 to"
                 f" {self._vocabulary - 1}; use the model's tokenizer"
             )
         if request.max_new_tokens < 1:
@@ -158,9 +159,9 @@ class OpenBatch:
 
     def step(self) -> list[Event]:
         """Read prompts, decode one token of each running sequence, and return what happened."""
-        return [*self._take_changes(), *self._advance()]
+        return [*self._process_queues(), *self._advance()]
 
-    def _take_changes(self) -> Iterator[Event]:
+    def _process_queues(self) -> Iterator[Event]:
         """Queue the submitted requests, and end the cancelled ones."""
         # Drain cancellations first: another thread may submit and cancel in between.
         cancelled, submitted = drain(self._cancelled), drain(self._submitted)
@@ -180,35 +181,35 @@ class OpenBatch:
 
     def _advance(self) -> Iterator[Event]:
         try:
-            tickets, choices, wanted = self._forward()
+            tickets, choices, reports = self._forward()
         except Exception as error:
             if self._is_tensor_parallel:
                 raise
-            lost, runs_again = self._rows.occupants, self._has_fewer_slots(error)
+            interrupted, will_retry = self._rows.occupants, self._halve_slots(error)
             self._rows, self._ahead = self._new_rows(), None  # the cache may be inconsistent
-            release_frames(error)
-            for ticket in lost:
-                if runs_again:
-                    ticket.read_again()
+            discard_traceback(error)
+            for ticket in interrupted:
+                if will_retry:
+                    ticket.reset_prefill()
                 else:
                     yield self._end(ticket, "error", error)
-            if runs_again:
-                self._waiting = dict.fromkeys(lost) | self._waiting
+            if will_retry:
+                self._waiting = dict.fromkeys(interrupted) | self._waiting
             return
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
-            yield from self._record(ticket, choice, wanted.get(row))
+            yield from self._record(ticket, choice, reports.get(row))
         self._rows.free([ticket for ticket in tickets if ticket.ended])
 
-    def _has_fewer_slots(self, error: Exception) -> bool:
-        """Halve the slots if memory ran out and there are several; return whether it was done."""
+    def _halve_slots(self, error: Exception) -> bool:
+        """Halve the slots after an out-of-memory error; return False if this is not possible."""
         if not is_out_of_memory(error) or self._num_slots == 1:
             return False
         self._num_slots //= 2
-        self._num_pages = 1 + max((self._num_pages - 1) // 2, pages_of(self.capacity))
+        self._num_pages = 1 + max((self._num_pages - 1) // 2, count_pages(self.capacity))
         logger.warning("out of memory: generating %d sequences at once", self._num_slots)
         return True
 
-    def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, Reported]]:
+    def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, TokenLogprobs]]:
         """Prefill and decode; return the requests, their tokens or errors, and reports by row."""
         rows = self._rows
         if self._ahead is None:
@@ -216,20 +217,22 @@ class OpenBatch:
             if not rows.running:
                 return (), [], {}
             tickets, logits = rows.step()
-            self._ahead = rows.go_ahead(tickets, logits) if isinstance(rows, Slots) else None
+            self._ahead = rows.decode_ahead(tickets, logits) if isinstance(rows, Slots) else None
             if self._ahead is None:
                 choices = choose_tokens(tickets, logits)
-                return tickets, choices, reports(tickets, logits, choices)
+                return tickets, choices, requested_logprobs(tickets, logits, choices)
         ahead = self._ahead
         assert isinstance(rows, Slots)
-        if ahead.has_next and not rows.is_due(self._waiting, is_closed=self._closed):
+        if ahead.can_launch and not rows.should_prefill(self._waiting, is_closed=self._closed):
             ahead.launch()
         choices = ahead.read()
-        if ahead.is_read:
+        if ahead.is_drained:
             self._ahead = None
         return ahead.tickets, choices, {}
 
-    def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:
+    def _record(
+        self, ticket: Ticket, choice: Choice, report: TokenLogprobs | None
+    ) -> Iterator[Event]:
         """Append the chosen token to the response, and yield the events."""
         if ticket.ended:
             return  # a padded batch keeps the rows of ended requests
@@ -238,20 +241,20 @@ class OpenBatch:
                 raise choice
             yield self._end(ticket, "error", choice)
             return
-        ticket.newest, logprob = choice
+        ticket.newest_token, logprob = choice
         response = ticket.response
-        response.ids.append(ticket.newest)
+        response.ids.append(ticket.newest_token)
         response.logprobs.append(logprob)
-        response.stopped = ticket.newest in ticket.sampler.stop_ids
-        yield Token(ticket, ticket.newest, logprob, report)
+        response.stopped = ticket.newest_token in ticket.sampler.stop_ids
+        yield TokenEvent(ticket, ticket.newest_token, logprob, report)
         if response.stopped:
             yield self._end(ticket, "stop")
         elif len(response.ids) == ticket.request.max_new_tokens:
             yield self._end(ticket, "length")
 
-    def _end(self, ticket: Ticket, reason: Reason, error: Exception | None = None) -> Ended:
+    def _end(self, ticket: Ticket, reason: Reason, error: Exception | None = None) -> EndEvent:
         ticket.ended = True
-        return Ended(ticket, reason, error)
+        return EndEvent(ticket, reason, error)
 
 
 def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
@@ -260,37 +263,37 @@ def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
     for row, ticket in enumerate(tickets):
         groups.setdefault(id(ticket.sampler), []).append(row)
     if len(groups) == 1:
-        return _choose_alike(tickets, logits)
+        return _choose_in_group(tickets, logits)
     choices: dict[int, Choice] = {}
     for rows in groups.values():
-        alike = _choose_alike([tickets[row] for row in rows], logits[rows])
-        choices.update(zip(rows, alike, strict=True))
+        chosen = _choose_in_group([tickets[row] for row in rows], logits[rows])
+        choices.update(zip(rows, chosen, strict=True))
     return [choices[row] for row in range(len(tickets))]
 
 
-def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
+def _choose_in_group(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
     sampler = tickets[0].sampler
     try:
         tokens, logprobs = sampler(
             logits,
             [ticket.key for ticket in tickets],
-            [ticket.request.drawn + len(ticket.response.ids) for ticket in tickets],
+            [ticket.request.num_drawn + len(ticket.response.ids) for ticket in tickets],
             [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
             [ticket.response.ids for ticket in tickets] if sampler.counts_tokens else (),
         )
     except Exception as error:  # noqa: BLE001  # it may affect only one row
         if len(tickets) == 1:
-            release_frames(error)
+            discard_traceback(error)
             return [error]
     else:
         return list(zip(tokens, logprobs, strict=True))
     rows = zip(tickets, logits.split(1), strict=True)
-    return [_choose_alike([ticket], row)[0] for ticket, row in rows]
+    return [_choose_in_group([ticket], row)[0] for ticket, row in rows]
 
 
-def reports(
+def requested_logprobs(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
-) -> dict[int, Reported]:
+) -> dict[int, TokenLogprobs]:
     """The policy's log-probabilities, by row, for the requests that have `num_top`."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
@@ -301,16 +304,16 @@ def reports(
         return {}
     tokens = [token for token, _ in chosen.values()]
     counts = [count or 0 for _, count in chosen.values()]
-    return dict(zip(chosen, reported(logits[[*chosen]], tokens, counts), strict=True))
+    return dict(zip(chosen, compute_logprobs(logits[[*chosen]], tokens, counts), strict=True))
 
 
-def release_frames(error: Exception) -> None:
-    """Replace an error's traceback by a note, because its frames would keep the cache alive."""
+def discard_traceback(error: Exception) -> None:
+    """Replace an error's traceback by a note, since its frames would keep the cache alive."""
     error.add_note("".join(format_exception(error)).rstrip())
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
-def takes_slots(model: PreTrainedModel) -> bool:
+def supports_slots(model: PreTrainedModel) -> bool:
     """Whether the model was loaded with ragged attention and each layer has its own keys."""
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
     return is_ragged(model) and not shared
@@ -320,15 +323,15 @@ def has_fixed_positions(model: PreTrainedModel) -> bool:
     """Whether the encoding of a position is independent of the length of the pass."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return not any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds)
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return not any(rope.get("rope_type") in ("dynamic", "longrope") for rope in ropes)
 
 
 def drain(tickets: deque[Ticket]) -> list[Ticket]:
-    """Take all tickets out of a queue that other threads may be filling."""
+    """Remove and return the tickets of a queue to which other threads may append."""
     return [tickets.popleft() for _ in range(len(tickets))]
 
 
 @cache
-def _log_padded(kind: str) -> None:
-    logger.info("%s has custom attention: generating in padded batches", kind)
+def _log_padded(model_type: str) -> None:
+    logger.info("%s has custom attention: generating in padded batches", model_type)

@@ -1,7 +1,7 @@
 """Keys and values of running sequences, in pages that sequences share (Kwon et al. 2023).
 
 The cache is passed to an unmodified Hugging Face model, whose layers store keys and values in it.
-A pass is one row of tokens from any sequences; `NextToken` and `Pieces` define its attention.
+A pass is one row of tokens from any sequences; `DecodeAttention` and `ChunkedAttention` attend.
 Dimension names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a
 sequence, G key heads, H query heads, D and E head sizes.
 """
@@ -30,11 +30,11 @@ from pipeline.kernels.decode_attention import (
 )
 from pipeline.models.forward.attention import attend_causally
 
-SPARE = 0
-"""Cache index for the padding of passes. No sequence is given its page."""
+PADDING_INDEX = 0
+"""Cache index for the padding of passes, on a page that no sequence uses."""
 
 
-def num_pages(tokens: int) -> int:
+def count_pages(tokens: int) -> int:
     """Pages that hold this number of tokens."""
     return -(-tokens // PAGE)
 
@@ -56,16 +56,16 @@ class PagedCache(Cache):
         self.num_pages = num_pages
         self.keys: list[Float[Tensor, "P G T D"]] = []
         self.values: list[Float[Tensor, "P G T E"]] = []
-        self._places: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
+        self._indices: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
         self._reads_pages = False
         self._rows: dict[int, Int[Tensor, "N G"]] = {}
 
-    def begin(self, places: Int[Tensor, " N"], *, reads_pages: bool) -> None:
+    def begin(self, indices: Int[Tensor, " N"], *, reads_pages: bool) -> None:
         """Set the cache indices of the next pass's tokens: page * PAGE + offset in the page.
 
         With `reads_pages` attention is given all pages, else the keys and values of the pass.
         """
-        self._places = places
+        self._indices = indices
         self._reads_pages = reads_pages
         self._rows.clear()
 
@@ -87,7 +87,7 @@ class PagedCache(Cache):
         if gpu is None:
             self._store((keys, values), new)
         else:
-            append_((keys, values), new, self._places, gpu=gpu)
+            append_((keys, values), new, self._indices, gpu=gpu)
         return (keys, values) if self._reads_pages else (key_states, value_states)
 
     def _store(
@@ -95,13 +95,13 @@ class PagedCache(Cache):
         cache: tuple[Float[Tensor, "P G T D"], Float[Tensor, "P G T E"]],
         new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     ) -> None:
-        """Do what the kernel does, with PyTorch operators."""
+        """Append without a kernel, with PyTorch operators."""
         num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
             # One row of D numbers for each page, head and token.
-            pages, tokens = self._places // PAGE, self._places % PAGE
-            heads = torch.arange(num_heads, device=self._places.device)
+            pages, tokens = self._indices // PAGE, self._indices % PAGE
+            heads = torch.arange(num_heads, device=self._indices.device)
             first = (pages[:, None] * num_heads + heads) * PAGE
             rows = self._rows[num_heads] = (first + tokens[:, None]).flatten()
         for stored, states in zip(cache, new, strict=True):
@@ -121,13 +121,13 @@ class PagedCache(Cache):
         return 0
 
 
-class NextToken:
+class DecodeAttention:
     """Causal attention of one new token of each of B sequences.
 
     Rows of a pass beyond B are padding; their result is 0.
     """
 
-    is_live = False
+    is_on_device = False
     """Whether lengths and pages are read on the device only."""
 
     def __init__(
@@ -139,7 +139,7 @@ class NextToken:
         """int32 pages of each sequence, in order; any page beyond its last one."""
         self.device = device
         self._masks: dict[int | None, Float[Tensor, "B 1 1 K"]] = {}
-        self._live: tuple[Int[Tensor, " N"], Int[Tensor, "N L"]] | None = None
+        self._device_tables: tuple[Int[Tensor, " N"], Int[Tensor, "N L"]] | None = None
 
     def attend(
         self,
@@ -155,8 +155,8 @@ class NextToken:
         """Attention with a kernel if there is one, otherwise with PyTorch; fills `out` if given."""
         del dropout  # unused in generation
         rows = query[0].transpose(0, 1)  # (N, H, D)
-        if self.is_live or find_kernel(rows, key, value) is not None:
-            lengths, pages = self.live(len(rows))
+        if self.is_on_device or find_kernel(rows, key, value) is not None:
+            lengths, pages = self.device_tables(len(rows))
             scores = AttentionSpec(
                 lengths=lengths,
                 pages=pages,
@@ -179,14 +179,14 @@ class NextToken:
         result = F.pad(attended, (0, 0, 0, 0, 0, len(rows) - count))[None]
         return result if out is None else out.copy_(result)
 
-    def live(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
+    def device_tables(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
         """Lengths and pages of `count` rows on the device, int32; padding has length 0."""
-        if self._live is None or len(self._live[0]) != count:
+        if self._device_tables is None or len(self._device_tables[0]) != count:
             padding = count - len(self.lengths)
             lengths = torch.tensor([*self.lengths, *[0] * padding], dtype=torch.int32)
             pages = torch.from_numpy(np.pad(self.pages, ((0, padding), (0, 0))))
-            self._live = lengths.to(self.device), pages.to(self.device)
-        return self._live
+            self._device_tables = lengths.to(self.device), pages.to(self.device)
+        return self._device_tables
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 K"]:
         """Minus infinity at the keys that a token must not attend to."""
@@ -197,24 +197,24 @@ class NextToken:
         return mask.masked_fill_(hidden, -math.inf)[:, None, None, :]
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens of a prompt whose beginning is stored."""
+class Chunk(NamedTuple):
+    """Consecutive tokens of a prompt; the preceding ones are stored."""
 
     pages: Int[np.ndarray, " L"]
     """int32 pages of the sequence."""
 
     first: int
-    """Position of the first of the tokens."""
+    """Position of the first token."""
 
     length: int
 
 
-class Pieces:
+class ChunkedAttention:
     """Causal attention of concatenated pieces of several prompts."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        self._pieces = pieces
-        self._pages = [torch.from_numpy(piece.pages).to(device) for piece in pieces]
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        self._chunks = chunks
+        self._pages = [torch.from_numpy(chunk.pages).to(device) for chunk in chunks]
 
     def attend(
         self,
@@ -230,15 +230,15 @@ class Pieces:
         del dropout  # unused in generation
         attended = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         begin = 0
-        for piece, pages in zip(self._pieces, self._pages, strict=True):
-            rows = slice(begin, begin + piece.length)
+        for chunk, pages in zip(self._chunks, self._pages, strict=True):
+            rows = slice(begin, begin + chunk.length)
             begin = rows.stop
-            end = piece.first + piece.length
-            read = pages[None, : num_pages(end)]
+            end = chunk.first + chunk.length
+            used_pages = pages[None, : count_pages(end)]
             attended[:, rows] = attend_causally(
                 query[:, :, rows],
-                gather_pages(key, read)[:, :, :end],
-                gather_pages(value, read)[:, :, :end],
+                gather_pages(key, used_pages)[:, :, :end],
+                gather_pages(value, used_pages)[:, :, :end],
                 scaling=scaling,
                 sliding_window=sliding_window,
             ).transpose(1, 2)
@@ -248,13 +248,13 @@ class Pieces:
 def new_zeros(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
     """Zeros with the dtype and device of `like`; on a CPU, memory is allocated on first write.
 
-    Zeros, because uninitialized NaNs would survive the multiplication of masked values by 0. In
-    huge pages, because with ordinary ones a core translates an address for every 4 KiB.
+    Uninitialized NaNs would survive the multiplication of masked values by 0. Huge pages need fewer
+    address translations.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages
-    memory = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=private)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages
+    memory = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)

@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.engine.cache import SPARE, NextToken, num_pages
+from inference.engine.cache import PADDING_INDEX, DecodeAttention, count_pages
 from inference.engine.replay import (
     Column,
     Pass,
     PassCounts,
     ReplayedRows,
     ReplayError,
-    Stage,
+    ReplayStage,
     TracedRows,
     TraceRecorder,
 )
@@ -38,39 +38,39 @@ from pipeline.models.forward.forward import base_model
 logger = logging.getLogger(__name__)
 
 
-MANY = 64
-"""Up to this number, rows are padded to a power of two; beyond it, to a multiple of `STEP`."""
+MAX_POW2_ROWS = 64
+"""Up to this number, rows are padded to a power of two, beyond it to a multiple of `ROW_STEP`."""
 
-STEP = 32
+ROW_STEP = 32
 
-WIDER = 4
-"""A verified pass is used for as few as 1 / `WIDER` of its rows: the padding costs less than three
-more passes of the modules' Python code."""
+MAX_ROW_RATIO = 4
+"""Maximum ratio of a replayed pass's rows to its sequences: the padding costs less than the three
+more passes of the modules that a narrower pass would need."""
 
-SHORT = 256
-"""Up to this length sequences share a graph; longer ones have a graph per power of two, because a
-graph divides its work over a GPU by its longest sequence."""
+MIN_GRAPH_LENGTH = 256
+"""Up to this length sequences share a graph; beyond it there is a graph per power of two, because a
+graph partitions its work by the longest sequence."""
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
-"""Given a computation and the memory of its inputs, returns a function that repeats it and returns
+"""Takes a computation and the memory of its inputs; returns a function that repeats it and returns
 the result, always in the same memory."""
 
 Agree = Callable[[bool], bool]
-"""Returns whether all processes of the tensor-parallel group pass True. A collective."""
+"""Returns whether all processes of the tensor-parallel group passed True. A collective."""
 
 
-class LiveKeys(NextToken):
-    """Attention with lengths in GPU memory: one graph works for all lengths up to `longest`."""
+class GraphAttention(DecodeAttention):
+    """Attention with lengths in GPU memory: one graph serves all lengths up to `longest`."""
 
-    is_live = True
+    is_on_device = True
 
     def __init__(self, num_rows: int, longest: int, device: torch.device) -> None:
-        table = np.zeros((num_rows, num_pages(longest)), np.int32)
+        table = np.zeros((num_rows, count_pages(longest)), np.int32)
         super().__init__([longest], table, device)
         self.ends: Int[Tensor, " N"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.table: Int[Tensor, "N L"] = torch.from_numpy(table).to(device, copy=True)
 
-    def live(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
+    def device_tables(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
         """Lengths and pages of `count` rows."""
         return self.ends[:count], self.table[:count]
 
@@ -94,7 +94,7 @@ class GraphedRows(ReplayedRows):
 
     def __init__(
         self,
-        modules: Pass,
+        forward: Pass,
         num_rows: int,
         *,
         longest: int,
@@ -103,14 +103,14 @@ class GraphedRows(ReplayedRows):
         agree: Agree,
     ) -> None:
         super().__init__(num_rows)
-        self._modules = modules
+        self._forward = forward
         # Per row: token, position, index in the cache, and sequence length.
-        self._staged: Int[Tensor, "4 N"] = torch.zeros(
+        self._host_inputs: Int[Tensor, "4 N"] = torch.zeros(
             4, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
         )
-        self._numbers = self._staged.to(device, copy=True)
-        self._layout = LiveKeys(num_rows, longest, device)
-        self._pages = torch.zeros_like(
+        self._inputs = self._host_inputs.to(device, copy=True)
+        self._layout = GraphAttention(num_rows, longest, device)
+        self._host_pages = torch.zeros_like(
             self._layout.table, device="cpu", pin_memory=device.type == "cuda"
         )
         self.longest = longest
@@ -118,32 +118,32 @@ class GraphedRows(ReplayedRows):
         self._agree = agree
         self._graph: Callable[[], Tensor] | None = None
 
-    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+    def _load_inputs(self, columns: Sequence[Column], layout: DecodeAttention) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
         # The last pass's tokens have been read, so its copies from these buffers have finished.
-        self._staged[:3] = torch.tensor(columns).T
-        self._staged[3] = torch.tensor([*layout.lengths, *padding])
-        self._numbers.copy_(self._staged, non_blocking=True)
-        pages = torch.from_numpy(layout.pages[:, : self._pages.shape[1]])
-        self._pages[: len(pages), : pages.shape[1]] = pages
-        self._layout.table.copy_(self._pages, non_blocking=True)
+        self._host_inputs[:3] = torch.tensor(columns).T
+        self._host_inputs[3] = torch.tensor([*layout.lengths, *padding])
+        self._inputs.copy_(self._host_inputs, non_blocking=True)
+        pages = torch.from_numpy(layout.pages[:, : self._host_pages.shape[1]])
+        self._host_pages[: len(pages), : pages.shape[1]] = pages
+        self._layout.table.copy_(self._host_pages, non_blocking=True)
 
-    def _by_modules(self) -> Float[Tensor, "N V"]:
-        self._layout.ends.copy_(self._numbers[3])
-        return self._modules(self._numbers[:3], self._layout)
+    def _run_modules(self) -> Float[Tensor, "N V"]:
+        self._layout.ends.copy_(self._inputs[3])
+        return self._forward(self._inputs[:3], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
-        logits = self._by_modules()  # a graph is used only once verified
-        with self._together():
-            self._graph = self._capture(self._by_modules, self._numbers)
+        logits = self._run_modules()  # a graph is used only once verified
+        with self._on_all_processes():
+            self._graph = self._capture(self._run_modules, self._inputs)
         return logits
 
-    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
-        with self._together():
-            return super()._verify(num_live)
+    def _verify(self, num_sequences: int) -> Float[Tensor, "N V"]:
+        with self._on_all_processes():
+            return super()._verify(num_sequences)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _on_all_processes(self) -> Iterator[None]:
         """Raise ReplayError unless the block succeeds on all processes."""
         try:
             yield
@@ -159,16 +159,17 @@ class GraphedRows(ReplayedRows):
 
     repeat = _replay
 
-    def advance(self, tokens: Int[Tensor, " B"], moves: Int[Tensor, " B"]) -> None:
-        """Set the next tokens of the first rows on the device; add `moves` to their positions."""
-        ids, positions, places, lengths = self._numbers[:, : len(tokens)]
-        ids.copy_(torch.where(moves > 0, tokens, ids))  # a row at its limit repeats its last pass
-        positions += moves
-        lengths += moves
+    def advance(self, tokens: Int[Tensor, " B"], increments: Int[Tensor, " B"]) -> None:
+        """Set the next tokens of the first rows on the device, and advance their positions."""
+        ids, positions, indices, lengths = self._inputs[:, : len(tokens)]
+        # A row at its limit repeats its last pass.
+        ids.copy_(torch.where(increments > 0, tokens, ids))
+        positions += increments
+        lengths += increments
         table = self._layout.table[: len(tokens)]
-        # After the last pass that there is room for, the position may be past the table.
+        # After the last pass that fits, the position may be past the table.
         last = (positions // PAGE).clamp(max=table.shape[1] - 1)
-        places.copy_(table.gather(1, last[:, None])[:, 0] * PAGE + positions % PAGE)
+        indices.copy_(table.gather(1, last[:, None])[:, 0] * PAGE + positions % PAGE)
 
 
 class CudaCapture:
@@ -240,7 +241,7 @@ class Decoder:
 
     def __init__(
         self,
-        modules: Pass,
+        forward: Pass,
         *,
         model: nn.Module,
         device: torch.device,
@@ -248,82 +249,82 @@ class Decoder:
         agree: Agree = bool,
         capture: Capture | None = None,
     ) -> None:
-        self._modules = modules
+        self._forward = forward
         self._dtype: torch.dtype = base_model(model).dtype
         self._device = device
-        self._replays = can_replay(model, device)
-        if capture is None and self._replays and device.type == "cuda":
+        self._replay_enabled = can_replay(model, device)
+        if capture is None and self._replay_enabled and device.type == "cuda":
             capture = CudaCapture(device)
         self._capture = capture
-        self._kept: dict[tuple[int, int], ReplayedRows] = {}
+        self._recorded: dict[tuple[int, int], ReplayedRows] = {}
         """Recorded passes by number of rows and longest sequence."""
         self._counts = counts
         self._agree = agree
         self.replayed: GraphedRows | None = None
-        """The rows that replayed the last pass from a graph; None if none did."""
+        """The rows that replayed the last pass from a graph, if it was replayed."""
 
     def __call__(
-        self, columns: Sequence[Column], layout: NextToken, *, repeats: bool
+        self, columns: Sequence[Column], layout: DecodeAttention, *, allow_replay: bool
     ) -> Float[Tensor, "B V"]:
         """Return the logits after each token.
 
         Args:
             columns: token, position and cache index of each row.
             layout: attention of the rows.
-            repeats: whether the pass may be recorded or replayed.
+            allow_replay: whether the pass may be recorded or replayed.
         """
         count, self.replayed = len(columns), None
-        padding = (columns[-1][0], 0, SPARE)
-        if self._replays and repeats:
-            rows = self._rows(count, max(layout.lengths))
-            is_replay = rows.stage is Stage.REPLAY
+        padding = (columns[-1][0], 0, PADDING_INDEX)
+        if self._replay_enabled and allow_replay:
+            rows = self._select_rows(count, max(layout.lengths))
+            is_replay = rows.stage is ReplayStage.REPLAY
             try:
                 logits = rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
             except ReplayError as reason:
                 _log_once(str(reason))
-                self._counts.refused += 1
-                self._replays = False
-                self._kept.clear()
+                self._counts.failed_recordings += 1
+                self._replay_enabled = False
+                self._recorded.clear()
             else:
                 if is_replay and isinstance(rows, GraphedRows):
                     self.replayed = rows
                 self._counts.replayed += is_replay
-                self._counts.by_modules += not is_replay
+                self._counts.eager += not is_replay
                 return logits
-        self._counts.by_modules += 1
+        self._counts.eager += 1
         inputs = torch.tensor(columns).T.contiguous()
-        return self._modules(inputs.to(self._device), layout)
+        return self._forward(inputs.to(self._device), layout)
 
-    def _rows(self, count: int, longest: int) -> ReplayedRows:
+    def _select_rows(self, count: int, longest: int) -> ReplayedRows:
         """The passes for `count` sequences of at most `longest` tokens."""
-        num_rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
-        longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
+        num_rows = power_of_two(count) if count <= MAX_POW2_ROWS else round_up(count, ROW_STEP)
+        longest = 0 if self._capture is None else max(MIN_GRAPH_LENGTH, power_of_two(longest))
         key = num_rows, longest
-        if key not in self._kept:
-            wider = self._wider(*key)
+        if key not in self._recorded:
+            wider = self._find_wider(*key)
             if wider is not None:
                 return wider
-            self._kept[key] = self._new_rows(num_rows, longest)
-        return self._kept[key]
+            self._recorded[key] = self._new_rows(num_rows, longest)
+        return self._recorded[key]
 
-    def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
-        """The smallest verified pass with more rows, at most `WIDER` times as many; else None."""
+    def _find_wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
+        """The smallest verified pass with at most `MAX_ROW_RATIO` times as many rows; else None."""
         if self._device.type == "cpu" and not (kernel_mode() != "off" and has_kernel(self._dtype)):
             return None  # PyTorch would compute the padding too
-        found = [
+        candidates = [
             rows
-            for (wide, length), rows in self._kept.items()
-            if num_rows < wide <= WIDER * num_rows
+            for (width, length), rows in self._recorded.items()
+            if num_rows < width <= MAX_ROW_RATIO * num_rows
             and length == longest
-            and rows.stage is Stage.REPLAY
+            and rows.stage is ReplayStage.REPLAY
         ]
-        return min(found, key=lambda rows: rows.num_rows, default=None)
+        return min(candidates, key=lambda rows: rows.num_rows, default=None)
 
     def _new_rows(self, num_rows: int, longest: int) -> ReplayedRows:
         if self._capture is None:
-            return TracedRows(self._modules, num_rows)
+            return TracedRows(self._forward, num_rows)
         return GraphedRows(
-            self._modules,
+            self._forward,
             num_rows,
             longest=longest,
             device=self._device,

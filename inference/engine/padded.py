@@ -99,7 +99,7 @@ class PaddedBatch:
 
     def _append(self) -> None:
         """Append the newest tokens; drop ended rows once they are half of the batch."""
-        tokens = [ticket.newest for ticket in self.tickets]
+        tokens = [ticket.newest_token for ticket in self.tickets]
         running = [not ticket.ended for ticket in self.tickets]
         self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]
         # Tokens of ended rows are masked, so that their positions stay within the context.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine.cache import NextToken
+from inference.engine.cache import DecodeAttention
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import prepare as prepare_attention
 from pipeline.kernels.elementwise import prepare_norm, prepare_rotation, prepare_silu_product
@@ -39,17 +39,17 @@ class PassCounts:
     prefill: int = 0
     """Number of passes over prompts."""
 
-    by_modules: int = 0
+    eager: int = 0
     """Number of decoding passes by the model's modules."""
 
     replayed: int = 0
     """Number of decoding passes from a trace or a graph."""
 
-    refused: int = 0
+    failed_recordings: int = 0
     """Number of recordings that failed, or did not reproduce the modules' logits."""
 
 
-class Stage(Enum):
+class ReplayStage(Enum):
     """The kind of the next pass with a given number of rows."""
 
     RECORD = auto()
@@ -65,9 +65,9 @@ class ReplayedRows(ABC):
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.stage = Stage.RECORD
+        self.stage = ReplayStage.RECORD
 
-    def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
+    def run(self, columns: Sequence[Column], layout: DecodeAttention) -> Float[Tensor, "N V"]:
         """Return the logits of the rows, in memory that the next pass may overwrite.
 
         Args:
@@ -77,31 +77,31 @@ class ReplayedRows(ABC):
         Raises:
             ReplayError: the modules' pass can't be repeated.
         """
-        self._take(columns, layout)
-        if self.stage is Stage.REPLAY:
+        self._load_inputs(columns, layout)
+        if self.stage is ReplayStage.REPLAY:
             return self._replay()
         try:
-            if self.stage is Stage.RECORD:
-                self.stage = Stage.VERIFY
+            if self.stage is ReplayStage.RECORD:
+                self.stage = ReplayStage.VERIFY
                 return self._record()
-            self.stage = Stage.REPLAY
+            self.stage = ReplayStage.REPLAY
             return self._verify(len(layout.lengths))
         except ReplayError:
             raise
         except Exception as error:
-            sentence = str(error).strip().partition("\n")[0]
-            raise ReplayError(f"{type(error).__name__}: {sentence}") from error
+            message = str(error).strip().partition("\n")[0]
+            raise ReplayError(f"{type(error).__name__}: {message}") from error
 
-    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
+    def _verify(self, num_sequences: int) -> Float[Tensor, "N V"]:
         """Compute the pass both ways and check that they agree up to rounding.
 
         A recording may sum in another order than the modules: cuBLAS chooses other kernels on the
         stream of a capture, and a kernel may replace a product.
         """
-        expected = self._by_modules()
-        live = expected[:num_live].float()
-        largest = (self._replay()[:num_live].float() - live).abs().max()
-        difference = float(largest / live.abs().max().clamp(min=1e-30))
+        expected = self._run_modules()
+        logits = expected[:num_sequences].float()
+        largest = (self._replay()[:num_sequences].float() - logits).abs().max()
+        difference = float(largest / logits.abs().max().clamp(min=1e-30))
         # Half of the dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. `not <=` also rejects NaN.
         if not difference <= torch.finfo(expected.dtype).eps ** 0.5:
             raise ReplayError(
@@ -111,11 +111,11 @@ class ReplayedRows(ABC):
         return expected
 
     @abstractmethod
-    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+    def _load_inputs(self, columns: Sequence[Column], layout: DecodeAttention) -> None:
         """Copy the inputs of the next pass into the tensors that a repetition reads."""
 
     @abstractmethod
-    def _by_modules(self) -> Float[Tensor, "N V"]:
+    def _run_modules(self) -> Float[Tensor, "N V"]:
         """Run the modules."""
 
     @abstractmethod
@@ -136,13 +136,13 @@ TRANSFERS = {"_to_copy", "copy_", "to"}
 COPIES = {"_to_copy", "clone", "contiguous", "to"}
 """Operators whose result is their argument, possibly in another format."""
 
-WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
+OUT_OPERATORS = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
 """Operators, in addition to the elementwise ones, that can write to `out`."""
 
-TO_PYTHON = {"tolist", "numpy", "__array__"}
-"""Methods that return numbers to Python unseen by the dispatcher, unlike `item`."""
+VALUE_READERS = {"tolist", "numpy", "__array__"}
+"""Methods that return values to Python without calling the dispatcher, unlike `item`."""
 
-UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+UNREPLAYABLE_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Call:
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    made: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     """Results, in memory that is reused."""
 
     repeat: Replay | None = None
@@ -165,31 +165,31 @@ class Call:
         """Name of the operator without namespace or overload; `outside` if there is none."""
         return self.operator.overloadpacket.__name__ if self.operator else "outside"
 
-    def read(self) -> Iterator[Tensor]:
+    def inputs(self) -> Iterator[Tensor]:
         """The tensors among the arguments."""
-        return tensors_in((*self.args, *self.kwargs.values()))
+        return find_tensors((*self.args, *self.kwargs.values()))
 
-    def changed(self) -> list[Tensor]:
+    def mutated(self) -> list[Tensor]:
         """The arguments that are written to."""
         if self.operator is None or not self.operator._schema.is_mutable:  # noqa: SLF001
             return []
         values = [
-            self.args[place] if place < len(self.args) else self.kwargs.get(str(argument.name))
-            for place, argument in enumerate(self.operator._schema.arguments)  # noqa: SLF001
+            self.args[index] if index < len(self.args) else self.kwargs.get(str(argument.name))
+            for index, argument in enumerate(self.operator._schema.arguments)  # noqa: SLF001
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        return list(tensors_in(values))
+        return list(find_tensors(values))
 
     @property
     def is_view(self) -> bool:
         """Whether the results are views of the arguments."""
-        if self.operator is None or self.changed():
+        if self.operator is None or self.mutated():
             return False
-        return {memory(each) for each in self.made} <= {memory(each) for each in self.read()}
+        return {*map(storage_key, self.outputs)} <= {*map(storage_key, self.inputs())}
 
 
-class _NoNumbers(TorchFunctionMode):
-    """Context in which no tensor value may be read by Python."""
+class _RejectValueReads(TorchFunctionMode):
+    """Context in which reading tensor values from Python is an error."""
 
     def __torch_function__(
         self,
@@ -198,7 +198,7 @@ class _NoNumbers(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func.__name__ in TO_PYTHON:
+        if func.__name__ in VALUE_READERS:
             raise ReplayError(f"{func.__name__} returns values to Python")
         return func(*args, **(kwargs or {}))
 
@@ -213,16 +213,16 @@ class TraceRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self._outside = False
-        self._no_numbers = _NoNumbers()
+        self._is_paused = False
+        self._value_guard = _RejectValueReads()
 
     def __enter__(self) -> "TraceRecorder":
         super().__enter__()
-        self._no_numbers.__enter__()
+        self._value_guard.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        self._no_numbers.__exit__(*raised)
+        self._value_guard.__exit__(*raised)
         super().__exit__(*raised)
 
     def __torch_dispatch__(
@@ -236,25 +236,27 @@ class TraceRecorder(TorchDispatchMode):
         result = linear(*args) if func is torch.ops.aten.linear.default and not kwargs else None
         if result is None:
             result = func(*args, **(kwargs or {}))
-        if not self._outside:
-            call = Call(func, args, kwargs or {}, tuple(tensors_in((result,))))
+        if not self._is_paused:
+            call = Call(func, args, kwargs or {}, tuple(find_tensors((result,))))
             require_replayable(call, result)
             self.calls.append(call)
         return result
 
-    def outside(self, compute: Callable[[Tensor | None], Tensor], read: Sequence[Tensor]) -> Tensor:
+    def record(
+        self, compute: Callable[[Tensor | None], Tensor], inputs: Sequence[Tensor]
+    ) -> Tensor:
         """Return what `compute` returns, recorded as one call.
 
         Args:
             compute: called with None the first time, later with the memory for the result.
-            read: the tensors that it reads.
+            inputs: the tensors that it reads.
         """
-        self._outside = True
+        self._is_paused = True
         try:
             result = compute(None).clone()  # it may be a view of what another call modifies
         finally:
-            self._outside = False
-        self.calls.append(Call(None, read, {}, (result,), partial(compute, result)))
+            self._is_paused = False
+        self.calls.append(Call(None, inputs, {}, (result,), partial(compute, result)))
         return result
 
 
@@ -265,16 +267,16 @@ def require_replayable(call: Call, result: object) -> None:
         ReplayError: the call draws random numbers, Python or a shape depends on its values, or
             it copies between the host and a device.
     """
-    if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
+    if isinstance(result, (bool, int, float)) and any(True for _ in call.inputs()):
         raise ReplayError(f"{call.name} returns a value to Python")
     # Dropout with probability 0 is a view.
-    if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not call.is_view:
+    if any(tag in call.operator.tags for tag in UNREPLAYABLE_TAGS) and not call.is_view:
         raise ReplayError(f"{call.name} can't be replayed")
     if torch.Tag.dynamic_output_shape in call.operator.tags and (
-        call.name != "index" or any(index.dtype == torch.bool for index in call.read())
+        call.name != "index" or any(index.dtype == torch.bool for index in call.inputs())
     ):
         raise ReplayError(f"the output shape of {call.name} depends on data")
-    if call.name in TRANSFERS and len({each.device for each in (*call.read(), *call.made)}) > 1:
+    if call.name in TRANSFERS and len({t.device for t in (*call.inputs(), *call.outputs)}) > 1:
         raise ReplayError(f"{call.name} copies between the host and a device")
 
 
@@ -298,8 +300,8 @@ class OperatorTrace:
     ) -> None:
         self.result: Shaped[Tensor, "..."] = result
         # Keeps the tensors of each call alive.
-        self._kept = fuse(needed(varying(calls, inputs), result), result)
-        self._replays = [substitute(call) or make_replay(call) for call in self._kept]
+        self._calls = fuse(select_needed(select_varying(calls, inputs), result), result)
+        self._replays = [substitute(call) or make_replay(call) for call in self._calls]
 
     def __len__(self) -> int:
         """Number of calls in a replay."""
@@ -312,30 +314,30 @@ class OperatorTrace:
         return self.result
 
 
-def varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
+def select_varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
     """The calls whose results may differ between replays, except views."""
-    alive = {memory(tensor) for tensor in inputs}
-    alive |= {memory(tensor) for call in calls for tensor in call.changed()}
+    varying = {storage_key(tensor) for tensor in inputs}
+    varying |= {storage_key(tensor) for call in calls for tensor in call.mutated()}
     kept: list[Call] = []
     for call in calls:
         if call.is_view:
             continue
-        sources = {memory(tensor) for tensor in call.read()}
-        targets = {memory(tensor) for tensor in call.made}
-        if call.operator is None or call.changed() or (sources | targets) & alive:
+        sources = {storage_key(tensor) for tensor in call.inputs()}
+        targets = {storage_key(tensor) for tensor in call.outputs}
+        if call.operator is None or call.mutated() or (sources | targets) & varying:
             kept.append(call)
-            alive |= targets
+            varying |= targets
     return kept
 
 
-def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
+def select_needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
     """The calls that the result depends on, and those that change their arguments."""
-    wanted = {memory(result)}
+    needed = {storage_key(result)}
     kept: list[Call] = []
     for call in reversed(calls):
-        if call.changed() or wanted & {memory(tensor) for tensor in call.made}:
+        if call.mutated() or needed & {storage_key(tensor) for tensor in call.outputs}:
             kept.append(call)
-            wanted |= {memory(tensor) for tensor in call.read()}
+            needed |= {storage_key(tensor) for tensor in call.inputs()}
     return kept[::-1]
 
 
@@ -352,8 +354,8 @@ def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
     """
     if kernel_mode() == "off":
         return [*calls]
-    reads = Counter(memory(tensor) for call in calls for tensor in call.read())
-    reads[memory(result)] += 1
+    reads = Counter(storage_key(tensor) for call in calls for tensor in call.inputs())
+    reads[storage_key(result)] += 1
     names, fused = [call.name for call in calls], [*calls]
     for index in range(len(calls) - 1, -1, -1):
         for pattern, fuse_group in ((NORMS[0], fuse_norm), (ROTATIONS[0], fuse_rotation)):
@@ -361,32 +363,33 @@ def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
             if names[index:end] != [name for name, *_ in pattern]:
                 continue
             group = calls[index:end]
-            inner = [memory(tensor) for call in group[:-1] for tensor in call.made]
-            if all(reads[each] == 1 for each in inner) and (repeat := fuse_group(group)):
-                read = [t for call in group for t in call.read() if memory(t) not in inner]
-                fused[index:end] = [Call(None, read, {}, group[-1].made, repeat)]
-        if names[index] == "silu" and reads[memory(calls[index].made[0])] == 1:
+            inner = [storage_key(tensor) for call in group[:-1] for tensor in call.outputs]
+            if all(reads[key] == 1 for key in inner) and (repeat := fuse_group(group)):
+                inputs = [t for call in group for t in call.inputs() if storage_key(t) not in inner]
+                fused[index:end] = [Call(None, inputs, {}, group[-1].outputs, repeat)]
+        if names[index] == "silu" and reads[storage_key(calls[index].outputs[0])] == 1:
             fuse_gate(fused, index)
     return fused
 
 
 def fuse_gate(calls: list[Call], index: int) -> None:
     """Fuse the silu at an index with the product that reads it, if a kernel computes both."""
-    (x,), (gate,) = calls[index].args, calls[index].made
+    (x,), (gate,) = calls[index].args, calls[index].outputs
+    key = storage_key(gate)
     end = next(
-        n for n in range(index + 1, len(calls)) if memory(gate) in map(memory, calls[n].read())
+        n for n in range(index + 1, len(calls)) if key in map(storage_key, calls[n].inputs())
     )
-    others = [tensor for tensor in calls[end].read() if tensor is not gate]
+    others = [tensor for tensor in calls[end].inputs() if tensor is not gate]
     if calls[end].name == "mul" and len(others) == 1:
         (up,) = others
-        if repeat := prepare_silu_product(x, up, calls[end].made[0]):
-            calls[end] = Call(None, (x, up), {}, calls[end].made, repeat)
+        if repeat := prepare_silu_product(x, up, calls[end].outputs[0]):
+            calls[end] = Call(None, (x, up), {}, calls[end].outputs, repeat)
             del calls[index]
 
 
 def fuse_norm(group: Sequence[Call]) -> Replay | None:
     """Replay of x * rsqrt(mean(x^2) + epsilon) * weight by the kernel; None if unsupported."""
-    pattern, tensors = describe(group)
+    pattern, tensors = to_pattern(group)
     if pattern not in NORMS or tensors[6].shape != tensors[0].shape[-1:]:
         return None
     return prepare_norm(tensors[0], tensors[6], tensors[7], group[2].args[1])
@@ -394,38 +397,38 @@ def fuse_norm(group: Sequence[Call]) -> Replay | None:
 
 def fuse_rotation(group: Sequence[Call]) -> Replay | None:
     """Replay of x * cos + cat(-x2, x1) * sin by the kernel, with halves x1, x2; else None."""
-    pattern, tensors = describe(group)
+    pattern, tensors = to_pattern(group)
     if pattern not in ROTATIONS:
         return None
     x, cos, sin, out = (tensors[number] for number in (0, 1, 7, 9))
-    halves = [identity(half) for half in x.chunk(2, -1)]
-    if halves != [identity(tensors[5]), identity(tensors[3])] or x.ndim != 4 or len(x) != 1:
+    halves = [tensor_key(half) for half in x.chunk(2, -1)]
+    if halves != [tensor_key(tensors[5]), tensor_key(tensors[3])] or x.ndim != 4 or len(x) != 1:
         return None
     if not cos.shape == sin.shape == (1, 1, *x.shape[2:]):
         return None
     return prepare_rotation(x, cos, sin, out)
 
 
-def describe(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
+def to_pattern(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
     """Names and arguments of calls as in `NORM`, and the numbered tensors."""
     tensors: dict[object, Tensor] = {}
 
     def number(value: object) -> object:
         if isinstance(value, Tensor):
-            tensors.setdefault(identity(value), value)
-            return [*tensors].index(identity(value))
+            tensors.setdefault(tensor_key(value), value)
+            return [*tensors].index(tensor_key(value))
         if isinstance(value, (list, tuple)):
-            return tuple(number(each) for each in value)
+            return tuple(map(number, value))
         return float if isinstance(value, float) else value
 
     pattern: list[object] = []
     for call in group:
         pattern.append((call.name, *map(number, call.args), *call.kwargs))
-        number(call.made)
+        number(call.outputs)
     return tuple(pattern), [*tensors.values()]
 
 
-def identity(tensor: Tensor) -> object:
+def tensor_key(tensor: Tensor) -> object:
     """A key that is equal for tensors with the same memory and layout."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -436,44 +439,44 @@ def make_replay(call: Call) -> Replay:
         return call.repeat
     # Tensor and torch functions have less overhead than calls of operator overloads.
     is_plain = call.operator.namespace == "aten" and "out" not in call.kwargs
-    if call.changed():
+    if call.mutated():
         method = getattr(Tensor, call.name, None) if is_plain else None
         return partial(method or call.operator, *call.args, **call.kwargs)
-    if len(call.made) == 1 and is_plain:
-        (made,) = call.made
-        source = next(call.read(), None)
-        if call.name in COPIES and source is not None and source.shape == made.shape:
-            return partial(made.copy_, source)
-        places = (torch, vars(torch._C)["_nn"])  # noqa: SLF001
-        bindings = (getattr(place, call.name, None) for place in places)
-        function = next((each for each in bindings if each is not None), call.operator)
-        repeat = partial(function, *call.args, **call.kwargs, out=made)
-        if torch.Tag.pointwise in call.operator.tags or call.name in WITH_OUT:
+    if len(call.outputs) == 1 and is_plain:
+        (output,) = call.outputs
+        source = next(call.inputs(), None)
+        if call.name in COPIES and source is not None and source.shape == output.shape:
+            return partial(output.copy_, source)
+        namespaces = (torch, vars(torch._C)["_nn"])  # noqa: SLF001
+        bindings = (getattr(namespace, call.name, None) for namespace in namespaces)
+        function = next((binding for binding in bindings if binding is not None), call.operator)
+        repeat = partial(function, *call.args, **call.kwargs, out=output)
+        if torch.Tag.pointwise in call.operator.tags or call.name in OUT_OPERATORS:
             try:
                 repeat()
             except (TypeError, RuntimeError):
                 pass
             else:
                 return repeat
-    return partial(_again, call)
+    return partial(_copy_results, call)
 
 
-def _again(call: Call) -> None:
+def _copy_results(call: Call) -> None:
     results = call.operator(*call.args, **call.kwargs)
-    for made, result in zip(call.made, tensors_in((results,)), strict=True):
-        made.copy_(result)
+    for output, result in zip(call.outputs, find_tensors((results,)), strict=True):
+        output.copy_(result)
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+def find_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors among the values and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            yield from find_tensors(value)
 
 
-def memory(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """A key of a tensor's memory, equal for a tensor and its views."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
@@ -482,7 +485,7 @@ class CurrentLayout:
     """The layout passed to modules: that of the current pass, whether traced or not."""
 
     def __init__(self) -> None:
-        self.layout: NextToken | None = None
+        self.layout: DecodeAttention | None = None
         self.recorder: TraceRecorder | None = None
 
     def attend(
@@ -496,88 +499,88 @@ class CurrentLayout:
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
         """Attention of the current pass."""
-        again: Callable[[NextToken], object] | None = None
+        repeat: Callable[[DecodeAttention], object] | None = None
         settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
 
-        def attend(layout: NextToken, out: Tensor | None = None) -> Tensor:
+        def attend(layout: DecodeAttention, out: Tensor | None = None) -> Tensor:
             return layout.attend(query, key, value, dropout=dropout, out=out, **settings)
 
         def compute(out: Tensor | None) -> Tensor:
-            nonlocal again
+            nonlocal repeat
             assert self.layout is not None
             if out is None:
                 return attend(self.layout)
-            if again is None:
+            if repeat is None:
                 rows = query[0].transpose(0, 1)
                 settings["scaling"] = query.shape[3] ** -0.5 if scaling is None else scaling
                 call = prepare_attention(rows, key, value, out[0], **settings)
-                again = partial(attend, out=out)
+                repeat = partial(attend, out=out)
                 if call is not None:
-                    again = lambda layout: call(*layout.live(len(rows)))  # noqa: E731
-            again(self.layout)
+                    repeat = lambda layout: call(*layout.device_tables(len(rows)))  # noqa: E731
+            repeat(self.layout)
             return out
 
         if self.recorder is None:
             return compute(None)
-        return self.recorder.outside(compute, [query, key, value])
+        return self.recorder.record(compute, [query, key, value])
 
 
 class TracedRows(ReplayedRows):
     """Traced passes with a fixed number of rows, whose small matmuls use the kernel."""
 
-    def __init__(self, modules: Pass, num_rows: int) -> None:
+    def __init__(self, forward: Pass, num_rows: int) -> None:
         super().__init__(num_rows)
-        self._modules = modules
+        self._forward = forward
         self._inputs: Int[Tensor, "3 N"] = torch.zeros(3, num_rows, dtype=torch.long)
         self._layout = CurrentLayout()
         self._calls: list[Call] = []
         self._result: Float[Tensor, "N V"] | None = None
-        self._products: list[Linear] = []
+        self._matmuls: list[Linear] = []
         self._trace: OperatorTrace | None = None
 
-    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+    def _load_inputs(self, columns: Sequence[Column], layout: DecodeAttention) -> None:
         self._inputs.copy_(torch.tensor(columns).T)
         self._layout.layout = layout
 
-    def _by_modules(self) -> Float[Tensor, "N V"]:
-        return self._modules(self._inputs, self._layout)
+    def _run_modules(self) -> Float[Tensor, "N V"]:
+        return self._forward(self._inputs, self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
         recorder = self._layout.recorder = TraceRecorder()
         try:
             with recorder:
-                self._result = self._by_modules()
+                self._result = self._run_modules()
         finally:
             self._layout.recorder = None
         self._calls = recorder.calls
         return self._result.clone()
 
-    def _verify(self, num_live: int) -> Float[Tensor, "N V"]:
+    def _verify(self, num_sequences: int) -> Float[Tensor, "N V"]:
         assert self._result is not None
-        self._trace = OperatorTrace(self._calls, [self._inputs], self._result, self._product)
+        self._trace = OperatorTrace(self._calls, [self._inputs], self._result, self._prepare_matmul)
         self._calls = []
-        return super()._verify(num_live)
+        return super()._verify(num_sequences)
 
     def _replay(self) -> Float[Tensor, "N V"]:
         assert self._trace is not None
         assert self._layout.layout is not None
-        for product in self._products:
-            product.set_rows(len(self._layout.layout.lengths))
+        for matmul in self._matmuls:
+            matmul.set_rows(len(self._layout.layout.lengths))
         return self._trace.replay()
 
-    def _product(self, call: Call) -> Replay | None:
+    def _prepare_matmul(self, call: Call) -> Replay | None:
         """A matmul of few rows with the kernel, which skips padding; None if unsupported."""
-        if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
+        if kernel_mode() == "off" or len(call.outputs) != 1 or call.kwargs:
             return None
-        if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:
+        if call.outputs[0].shape[:-1].numel() != self._inputs.shape[1]:
             return None  # not one row per token
         linear = None
         if call.name == "linear":
             x, weight, *bias = call.args
-            linear = prepare(x, weight, bias[0] if bias else None, call.made[0])
+            linear = prepare(x, weight, bias[0] if bias else None, call.outputs[0])
         elif call.name == "addmm":  # transformers' Conv1D, as in GPT-2
             bias, x, weight = call.args
-            linear = prepare(x, weight.mT, bias, call.made[0])
+            linear = prepare(x, weight.mT, bias, call.outputs[0])
         if linear is not None:
-            self._products.append(linear)
+            self._matmuls.append(linear)
         return linear

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from inference.engine.sampling import Reported, Sampler, without_seed
+from inference.engine.sampling import Sampler, TokenLogprobs, with_seed_0
 
 OnToken = Callable[[int, int], None]
 """Called with a prompt's index and each token of its response."""
@@ -47,7 +47,7 @@ def repeated_trigrams(ids: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Completion:
     """A response that has ended."""
 
     index: int
@@ -72,18 +72,18 @@ class Request:
     max_new_tokens: int
     """Maximum tokens in the response, including the stop token."""
 
-    drawn: int = 0
+    num_drawn: int = 0
     """Tokens sampled with this key in earlier turns of the dialogue: this turn continues after
     their random numbers."""
 
     num_top: int | None = None
-    """If given, each token has `Reported`, with this number of most likely tokens."""
+    """If given, each token has `TokenLogprobs`, with this number of most likely tokens."""
 
     scope: Hashable = None
     """Only requests with the same scope share keys and values."""
 
 
-def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
+def to_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
     """The tokens as an array, for fast comparisons."""
     return np.array(tokens, dtype=np.int32)
 
@@ -100,21 +100,21 @@ class Ticket:
         self.request = request
         self.response = Response()
         self.ended = False
-        self.newest = request.prompt[-1]
+        self.newest_token = request.prompt[-1]
         """The input token of the next decoding pass."""
-        self.sampler, self.key = without_seed(request.sampler, request.key)
+        self.sampler, self.key = with_seed_0(request.sampler, request.key)
         """An equivalent sampler, which requests with other seeds can share, and its key."""
         self.num_reused = 0
         """Prompt tokens whose keys and values were already stored when it got a slot."""
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:
-        """The tokens of its prompt, and of the response if `read_again` was called."""
-        return as_array(self.request.prompt)
+        """The tokens of its prompt, and of the response if `reset_prefill` was called."""
+        return to_array(self.request.prompt)
 
     @cached_property
-    def identity(self) -> Hashable:
-        """A key that is equal for tickets whose prompt needs to be read only once."""
+    def prompt_key(self) -> Hashable:
+        """A key that is equal for tickets whose prompt needs to be prefilled only once."""
         return self.request.scope, self.request.prompt
 
     @property
@@ -122,10 +122,10 @@ class Ticket:
         """Prompt and response so far."""
         return [*self.request.prompt, *self.response.ids]
 
-    def read_again(self) -> None:
+    def reset_prefill(self) -> None:
         """Return to the prefill stage with the response so far, whose keys and values are lost."""
-        self.prompt = as_array(self.tokens)
-        self.identity = self.request.scope, tuple(self.tokens)
+        self.prompt = to_array(self.tokens)
+        self.prompt_key = self.request.scope, tuple(self.tokens)
 
 
 Waiting = dict[Ticket, None]
@@ -135,17 +135,17 @@ Choice = tuple[int, float] | Exception
 """A token and its log-probability, or the reason why there is none."""
 
 
-class Token(NamedTuple):
-    """A response has one more token."""
+class TokenEvent(NamedTuple):
+    """A token was appended to a response."""
 
     ticket: Ticket
     id: int
     logprob: float
-    reported: Reported | None = None
+    top_logprobs: TokenLogprobs | None = None
     """Log-probabilities, if the request has `num_top`."""
 
 
-class Ended(NamedTuple):
+class EndEvent(NamedTuple):
     """A response has ended; no other event of its ticket follows."""
 
     ticket: Ticket
@@ -153,4 +153,4 @@ class Ended(NamedTuple):
     error: Exception | None = None
 
 
-Event = Token | Ended
+Event = TokenEvent | EndEvent

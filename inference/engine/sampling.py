@@ -20,7 +20,7 @@ from pipeline.kernels.sampling import Draw
 BLOCK = 128
 """Tokens per block, about the square root of a vocabulary; only one block is searched."""
 
-SMALL = 4096
+MAX_UNBLOCKED = 4096
 """Vocabulary size up to which one cumulative sum is faster than two steps."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -51,7 +51,7 @@ def _mixed_seed(seed: int) -> np.ndarray:
     return _mix(np.asarray([seed % 2**64], dtype=np.uint64) + _GOLDEN)
 
 
-def words_of(
+def as_words(
     keys: Sequence[int], positions: int | Sequence[int]
 ) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
     """Keys and positions as 64-bit words, broadcast to a common length."""
@@ -87,7 +87,7 @@ class Sampler(Draw):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
-    def forbids_early_ends(self) -> bool:
+    def forbids_early_stop(self) -> bool:
         """Whether some tokens are forbidden at the start of a response."""
         return self.min_new_tokens > 0 and len(self.stop_ids) > 0
 
@@ -97,13 +97,13 @@ class Sampler(Draw):
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
-    def alters_logits(self) -> str | None:
+    def logits_change_reason(self) -> str | None:
         """Why the logits are modified before sampling, as a clause; None if they aren't."""
         if self.needs_history:
             return "a repetition penalty changes the logits"
         if self.counts_tokens or self.logit_bias:
             return "a penalty or a bias changes the logits"
-        return "a minimum length changes the logits" if self.forbids_early_ends else None
+        return "a minimum length changes the logits" if self.forbids_early_stop else None
 
     def __call__(
         self,
@@ -125,33 +125,33 @@ class Sampler(Draw):
         Raises:
             KernelError: kernels are required, but none supports these logits.
         """
-        if sampling.find_kernel(logits, self.alters_logits) is not None and len(logits):
-            numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
+        if sampling.find_kernel(logits, self.logits_change_reason) is not None and len(logits):
+            numbers = torch.from_numpy(np.stack(as_words(keys, positions)).view(np.int64))
             tokens, logprobs = self.draw(logits, *numbers.to(logits.device))
             return tokens.tolist(), logprobs.tolist()
         logits = logits.float()
         scale = self.temperature or 1.0
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
-        scores = self._allowed(logits, positions, histories, responses)
+        scores = self._adjust_logits(logits, positions, histories, responses)
         if self.temperature == 0:
-            tokens = likeliest_tokens(scores)
+            tokens = argmax_tokens(scores)
         else:
             probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
             points = torch.from_numpy(uniform_numbers(self.seed, keys, positions)).to(logits.device)
-            tokens = inverse_transform(self.truncated(probabilities), points)
+            tokens = inverse_transform(self.truncate(probabilities), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()
 
     def draw(
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-        """Like `__call__` if `alters_logits` is None, but without waiting for the device."""
+        """Like `__call__` if `logits_change_reason` is None, but without waiting for the device."""
         gpu = sampling.find_kernel(logits)
         if gpu is None:
             return sampling.reference_sample(logits, keys, positions, self)
         return sampling.launch(logits, keys, positions, self, gpu=gpu)
 
-    def _allowed(
+    def _adjust_logits(
         self,
         logits: Float[Tensor, "B V"],
         positions: int | Sequence[int],
@@ -160,29 +160,29 @@ class Sampler(Draw):
     ) -> Float[Tensor, "B V"]:
         """The logits with repetitions penalized, biases added and early ends forbidden."""
         if self.needs_history:
-            logits = penalized(logits, histories, self.repetition_penalty)
+            logits = apply_repetition_penalty(logits, histories, self.repetition_penalty)
         if self.counts_tokens:
-            logits = counted(
+            logits = apply_count_penalties(
                 logits, responses, presence=self.presence_penalty, frequency=self.frequency_penalty
             )
         if self.logit_bias:
-            logits = biased(logits, self.logit_bias)
-        if self.forbids_early_ends:
-            numbers = [positions] * len(logits) if isinstance(positions, int) else positions
-            early = [row for row, count in enumerate(numbers) if count < self.min_new_tokens]
+            logits = add_bias(logits, self.logit_bias)
+        if self.forbids_early_stop:
+            counts = [positions] * len(logits) if isinstance(positions, int) else positions
+            early = [row for row, count in enumerate(counts) if count < self.min_new_tokens]
             if early:
                 logits = logits.clone()
                 logits[torch.tensor(early)[:, None], torch.tensor(self.stop_ids)] = -torch.inf
         return logits
 
-    def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    def truncate(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Apply top-k, top-p of the remaining tokens, and min-p, in the order of `transformers`."""
         if not self.truncates:
             return probabilities
         probabilities = probabilities.double()
         if self.top_k is not None:
-            probabilities = likeliest(probabilities, self.top_k)
-        probabilities = nucleus(probabilities, self.top_p)
+            probabilities = keep_top_k(probabilities, self.top_k)
+        probabilities = keep_top_p(probabilities, self.top_p)
         if self.min_p > 0:
             floor = self.min_p * probabilities.amax(dim=-1, keepdim=True)
             probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
@@ -190,46 +190,46 @@ class Sampler(Draw):
 
 
 def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
-    """The sampler that the settings describe."""
+    """Create a sampler with these settings."""
     settings: dict[str, Any] = asdict(sampling)
     del settings["max_new_tokens"]
     return Sampler(**settings, stop_ids=tuple(stop_ids))
 
 
-def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
+def with_seed_0(sampler: Sampler, key: int) -> tuple[Sampler, int]:
     """An equivalent sampler with seed 0, and the key with which it makes the same choices.
 
-    So rows with different seeds share a call: a seed only changes the word mixed into keys.
+    Rows with different seeds can then share a call: a seed only changes the word mixed into keys.
     """
     with np.errstate(over="ignore"):
         word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])
     return replace(sampler, seed=0, stop_ids=tuple(sampler.stop_ids)), key ^ word
 
 
-def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
+def keep_top_k(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
     """Keep the `top_k` most likely tokens, ties with the last included, renormalized to 1."""
     count = min(top_k, probabilities.shape[-1])
-    least = probabilities.topk(count, dim=-1).values[:, -1:]
-    kept = torch.where(probabilities >= least, probabilities, 0.0)
+    threshold = probabilities.topk(count, dim=-1).values[:, -1:]
+    kept = torch.where(probabilities >= threshold, probabilities, 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
-def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
+def keep_top_p(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
     """Zero all but the most likely tokens that together reach `top_p` (Holtzman et al. 2020)."""
     if top_p >= 1.0:
         return probabilities
-    words = probabilities.shape[-1]
+    vocab_size = probabilities.shape[-1]
     # Tokens below this bound sum to less than half of 1 - top_p. Text usually leaves few
     # candidates, and only those are sorted.
-    candidates = probabilities >= (1 - top_p) / (2 * words)
+    candidates = probabilities >= (1 - top_p) / (2 * vocab_size)
     count = int(candidates.sum(dim=-1).max())
-    order = torch.arange(words, device=probabilities.device).expand_as(probabilities)
-    if count <= words // 4:
+    order = torch.arange(vocab_size, device=probabilities.device).expand_as(probabilities)
+    if count <= vocab_size // 4:
         order = probabilities.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
-    ordered, places = probabilities.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    ordered, indices = probabilities.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
     kept = ordered * (before < top_p)
-    return torch.zeros_like(probabilities).scatter(-1, order.gather(-1, places), kept)
+    return torch.zeros_like(probabilities).scatter(-1, order.gather(-1, indices), kept)
 
 
 def inverse_transform(
@@ -240,45 +240,45 @@ def inverse_transform(
     In a large vocabulary it is found in two steps, first its block and then the token in it, with
     one pass over the weights.
     """
-    if weights.shape[-1] <= SMALL:
-        return _place(weights, points)[0]
-    blocks = in_blocks(weights, padding=0.0)
-    chosen, share = _place(blocks.sum(dim=-1), points)
+    if weights.shape[-1] <= MAX_UNBLOCKED:
+        return _search(weights, points)[0]
+    blocks = split_blocks(weights, padding=0.0)
+    block, fraction = _search(blocks.sum(dim=-1), points)
     rows = torch.arange(len(weights), device=weights.device)
-    inside, _ = _place(blocks[rows, chosen], share)
-    return chosen * BLOCK + inside
+    offset, _ = _search(blocks[rows, block], fraction)
+    return block * BLOCK + offset
 
 
-def _place(
+def _search(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """Return the index at a fraction of the total weight, and the fraction of its own weight."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, thresholds, right=True)
-    found = found.clamp(max=weights.shape[-1] - 1)
-    weight = weights.double().gather(-1, found)
-    before = cumulative.gather(-1, found) - weight
-    share = ((thresholds - before) / weight).clamp(0.0, 1 - 2.0**-53)
-    return found.squeeze(-1), share.squeeze(-1)
+    index = torch.searchsorted(cumulative, thresholds, right=True)
+    index = index.clamp(max=weights.shape[-1] - 1)
+    weight = weights.double().gather(-1, index)
+    before = cumulative.gather(-1, index) - weight
+    fraction = ((thresholds - before) / weight).clamp(0.0, 1 - 2.0**-53)
+    return index.squeeze(-1), fraction.squeeze(-1)
 
 
-def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+def argmax_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
     """Index of the first maximum of each row, blockwise, because argmax is slow on CPUs."""
-    blocks = in_blocks(scores, padding=-torch.inf)
-    chosen = blocks.amax(dim=-1).argmax(dim=-1)
+    blocks = split_blocks(scores, padding=-torch.inf)
+    block = blocks.amax(dim=-1).argmax(dim=-1)
     rows = torch.arange(len(scores), device=scores.device)
-    return chosen * BLOCK + blocks[rows, chosen].argmax(dim=-1)
+    return block * BLOCK + blocks[rows, block].argmax(dim=-1)
 
 
-def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
+def split_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
     """Split each row into K blocks; the last one is padded."""
     missing = -values.shape[-1] % BLOCK
     padded = F.pad(values, (0, missing), value=padding) if missing else values
     return padded.unflatten(-1, (-1, BLOCK))
 
 
-def penalized(
+def apply_repetition_penalty(
     logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
 ) -> Float[Tensor, "B V"]:
     """Lower the logits of tokens that a sequence already contains (Keskar et al. 2019, 4.1).
@@ -292,7 +292,7 @@ def penalized(
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def counted(
+def apply_count_penalties(
     logits: Float[Tensor, "B V"],
     responses: Sequence[Sequence[int]],
     *,
@@ -306,20 +306,22 @@ def counted(
     rows = [row for row, response in enumerate(responses) for _ in response]
     tokens = [token for response in responses for token in response]
     counts = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-    places = torch.tensor([rows, tokens], dtype=torch.long, device=logits.device)
+    indices = torch.tensor([rows, tokens], dtype=torch.long, device=logits.device)
     ones = torch.ones(len(rows), dtype=logits.dtype, device=logits.device)
-    counts.index_put_((places[0], places[1]), ones, accumulate=True)
+    counts.index_put_((indices[0], indices[1]), ones, accumulate=True)
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def biased(logits: Float[Tensor, "B V"], bias: Sequence[tuple[int, float]]) -> Float[Tensor, "B V"]:
+def add_bias(
+    logits: Float[Tensor, "B V"], bias: Sequence[tuple[int, float]]
+) -> Float[Tensor, "B V"]:
     """Add each bias to the logit of its token."""
     tokens = torch.tensor([token for token, _ in bias], device=logits.device)
     values = torch.tensor([value for _, value in bias], dtype=logits.dtype, device=logits.device)
     return logits.index_add(1, tokens, values.expand(len(logits), -1))
 
 
-class Reported(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """The policy's log-probability of a token at temperature 1, before any penalty; in nats."""
 
     logprob: float
@@ -327,15 +329,15 @@ class Reported(NamedTuple):
     """The most likely tokens with their log-probabilities, in descending order."""
 
 
-def reported(
+def compute_logprobs(
     logits: Float[Tensor, "B V"], tokens: Sequence[int], num_top: Sequence[int]
-) -> list[Reported]:
+) -> list[TokenLogprobs]:
     """Log-probabilities of one token of each row, and of the `num_top` most likely ones."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
     values, ids = logprobs.topk(min(max(num_top, default=0), logits.shape[-1]), dim=-1)
     return [
-        Reported(logprob.item(), tuple(zip(row_ids[:count], best[:count], strict=True)))
+        TokenLogprobs(logprob.item(), tuple(zip(row_ids[:count], best[:count], strict=True)))
         for logprob, row_ids, best, count in zip(
             chosen, ids.tolist(), values.tolist(), num_top, strict=True
         )

@@ -15,11 +15,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.engine.ahead import Ahead, can_stay_ahead, tokens_left
-from inference.engine.cache import NextToken, PagedCache, Piece, Pieces, num_pages
+from inference.engine.ahead import AheadDecoder, can_decode_ahead, remaining_tokens
+from inference.engine.cache import (
+    Chunk,
+    ChunkedAttention,
+    DecodeAttention,
+    PagedCache,
+    count_pages,
+)
 from inference.engine.decoder import Decoder
 from inference.engine.replay import CurrentLayout, PassCounts
-from inference.engine.requests import Ticket, Waiting, as_array
+from inference.engine.requests import Ticket, Waiting, to_array
 from inference.tensor_parallel import get_tp_group
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import PAGE
@@ -45,25 +51,25 @@ class PagePool:
         """Number of free pages."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """Take free pages for one slot."""
+    def allocate(self, count: int) -> list[int]:
+        """Allocate free pages for one slot."""
         pages = [self._free.pop() for _ in range(count)]
         self.share(pages)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Count one more slot that uses these pages."""
+        """Increment the use count of pages."""
         self._uses.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one slot fewer; pages that no slot uses become free."""
+        """Decrement the use count of pages; unused ones become free."""
         self._uses.subtract(pages)
         self._free += [page for page in reversed(pages) if not self._uses[page]]
 
 
 @dataclass(eq=False)
 class Slot:
-    """A running sequence, an ended one whose keys and values remain, or nothing.
+    """Holds a running sequence, an ended one whose keys and values remain stored, or nothing.
 
     Prefill reads all but the last token of a prompt. The first decoding pass reads that one, so a
     sequence is running as soon as the rest of its prompt is stored.
@@ -77,14 +83,14 @@ class Slot:
     pages: list[int] = field(default_factory=list)
     """Pages of the cache, in the order of the tokens."""
 
-    tokens: Int[np.ndarray, " P"] = field(default_factory=lambda: as_array(()))
+    tokens: Int[np.ndarray, " P"] = field(default_factory=lambda: to_array(()))
     """The stored sequence, or the prompt of a running request."""
 
     stored: int = 0
     """Length of the prefix of `tokens` whose keys and values are stored."""
 
-    identity: Hashable = None
-    """`Ticket.identity` of the last request."""
+    prompt_key: Hashable = None
+    """`Ticket.prompt_key` of the last request."""
 
     scope: Hashable = None
     """`Request.scope` of the last request."""
@@ -93,14 +99,14 @@ class Slot:
     """Time at which a request got the slot or left it."""
 
     @property
-    def left(self) -> int:
+    def num_unread(self) -> int:
         """Prompt tokens that prefill has not read yet."""
         return 0 if self.ticket is None else len(self.ticket.prompt) - 1 - self.stored
 
     @property
     def is_running(self) -> bool:
         """Whether the slot takes part in the next decoding pass."""
-        return self.ticket is not None and self.left <= 0
+        return self.ticket is not None and self.num_unread <= 0
 
     @property
     def length(self) -> int:
@@ -115,17 +121,17 @@ class Slot:
         if self.ticket is None:
             return False
         length = len(self.ticket.request.prompt) + len(self.ticket.response.ids)
-        return len(self.pages) < min(num_pages(length) + 1, pages_of(self.ticket))
+        return len(self.pages) < min(count_pages(length) + 1, max_pages(self.ticket))
 
     def assign(self, ticket: Ticket, *, stored: int) -> None:
         """Assign the slot, which stores the first `stored` tokens of the prompt, to a request."""
         self.ticket, self.tokens, self.stored = ticket, ticket.prompt, stored
-        self.identity, self.scope = ticket.identity, ticket.request.scope
+        self.prompt_key, self.scope = ticket.prompt_key, ticket.request.scope
         ticket.num_reused = stored
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empty the slot: no request, tokens or pages."""
-        self.ticket, self.tokens, self.stored, self.pages = None, as_array(()), 0, []
+        self.ticket, self.tokens, self.stored, self.pages = None, to_array(()), 0, []
 
 
 class PrefixCache:
@@ -136,33 +142,33 @@ class PrefixCache:
         partial: whether any common prefix is reused; otherwise only equal prompts share.
     """
 
-    def __init__(self, slots: Sequence[Slot], *, partial: bool) -> None:
+    def __init__(self, slots: Sequence[Slot], *, allow_partial: bool) -> None:
         self._slots = slots
-        self._partial = partial
-        self._by_identity: dict[Hashable, Slot] = {}
+        self._allow_partial = allow_partial
+        self._slot_by_prompt: dict[Hashable, Slot] = {}
 
     def assign(self, slot: Slot, ticket: Ticket, *, stored: int) -> None:
-        """Give a slot to a request, and forget the sequence it stored."""
-        if self._by_identity.get(slot.identity) is slot:
-            del self._by_identity[slot.identity]
+        """Assign a slot to a request, discarding the sequence it stored."""
+        if self._slot_by_prompt.get(slot.prompt_key) is slot:
+            del self._slot_by_prompt[slot.prompt_key]
         slot.assign(ticket, stored=stored)
-        self._by_identity[ticket.identity] = slot
+        self._slot_by_prompt[ticket.prompt_key] = slot
 
     def free(self, slot: Slot) -> None:
-        """Take a slot from its request; its sequence remains until the slot is needed."""
-        if slot.is_running and self._partial:
+        """Free a slot; its sequence remains stored until the slot is needed."""
+        if slot.is_running and self._allow_partial:
             assert slot.ticket is not None
-            slot.tokens = as_array(slot.ticket.tokens[:-1])
+            slot.tokens = to_array(slot.ticket.tokens[:-1])
             slot.stored = len(slot.tokens)
         slot.ticket = None
 
     def find(self, ticket: Ticket) -> tuple[Slot | None, int]:
         """Return the slot with the longest reusable prefix, and the prefix's length."""
         prompt = ticket.prompt[:-1]
-        equal = self._by_identity.get(ticket.identity)
+        equal = self._slot_by_prompt.get(ticket.prompt_key)
         if equal is not None and equal.stored >= len(prompt):
             return (equal, len(prompt)) if len(prompt) else (None, 0)
-        if not self._partial:
+        if not self._allow_partial:
             return None, 0
         counts = [
             (common_prefix(slot.tokens[: slot.stored], prompt), slot.ticket is None, slot.index)
@@ -172,21 +178,21 @@ class PrefixCache:
         count, _, index = max(counts, default=(0, False, 0))
         return (self._slots[index], count) if count >= REUSE_MIN else (None, 0)
 
-    def is_pending(self, ticket: Ticket, reading: Mapping[Hashable, Ticket]) -> bool:
+    def is_pending(self, ticket: Ticket, prefilling: Mapping[Hashable, Ticket]) -> bool:
         """Whether a prompt that is being read will provide a longer prefix than is stored.
 
         Args:
             ticket: a request without a slot.
-            reading: requests whose prompts are being read, by their `identity`.
+            prefilling: requests whose prompts are being read, by their `prompt_key`.
         """
         count = self.find(ticket)[1]
         if count == len(ticket.prompt) - 1:
             return False
-        if not self._partial:
-            return ticket.identity in reading
+        if not self._allow_partial:
+            return ticket.prompt_key in prefilling
         shared = [
             common_prefix(other.prompt, ticket.prompt[:-1])
-            for other in reading.values()
+            for other in prefilling.values()
             if other.request.scope == ticket.request.scope
         ]
         return max(shared, default=0) >= count + REUSE_MIN
@@ -199,28 +205,28 @@ class Scheduler:
         cache: the keys and values.
         num_slots: sequences that run at once.
         capacity: maximum tokens of a sequence; the cache has pages for at least one such sequence.
-        reuses: whether prompts reuse any common prefix, rather than only that of equal prompts.
-        ahead: further tokens for which a running sequence is given pages, if enough are free.
+        reuse: whether prompts reuse any common prefix, rather than only that of equal prompts.
+        lookahead: further tokens for which running sequences get pages, if enough are free.
     """
 
     def __init__(
-        self, cache: PagedCache, *, num_slots: int, capacity: int, reuses: bool, ahead: int = 0
+        self, cache: PagedCache, *, num_slots: int, capacity: int, reuse: bool, lookahead: int = 0
     ) -> None:
         self.slots = [Slot(index) for index in range(num_slots)]
-        self.table: Int[np.ndarray, "S L"] = np.zeros((num_slots, num_pages(capacity)), np.int32)
+        self.table: Int[np.ndarray, "S L"] = np.zeros((num_slots, count_pages(capacity)), np.int32)
         """Pages of each slot."""
         self._cache = cache
         self._pool = PagePool(cache.num_pages)
-        self._ahead = ahead
-        self._prefixes = PrefixCache(self.slots, partial=reuses)
-        self._reading: list[Slot] = []
+        self._lookahead = lookahead
+        self._prefixes = PrefixCache(self.slots, allow_partial=reuse)
+        self._prefilling: list[Slot] = []
         """Slots whose prompts are being read, in the order of their admission."""
-        self._lacking: Ticket | None = None
-        """The request that last lacked pages."""
-        self._lacks_pages = False
-        """Whether it lacks them still: none were released since."""
-        self._fit = num_slots
-        """Sequences that had pages when a request last lacked some."""
+        self._blocked: Ticket | None = None
+        """The last request that could not get pages."""
+        self._is_blocked = False
+        """Whether no pages have been released since then."""
+        self._num_fitting = num_slots
+        """Number of sequences that had pages at that time."""
         self._clock = itertools.count()
 
     @property
@@ -239,55 +245,55 @@ class Scheduler:
         return [slot.ticket for slot in self.slots if slot.ticket is not None]
 
     @property
-    def is_reading(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Whether prompt tokens are left to read."""
-        return bool(self._reading)
+        return bool(self._prefilling)
 
-    def is_due(self, waiting: Waiting, *, is_closed: bool) -> bool:
-        """Whether decoding is interrupted to admit requests or to read the rest of prompts.
+    def should_prefill(self, waiting: Waiting, *, is_closed: bool) -> bool:
+        """Whether to interrupt decoding in order to admit requests or to continue prefill.
 
         A closed batch waits until an eighth of the slots that have pages is free, or `GROUP_TOKENS`
         fit into them.
         """
-        if self.is_reading or not waiting or (self._lacks_pages and self._lacking in waiting):
-            return self.is_reading
+        if self.is_prefilling or not waiting or (self._is_blocked and self._blocked in waiting):
+            return self.is_prefilling
         num_free = sum(slot.ticket is None for slot in self.slots)
         if not num_free or not is_closed:
             return num_free > 0
-        num_free = max(0, num_free - len(self.slots) + self._fit)
+        num_free = max(0, num_free - len(self.slots) + self._num_fitting)
         tokens = sum(len(ticket.prompt) for ticket in itertools.islice(waiting, num_free))
-        return 8 * num_free >= self._fit or tokens >= GROUP_TOKENS
+        return 8 * num_free >= self._num_fitting or tokens >= GROUP_TOKENS
 
     def admit(self, waiting: Waiting) -> None:
-        """Give free slots to the oldest requests; those with a pending prefix stay in the queue."""
-        free = self._by_age(occupied=False)
-        reading = {slot.identity: slot.ticket for slot in self._reading if slot.ticket is not None}
+        """Assign free slots to the oldest requests, unless their prefix is being prefilled."""
+        free = self._slots_by_age(occupied=False)
+        prefilling = {s.prompt_key: s.ticket for s in self._prefilling if s.ticket is not None}
         oldest: list[Ticket] = []
         for ticket in itertools.islice(waiting, len(free)):
-            if not self._prefixes.is_pending(ticket, reading):
+            if not self._prefixes.is_pending(ticket, prefilling):
                 oldest.append(ticket)
-                reading[ticket.identity] = ticket
-        # Reuse sequences before their slots are given to others, unless that overtakes a request.
-        if self._lacking not in waiting:
+                prefilling[ticket.prompt_key] = ticket
+        # Reuse sequences before their slots are reassigned, unless that overtakes a request.
+        if self._blocked not in waiting:
             oldest.sort(key=lambda ticket: -self._prefixes.find(ticket)[1])
         available = self._num_available() - sum(slot.may_grow for slot in self.slots)
         copies: dict[int, int] = {}
         for ticket in oldest:
             source, count = self._prefixes.find(ticket)
-            needed = min(num_pages(len(ticket.prompt)) + 1, pages_of(ticket))
+            needed = min(count_pages(len(ticket.prompt)) + 1, max_pages(ticket))
             if source is not None and source.ticket is not None:
                 needed -= count // PAGE
-            self._lacks_pages = needed > available
-            if self._lacks_pages:
-                self._lacking = ticket
+            self._is_blocked = needed > available
+            if self._is_blocked:
+                self._blocked = ticket
                 break
             available -= needed
             del waiting[ticket]
-            self._place(ticket, source, count, free, copies)
+            self._assign_slot(ticket, source, count, free, copies)
         self._cache.copy(copies)
-        self._fit = len(self.occupants) if self._lacks_pages else len(self.slots)
+        self._num_fitting = len(self.occupants) if self._is_blocked else len(self.slots)
 
-    def _place(
+    def _assign_slot(
         self,
         ticket: Ticket,
         source: Slot | None,
@@ -295,7 +301,7 @@ class Scheduler:
         free: list[Slot],
         copies: dict[int, int],
     ) -> None:
-        """Give a request a slot and pages; `source` stores the first `count` tokens of its prompt.
+        """Assign a slot and pages; `source` stores the first `count` tokens of the prompt.
 
         The source of each page to copy is added to `copies`.
         """
@@ -304,48 +310,50 @@ class Scheduler:
             free.remove(slot)
         else:
             slot = free.pop(1 if free[0] is source and len(free) > 1 else 0)
-        whole, stored = count // PAGE, [] if source is None else source.pages[: num_pages(count)]
-        self._pool.share(stored[:whole])
+        num_full = count // PAGE
+        stored = [] if source is None else source.pages[: count_pages(count)]
+        self._pool.share(stored[:num_full])
         self._pool.release(slot.pages)
-        slot.forget()
-        pages = stored[:whole] + self._take(num_pages(len(ticket.prompt)) - whole)
-        for page in stored[whole:]:  # may have been released, but is written after the copy
-            copies[pages[whole]] = copies.get(page, page)
+        slot.clear()
+        pages = stored[:num_full] + self._allocate(count_pages(len(ticket.prompt)) - num_full)
+        for page in stored[num_full:]:  # may have been released, but is written after the copy
+            copies[pages[num_full]] = copies.get(page, page)
         self._prefixes.assign(slot, ticket, stored=count)
-        self._give(slot, pages)
+        self._set_pages(slot, pages)
         slot.changed_at = next(self._clock)
-        if slot.left:
-            self._reading.append(slot)
+        if slot.num_unread:
+            self._prefilling.append(slot)
 
     def grow(self, waiting: Waiting) -> None:
-        """Give running sequences pages for their next tokens, preempting the newest if needed."""
+        """Allocate pages for the next tokens of running sequences; preempt the newest if needed."""
         for slot in self.slots:
             if slot.ticket is None:
                 continue
             length = len(slot.ticket.request.prompt) + len(slot.ticket.response.ids)
-            if length + self._ahead <= PAGE * len(slot.pages) or not slot.is_running:
+            if length + self._lookahead <= PAGE * len(slot.pages) or not slot.is_running:
                 continue
-            needed = num_pages(length) - len(slot.pages)
+            needed = count_pages(length) - len(slot.pages)
             while needed > len(self._pool) and needed > self._num_available():
-                newest = self._by_age(occupied=True)[-1]
+                newest = self._slots_by_age(occupied=True)[-1]
                 self._preempt(newest, waiting)
             if slot.ticket is None:
                 continue
-            wanted = min(num_pages(length + self._ahead), pages_of(slot.ticket)) - len(slot.pages)
+            target = min(count_pages(length + self._lookahead), max_pages(slot.ticket))
+            wanted = target - len(slot.pages)
             count = wanted if wanted <= len(self._pool) else needed
             if count > 0:
-                self._give(slot, [*slot.pages, *self._take(count)])
+                self._set_pages(slot, [*slot.pages, *self._allocate(count)])
 
     def _preempt(self, slot: Slot, waiting: Waiting) -> None:
         """Return a request to the head of the queue; its keys and values are lost."""
         assert slot.ticket is not None
-        slot.ticket.read_again()
+        slot.ticket.reset_prefill()
         queue = {slot.ticket: None, **waiting}
         waiting.clear()
         waiting.update(queue)
         self._pool.release(slot.pages)
-        slot.forget()
-        self._reading = [slot for slot in self._reading if slot.ticket is not None]
+        slot.clear()
+        self._prefilling = [slot for slot in self._prefilling if slot.ticket is not None]
 
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Free the slots of requests that ended."""
@@ -353,67 +361,67 @@ class Scheduler:
         for slot in self.slots:
             if slot.ticket in ended:
                 self._prefixes.free(slot)
-                kept = num_pages(slot.stored)
+                kept = count_pages(slot.stored)
                 self._pool.release(slot.pages[kept:])
                 del slot.pages[kept:]
                 slot.changed_at = next(self._clock)
-                self._lacks_pages = False
-        self._reading = [slot for slot in self._reading if slot.ticket is not None]
+                self._is_blocked = False
+        self._prefilling = [slot for slot in self._prefilling if slot.ticket is not None]
 
-    def _by_age(self, *, occupied: bool) -> list[Slot]:
+    def _slots_by_age(self, *, occupied: bool) -> list[Slot]:
         """The slots with or without a request, least recently changed first."""
         slots = [slot for slot in self.slots if (slot.ticket is not None) == occupied]
         return sorted(slots, key=lambda slot: slot.changed_at)
 
-    def _give(self, slot: Slot, pages: list[int]) -> None:
+    def _set_pages(self, slot: Slot, pages: list[int]) -> None:
         slot.pages = pages
         self.table[slot.index, : len(pages)] = pages
 
     def _num_available(self) -> int:
-        """Pages that are free or store nothing but ended sequences."""
+        """Number of pages that are free or store only ended sequences."""
         occupied = {page for slot in self.slots if slot.ticket for page in slot.pages}
         return self._cache.num_pages - 1 - len(occupied)
 
-    def _take(self, count: int) -> list[int]:
-        """Take pages, if necessary those of the sequences that ended first."""
+    def _allocate(self, count: int) -> list[int]:
+        """Allocate pages, if necessary those of the sequences that ended first."""
         if count > len(self._pool):
-            for slot in self._by_age(occupied=False):
+            for slot in self._slots_by_age(occupied=False):
                 self._pool.release(slot.pages)
-                slot.forget()
+                slot.clear()
                 if count <= len(self._pool):
                     break
-        return self._pool.take(count)
+        return self._pool.allocate(count)
 
-    def next_pieces(self, most: int, *, splits: bool) -> list[tuple[Slot, int]]:
+    def next_chunks(self, max_tokens: int, *, allow_split: bool) -> list[tuple[Slot, int]]:
         """The slots whose prompts the next pass reads, oldest first, each with its token count.
 
-        Without `splits`, only the first of them may be read in part.
+        Without `allow_split`, only the first of them may be read in part.
         """
-        pieces: list[tuple[Slot, int]] = []
-        for slot in self._reading:
-            count = min(slot.left, most)
-            if not count or (pieces and count < slot.left and not splits):
+        chunks: list[tuple[Slot, int]] = []
+        for slot in self._prefilling:
+            count = min(slot.num_unread, max_tokens)
+            if not count or (chunks and count < slot.num_unread and not allow_split):
                 break
-            most -= count
-            pieces.append((slot, count))
-        return pieces
+            max_tokens -= count
+            chunks.append((slot, count))
+        return chunks
 
-    def record_read(self, pieces: Sequence[tuple[Slot, int]]) -> None:
+    def record_prefilled(self, chunks: Sequence[tuple[Slot, int]]) -> None:
         """Count the tokens that a prefill pass has stored."""
-        for slot, count in pieces:
+        for slot, count in chunks:
             slot.stored += count
-        self._reading = [slot for slot in self._reading if slot.left]
+        self._prefilling = [slot for slot in self._prefilling if slot.num_unread]
 
 
-def pages_of(ticket: Ticket) -> int:
-    """Pages of the longest sequence that a request may become."""
-    return num_pages(len(ticket.request.prompt) + ticket.request.max_new_tokens)
+def max_pages(ticket: Ticket) -> int:
+    """Pages of the longest sequence that a request may need."""
+    return count_pages(len(ticket.request.prompt) + ticket.request.max_new_tokens)
 
 
-def common_prefix(one: Int[np.ndarray, " P"], other: Int[np.ndarray, " Q"]) -> int:
+def common_prefix(a: Int[np.ndarray, " P"], b: Int[np.ndarray, " Q"]) -> int:
     """Number of equal tokens at the beginning of two sequences."""
-    count = min(len(one), len(other))
-    differ = one[:count] != other[:count]
+    count = min(len(a), len(b))
+    differ = a[:count] != b[:count]
     return int(differ.argmax()) if differ.any() else count
 
 
@@ -460,17 +468,7 @@ class SlotModel:
 
 
 class Slots(Scheduler):
-    """The running sequences of a model, at most `num_slots`.
-
-    Args:
-        model: a causal language model, plain or with adapters.
-        num_slots: sequences that run at once.
-        capacity: maximum tokens of a sequence, prompt and response.
-        num_pages: pages of the cache.
-        reuses: whether prompts reuse any prefix shared with a sequence in a slot, rather than only
-            that of equal prompts.
-        passes: counts the passes.
-    """
+    """The running sequences of a model, at most `num_slots`; arguments are those of `OpenBatch`."""
 
     def __init__(
         self,
@@ -479,26 +477,26 @@ class Slots(Scheduler):
         num_slots: int,
         capacity: int,
         num_pages: int,
-        reuses: bool,
+        reuse: bool,
         passes: PassCounts,
     ) -> None:
         self.device = next(model.parameters()).device
         self.cache = PagedCache(num_pages)
         tp_group = get_tp_group(base_model(model))
-        self._is_alone = tp_group.size == 1
-        # Passes that run ahead of the host are given no pages.
-        ahead = PAGE if self.device.type == "cuda" and self._is_alone else 0
+        self._is_single_process = tp_group.size == 1
+        # Passes that run ahead of the host can't allocate pages.
+        lookahead = PAGE if self.device.type == "cuda" and self._is_single_process else 0
         super().__init__(
-            self.cache, num_slots=num_slots, capacity=capacity, reuses=reuses, ahead=ahead
+            self.cache, num_slots=num_slots, capacity=capacity, reuse=reuse, lookahead=lookahead
         )
         self._passes = passes
-        self._modules = SlotModel(model, self.cache, self.device)
+        self._forward = SlotModel(model, self.cache, self.device)
         self._decode = Decoder(
-            self._modules,
+            self._forward,
             model=model,
             device=self.device,
             counts=passes,
-            agree=lambda own: own if tp_group.size == 1 else not any(tp_group.sums([not own])),
+            agree=lambda ok: ok if tp_group.size == 1 else not any(tp_group.sums([not ok])),
         )
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
@@ -507,39 +505,39 @@ class Slots(Scheduler):
         In a closed batch, read all prompts once enough requests wait to make it worthwhile.
         """
         self.grow(waiting)
-        if self.running and not self.is_due(waiting, is_closed=is_closed):
+        if self.running and not self.should_prefill(waiting, is_closed=is_closed):
             return
         self.admit(waiting)
-        while self.is_reading:
-            self._read(self.next_pieces(chunk, splits=self.device.type == "cpu"))
+        while self.is_prefilling:
+            self._prefill_chunks(self.next_chunks(chunk, allow_split=self.device.type == "cpu"))
             if not is_closed:
                 return
-            if not self.is_reading:
+            if not self.is_prefilling:
                 self.admit(waiting)  # requests that waited for the prefixes just read
 
     @torch.inference_mode()
-    def _read(self, pieces: Sequence[tuple[Slot, int]]) -> None:
+    def _prefill_chunks(self, chunks: Sequence[tuple[Slot, int]]) -> None:
         """Store the next tokens of each prompt."""
-        layout_pieces: list[Piece] = []
+        layout_chunks: list[Chunk] = []
         columns: list[Int[np.ndarray, "3 N"]] = []
-        for slot, count in pieces:
-            layout_pieces.append(Piece(self.table[slot.index], slot.stored, count))
+        for slot, count in chunks:
+            layout_chunks.append(Chunk(self.table[slot.index], slot.stored, count))
             positions = np.arange(slot.stored, slot.stored + count)
-            columns.append(np.stack([slot.tokens[positions], *self._places(slot, positions)]))
+            columns.append(np.stack([slot.tokens[positions], *self._locate(slot, positions)]))
         # A pass of whole prompts has all the keys that it attends to.
-        is_whole = not any(piece.first for piece in layout_pieces)
+        is_unchunked = not any(chunk.first for chunk in layout_chunks)
         layout = (
-            Ragged([count for _, count in pieces], self.device, kernels=kernel_mode())
-            if is_whole
-            else Pieces(layout_pieces, self.device)
+            Ragged([count for _, count in chunks], self.device, kernels=kernel_mode())
+            if is_unchunked
+            else ChunkedAttention(layout_chunks, self.device)
         )
         inputs = torch.from_numpy(np.concatenate(columns, axis=1)).to(self.device)
-        self._modules(inputs, layout, reads_pages=not is_whole, keep=1)
+        self._forward(inputs, layout, reads_pages=not is_unchunked, keep=1)
         self._passes.prefill += 1
-        self.record_read(pieces)
+        self.record_prefilled(chunks)
 
-    def _places(self, slot: Slot, positions: Int[np.ndarray, " N"]) -> Int[np.ndarray, "2 N"]:
-        """The positions, and the cache index of each."""
+    def _locate(self, slot: Slot, positions: Int[np.ndarray, " N"]) -> Int[np.ndarray, "2 N"]:
+        """Return the positions with their cache indices."""
         pages = self.table[slot.index, positions // PAGE].astype(np.int64)
         return np.stack([positions, pages * PAGE + positions % PAGE])
 
@@ -550,16 +548,16 @@ class Slots(Scheduler):
         lengths = [slot.length + 1 for slot in slots]
         pages = self.table[[slot.index for slot in slots], : max(len(slot.pages) for slot in slots)]
         last = np.array(lengths) - 1
-        places = pages[np.arange(len(slots)), last // PAGE] * PAGE + last % PAGE
-        tokens = [ticket.newest for ticket in running]
-        columns = list(zip(tokens, last.tolist(), places.tolist(), strict=True))
+        indices = pages[np.arange(len(slots)), last // PAGE] * PAGE + last % PAGE
+        tokens = [ticket.newest_token for ticket in running]
+        columns = list(zip(tokens, last.tolist(), indices.tolist(), strict=True))
+        layout = DecodeAttention(lengths, pages, self.device)
         # The pass that allocates the cache can't be replayed.
-        repeats = bool(self.cache.keys)
-        return running, self._decode(
-            columns, NextToken(lengths, pages, self.device), repeats=repeats
-        )
+        return running, self._decode(columns, layout, allow_replay=bool(self.cache.keys))
 
-    def go_ahead(self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Ahead | None:
+    def decode_ahead(
+        self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]
+    ) -> AheadDecoder | None:
         """Start decoding one pass ahead of the host; None if this is not possible.
 
         Args:
@@ -567,11 +565,12 @@ class Slots(Scheduler):
             logits: logits of these sequences.
         """
         rows = self._decode.replayed
-        if rows is None or not self._is_alone or not can_stay_ahead(tickets):
+        if rows is None or not self._is_single_process or not can_decode_ahead(tickets):
             return None
-        rooms = [
+        limits = [
             PAGE * len(slot.pages) - slot.length - 1
             for slot, ticket in zip(self.running_slots, tickets, strict=True)
-            if PAGE * len(slot.pages) - slot.length - 1 < tokens_left(ticket)
+            if PAGE * len(slot.pages) - slot.length - 1 < remaining_tokens(ticket)
         ]
-        return Ahead(rows, tickets, logits, room=min(rooms, default=None), counts=self._passes)
+        limit = min(limits, default=None)
+        return AheadDecoder(rows, tickets, logits, max_passes=limit, counts=self._passes)

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from inference.engine.requests import Request, sample_key
-from inference.engine.sampling import Reported, Sampler
+from inference.engine.sampling import Sampler, TokenLogprobs
 from inference.serve.http import (
     DONE,
     SIGN_OF_LIFE,
@@ -356,7 +356,7 @@ class TextReply(Reply):
         super().__init__(state, fields, client)
         self.fields = fields
         served, given = self.served, fields.prompts
-        self.scores: list[list[Reported | None]] = []
+        self.scores: list[list[TokenLogprobs | None]] = []
         """Log-probabilities of each prompt's tokens; empty unless prompts are echoed with them."""
         if not given:
             raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
@@ -397,7 +397,7 @@ class TextReply(Reply):
         if self.echoes is not None:
             text = self.echoes[index] + text
         if self.fields.logprobs is not None:
-            tokens: list[tuple[int, bytes, Reported | None]] = []
+            tokens: list[tuple[int, bytes, TokenLogprobs | None]] = []
             if self.scores:
                 parts = self.served.view_bytes.of_all(self.prompts[index], begins=True)
                 tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
@@ -420,7 +420,7 @@ class TextReply(Reply):
             yield choice
 
     def _logprobs(
-        self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, Reported | None]]
+        self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, TokenLogprobs | None]]
     ) -> dict[str, Any]:
         """OpenAI's logprobs object; a prompt's first token has no log-probability."""
         names = self.served.view_bytes
@@ -468,12 +468,12 @@ class TextPosition:
     """Characters before the next token; an incomplete character doesn't count."""
     _open: bytes = field(default=b"", repr=False)
 
-    def tokens(self, piece: Piece) -> list[tuple[int, bytes, Reported]]:
+    def tokens(self, piece: Piece) -> list[tuple[int, bytes, TokenLogprobs]]:
         """Return (id, bytes, log-probabilities) of the tokens of a piece that have text."""
-        ids = piece.ids[: len(piece.reported)]
+        ids = piece.ids[: len(piece.logprobs)]
         parts = self.served.view_bytes.of_all(ids, begins=self.begins)
         self.begins = self.begins and set(ids) <= self.served.view_bytes.special
-        return list(zip(ids, parts, piece.reported, strict=True))
+        return list(zip(ids, parts, piece.logprobs, strict=True))
 
     def advance(self, part: bytes) -> int:
         """Move past the next token, which has these bytes; return its offset."""

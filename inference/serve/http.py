@@ -41,12 +41,7 @@ class ApiError(Exception):
     """A refused request; the message is one sentence that says how to fix it."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.batch import OpenBatch
-from inference.engine.cache import num_pages, page_bytes
-from inference.engine.sampling import Reported, reported
+from inference.engine.cache import count_pages, page_bytes
+from inference.engine.sampling import TokenLogprobs, compute_logprobs
 from inference.replica import weights_hash
 from inference.reward_model import load_scorer
 from inference.serve.config import ServeConfig
@@ -125,7 +125,7 @@ class ServedModel:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     @torch.inference_mode()
-    def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[Reported | None]:
+    def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
         """Return the log-probability of each token given the preceding ones; None for the first.
 
         A long prompt is read once per `MOST_LOGITS` logits.
@@ -134,12 +134,12 @@ class ServedModel:
         ids = torch.tensor(list(prompt), device=device)
         policy = Policy(self.model)
         step = max(1, MOST_LOGITS // self.vocabulary)
-        result: list[Reported | None] = [None]
+        result: list[TokenLogprobs | None] = [None]
         for first in range(1, len(prompt), step):
             last = min(first + step, len(prompt))
             batch = TokenBatch(ids[:last], (last,), torch.arange(first, last, device=device))
             logits = policy.logits(batch)
-            result += reported(logits, list(prompt[first:last]), [num_top] * (last - first))
+            result += compute_logprobs(logits, list(prompt[first:last]), [num_top] * (last - first))
         return result
 
 
@@ -308,7 +308,7 @@ def load_models(
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
-        cache_bytes = slots * num_pages(context) * page_bytes(model)
+        cache_bytes = slots * count_pages(context) * page_bytes(model)
         weights, cache = format_bytes(_num_bytes(model), cache_bytes)
         print_notice(
             f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
@@ -325,7 +325,7 @@ def load_models(
                 num_slots=slots,
                 capacity=context,
                 chunk=config.prefill_chunk or CHUNK[model.device.type],
-                reuses=config.prefix_reuse != "off",
+                reuse_prefixes=config.prefix_reuse != "off",
             ),
             num_slots=slots,
             context=context,
@@ -391,9 +391,9 @@ def _plan_slots(
     )
     context = min(limit, config.context or MOST_CONTEXT)
     if config.context is None:  # shorten it rather than fail
-        while context > LEAST_CONTEXT and num_pages(context) * page_bytes(model) > budget:
+        while context > LEAST_CONTEXT and count_pages(context) * page_bytes(model) > budget:
             context = max(LEAST_CONTEXT, context // 2)
-    slot = num_pages(context) * page_bytes(model)
+    slot = count_pages(context) * page_bytes(model)
     slots = config.slots or max(1, min(MOST_SLOTS, budget // slot))
     if slots * slot > budget:
         needed, available = format_bytes(slots * slot, budget)

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from inference.engine.requests import Ended, Request, Ticket, Token
-from inference.engine.sampling import Reported
+from inference.engine.requests import EndEvent, Request, Ticket, TokenEvent
+from inference.engine.sampling import TokenLogprobs
 from inference.serve.metrics import Metrics
 from inference.serve.models import ServedModel
 from inference.text import ResponseText
@@ -33,7 +33,7 @@ class Piece:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     """Tokens since the last piece, including a stop token."""
-    reported: list[Reported] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the tokens with text, if they are requested."""
     num_reused: int = 0
     """Number of prompt tokens whose keys and values were reused; 0 after the first piece."""
@@ -46,7 +46,7 @@ class Piece:
         """Append the next piece."""
         self.text += later.text
         self.ids += later.ids
-        self.reported += later.reported
+        self.logprobs += later.logprobs
         self.num_reused += later.num_reused
         self.finish, self.error = later.finish, later.error
 
@@ -119,7 +119,7 @@ class Row:
         """Whether a stop string ended the response."""
         return self._text.stopped
 
-    def token(self, event: Token) -> Piece | None:
+    def token(self, event: TokenEvent) -> Piece | None:
         """Add a token; return the piece that it completes, if the job streams."""
         if self.stopped:
             return None
@@ -129,13 +129,13 @@ class Row:
         if event.id in event.ticket.sampler.stop_ids:
             return None
         self._piece.text += self._text.add(event.id)
-        if event.reported is not None:
-            self._piece.reported.append(event.reported)
+        if event.top_logprobs is not None:
+            self._piece.logprobs.append(event.top_logprobs)
         if not self.job.streams or not self._piece.text:
             return None
         return self._take()
 
-    def ended(self, event: Ended) -> Piece | None:
+    def ended(self, event: EndEvent) -> Piece | None:
         """Return the last piece; None if the client cancelled the response."""
         if event.reason == "cancelled" and not self.stopped:
             return None
@@ -266,7 +266,7 @@ class Worker:
             self._metrics.waiting.labels(name).set(len(queue))
         for served in busy:
             counts = served.batch.passes
-            self._metrics.passes.labels(served.name, "modules").set(counts.by_modules)
+            self._metrics.passes.labels(served.name, "modules").set(counts.eager)
             self._metrics.passes.labels(served.name, "replay").set(counts.replayed)
 
     def _admit(self, served: ServedModel) -> None:
@@ -304,7 +304,7 @@ class Worker:
         now = time.perf_counter()
         for event in served.batch.step():
             row = self._rows[event.ticket]
-            if isinstance(event, Token):
+            if isinstance(event, TokenEvent):
                 piece = self._token(row, event)
                 self._count_token(row, event.ticket, now)
                 if row.stopped or (piece is not None and piece.error is not None):
@@ -313,7 +313,7 @@ class Worker:
                 piece = self._ended(row, event)
             if piece is not None and row.job in self._jobs:
                 pieces.append((row.job, piece))
-            if isinstance(event, Ended):
+            if isinstance(event, EndEvent):
                 row.job.tickets.discard(event.ticket)
                 row.job.left -= 1
                 if not row.job.left:
@@ -331,7 +331,7 @@ class Worker:
             metrics.first.labels(name).observe(now - row.began)
         row.newest = now
 
-    def _token(self, row: Row, event: Token) -> Piece | None:
+    def _token(self, row: Row, event: TokenEvent) -> Piece | None:
         """The piece that a token completes; a tokenizer's error ends only its response."""
         try:
             return row.token(event)
@@ -339,7 +339,7 @@ class Worker:
             logger.exception("token %d has no text", event.id)
             return row.failed()
 
-    def _ended(self, row: Row, event: Ended) -> Piece | None:
+    def _ended(self, row: Row, event: EndEvent) -> Piece | None:
         del self._rows[event.ticket]
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from inference.engine.batch import OpenBatch
 from inference.engine.cache import page_bytes
-from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
+from inference.engine.requests import EndEvent, Event, Reason, Request, Response, Ticket, TokenEvent
 from inference.engine.sampling import Sampler
-from inference.generation import pages_within
+from inference.generation import fitting_pages
 from pipeline.config import FrozenModelConfig
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def finish(batch: OpenBatch) -> list[Event]:
 def end_reasons(events: Sequence[Event]) -> dict[Ticket, list[Reason]]:
     reasons: dict[Ticket, list[Reason]] = defaultdict(list)
     for event in events:
-        if isinstance(event, Ended):
+        if isinstance(event, EndEvent):
             reasons[event.ticket].append(event.reason)
     return reasons
 
@@ -77,7 +77,7 @@ def submit_at_random(batch: OpenBatch, requests: Sequence[Request], seed: int) -
 
     streamed: dict[Ticket, list[int]] = defaultdict(list)
     for event in events:
-        if isinstance(event, Token):
+        if isinstance(event, TokenEvent):
             streamed[event.ticket].append(event.id)
     assert streamed == {ticket: ticket.response.ids for ticket in tickets.values()}
     assert {len(values) for values in end_reasons(events).values()} == {1}
@@ -188,11 +188,11 @@ def test_reported_logprobs_are_at_temperature_1(llama: PreTrainedModel) -> None:
     ticket = batch.submit(Request(PROMPTS[0], biased, key=0, max_new_tokens=3, num_top=4))
     other = batch.submit(make_request(1))
 
-    events = [event for event in finish(batch) if isinstance(event, Token)]
+    events = [event for event in finish(batch) if isinstance(event, TokenEvent)]
 
-    reports = [event.reported for event in events if event.ticket is ticket]
+    reports = [event.top_logprobs for event in events if event.ticket is ticket]
     assert ticket.response.ids == [7, 7, 7]
-    assert all(event.reported is None for event in events if event.ticket is other)
+    assert all(event.top_logprobs is None for event in events if event.ticket is other)
     ids = torch.tensor([[*PROMPTS[0], 7, 7, 7]])
     plain = tiny_causal_lm("llama").eval()
     with torch.no_grad():
@@ -216,6 +216,6 @@ def test_page_size_matches_the_allocated_cache(family: str, tmp_path: Path) -> N
     cache, size = batch._rows.cache, page_bytes(model)
     # One page for the 40 tokens of each of three sequences, and one for padding.
     assert sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) == 4 * size
-    assert pages_within(model, 4 * size - 1, num_tokens=65) == 3
+    assert fitting_pages(model, 4 * size - 1, num_tokens=65) == 3
     with pytest.raises(ConfigError, match=f"take {3 * size:,} bytes, but only {3 * size - 1:,}"):
-        pages_within(model, 3 * size - 1, num_tokens=65)
+        fitting_pages(model, 3 * size - 1, num_tokens=65)

@@ -82,7 +82,7 @@ def test_traces_and_graphs_match_the_modules(
 
     for counts in (trace_passes, graph_passes):
         assert counts.replayed > 8
-        assert counts.refused == 0
+        assert counts.failed_recordings == 0
     assert passes.replayed == 0
     assert_close(by_traces, expected)
     assert_close(by_graphs, expected)
@@ -168,11 +168,11 @@ def test_sequences_that_end_during_a_pass_change_no_other(
 
 def test_row_at_its_limit_repeats_its_last_position() -> None:
     rows = GraphedRows(with_hook, 2, longest=64, device=CPU, capture=capture_trace, agree=bool)
-    rows._numbers.copy_(torch.tensor([[5, 6], [10, 20], [10, 20], [11, 21]]))
+    rows._inputs.copy_(torch.tensor([[5, 6], [10, 20], [10, 20], [11, 21]]))
 
     rows.advance(torch.tensor([7, 8]), torch.tensor([1, 0]))
 
-    assert rows._numbers.tolist() == [[7, 6], [11, 20], [11, 20], [12, 21]]
+    assert rows._inputs.tolist() == [[7, 6], [11, 20], [11, 20], [12, 21]]
 
 
 def scale_by(factor: float) -> Capture:
@@ -226,7 +226,7 @@ def test_gpu_responses_match_the_modules(tmp_path: Path) -> None:
 
     actual, passes = generate_responses(model)
 
-    assert (passes.refused, passes.replayed) == (0, 10)
+    assert (passes.failed_recordings, passes.replayed) == (0, 10)
     assert_close(actual, generate_responses(with_hook(model))[0])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from inference.engine.requests import Ended, Token
+from inference.engine.requests import EndEvent, TokenEvent
 from pipeline.models.forward.forward import cache_name
 from tests.inference.engine.test_batch import (
     end_reasons,
@@ -58,7 +58,7 @@ def test_failed_pass_ends_its_requests_once_and_others_continue(
 
     events = batch.step()
 
-    assert [type(event) for event in events] == [Ended, Ended]
+    assert [type(event) for event in events] == [EndEvent, EndEvent]
     assert [*end_reasons(events).values()] == [["error"], ["error"]]
     assert set(end_reasons(events + finish(batch))) == set(tickets)
 
@@ -100,7 +100,7 @@ def test_responses_continue_in_half_the_slots_when_memory_runs_out(
     assert [*dict.fromkeys(slots)][:3] == [8, 4, 2]
     assert [t.response.ids for t in resumed] == [t.response.ids for t in tickets]
     for ticket in resumed:
-        streamed = [e.id for e in events if isinstance(e, Token) and e.ticket is ticket]
+        streamed = [e.id for e in events if isinstance(e, TokenEvent) and e.ticket is ticket]
         assert streamed == ticket.response.ids
 
 
@@ -118,7 +118,7 @@ def test_kept_error_keeps_no_cache_and_no_batch(family: str, steps: int, tmp_pat
 
     (ended,) = batch.step()
 
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndEvent)
     assert isinstance(ended.error, ConnectionError)
     text = "".join(traceback.format_exception(ended.error))
     assert all(part in text for part in ("no room", "in _raise_error", "in _before", "in _forward"))

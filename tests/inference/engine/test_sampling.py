@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.engine.sampling import Sampler, inverse_transform, nucleus
+from inference.engine.sampling import Sampler, inverse_transform, keep_top_p
 
 DISTRIBUTION = torch.tensor([[0.1, 0.4, 0.0, 0.3, 0.2]], dtype=torch.float64)
 
@@ -49,13 +49,13 @@ def test_inverse_transform_is_accurate_for_large_vocabularies(vocabulary: int) -
 
 def test_nucleus_has_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
     kept = {
-        top_p: nucleus(DISTRIBUTION, top_p).nonzero()[:, 1].tolist()
+        top_p: keep_top_p(DISTRIBUTION, top_p).nonzero()[:, 1].tolist()
         for top_p in (0.1, 0.39, 0.41, 0.71, 0.95)
     }
 
     assert kept == {0.1: [1], 0.39: [1], 0.41: [1, 3], 0.71: [1, 3, 4], 0.95: [0, 1, 3, 4]}
-    assert nucleus(DISTRIBUTION, 0.41)[0, 1] == 0.4  # weights, not yet probabilities
-    assert nucleus(DISTRIBUTION, 1.0) is DISTRIBUTION
+    assert keep_top_p(DISTRIBUTION, 0.41)[0, 1] == 0.4  # weights, not yet probabilities
+    assert keep_top_p(DISTRIBUTION, 1.0) is DISTRIBUTION
 
 
 @pytest.mark.parametrize("vocabulary", [1, 37, 5000])
@@ -73,7 +73,7 @@ def test_nucleus_is_a_prefix_of_tokens_sorted_by_weight(vocabulary: int, top_p: 
         ordered, indices = weights.sort(dim=-1, descending=True, stable=True)
         kept = ordered * (ordered.cumsum(dim=-1) - ordered < top_p)
         expected = torch.zeros_like(weights).scatter(-1, indices, kept)
-        assert torch.equal(nucleus(weights, top_p), expected)
+        assert torch.equal(keep_top_p(weights, top_p), expected)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.75])

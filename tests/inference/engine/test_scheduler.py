@@ -32,7 +32,10 @@ def model(tmp_path: Path) -> PreTrainedModel:
 
 def open_batch(model: PreTrainedModel, slots: int = 3, **settings: int | None) -> OpenBatch:
     return OpenBatch(
-        model, num_slots=slots, capacity=CAPACITY, **{"chunk": 32, "reuses": True, **settings}
+        model,
+        num_slots=slots,
+        capacity=CAPACITY,
+        **{"chunk": 32, "reuse_prefixes": True, **settings},
     )
 
 
@@ -84,24 +87,24 @@ def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
 
 
 def test_pass_reads_only_complete_prompts_without_splitting() -> None:
-    scheduler = Scheduler(PagedCache(9), num_slots=4, capacity=64, reuses=False)
+    scheduler = Scheduler(PagedCache(9), num_slots=4, capacity=64, reuse=False)
     tickets = [Ticket(make_request(range(5, 5 + length))) for length in (6, 5, 4, 31)]
     scheduler.admit(dict.fromkeys(tickets))
 
-    def lengths(*, splits: bool) -> list[int]:
-        return [count for _, count in scheduler.next_pieces(10, splits=splits)]
+    def lengths(*, allow_split: bool) -> list[int]:
+        return [count for _, count in scheduler.next_chunks(10, allow_split=allow_split)]
 
     # The prefill reads all but the last token of a prompt.
-    assert lengths(splits=True) == [5, 4, 1]
-    assert lengths(splits=False) == [5, 4]
+    assert lengths(allow_split=True) == [5, 4, 1]
+    assert lengths(allow_split=False) == [5, 4]
     scheduler.free(tickets[:3])
-    assert lengths(splits=False) == [10]
+    assert lengths(allow_split=False) == [10]
 
 
 def test_samples_of_a_prompt_share_its_full_pages() -> None:
     cache = PagedCache(num_pages=40)
     cache.keys, cache.values = [torch.zeros(40, 1, 64, 1)], [torch.zeros(40, 1, 64, 1)]
-    scheduler = Scheduler(cache, num_slots=8, capacity=192, reuses=False)
+    scheduler = Scheduler(cache, num_slots=8, capacity=192, reuse=False)
     first, *others = (Ticket(make_request(range(5, 145), key=key, length=20)) for key in range(8))
     waiting = dict.fromkeys([first, *others])
 
@@ -109,20 +112,20 @@ def test_samples_of_a_prompt_share_its_full_pages() -> None:
     assert [*waiting] == others  # until the first has read the prompt
     assert scheduler.slots[0].pages == [1, 2, 3]
     cache.keys[0][3, 0, :, 0] = torch.arange(64.0)
-    scheduler.record_read([(scheduler.slots[0], 139)])
+    scheduler.record_prefilled([(scheduler.slots[0], 139)])
     scheduler.admit(waiting)
 
-    assert not scheduler.is_reading
+    assert not scheduler.is_prefilling
     assert [slot.pages[:2] for slot in scheduler.slots] == [[1, 2]] * 8
     last_pages = [slot.pages[2:] for slot in scheduler.slots]
     assert last_pages == [[page] for page in range(3, 11)]
     assert all(torch.equal(cache.keys[0][page], cache.keys[0][3]) for (page,) in last_pages)
     scheduler.free([first, *others])
-    assert sorted(scheduler._take(39)) == [*range(1, 40)]  # no page is lost or has two owners
+    assert sorted(scheduler._allocate(39)) == [*range(1, 40)]  # no page is lost or has two owners
 
 
 def test_request_waits_only_while_others_may_need_its_pages() -> None:
-    scheduler = Scheduler(PagedCache(1 + 6), num_slots=4, capacity=128, reuses=False)
+    scheduler = Scheduler(PagedCache(1 + 6), num_slots=4, capacity=128, reuse=False)
     first, second, large, third, last = (
         Ticket(make_request(range(key, key + length), length=60))
         for key, length in enumerate((50, 51, 65, 52, 53))
@@ -130,7 +133,7 @@ def test_request_waits_only_while_others_may_need_its_pages() -> None:
 
     def admit(*tickets: Ticket) -> list[Ticket]:
         scheduler.admit(waiting := dict.fromkeys(tickets))
-        scheduler.record_read([(slot, slot.left) for slot in scheduler.slots])
+        scheduler.record_prefilled([(slot, slot.num_unread) for slot in scheduler.slots])
         return [*waiting]
 
     assert admit(first, second, large, third) == [third]
@@ -139,19 +142,19 @@ def test_request_waits_only_while_others_may_need_its_pages() -> None:
     scheduler.free([first])
     assert admit(third) == []  # no other sequence needs the last two pages
     assert admit(last) == [last]
-    assert not scheduler.is_due({last: None}, is_closed=False)
-    assert scheduler.is_due({first: None}, is_closed=False)
+    assert not scheduler.should_prefill({last: None}, is_closed=False)
+    assert scheduler.should_prefill({first: None}, is_closed=False)
 
 
-@pytest.mark.parametrize("reuses", [pytest.param(False, marks=pytest.mark.grid), True])
+@pytest.mark.parametrize("reuse", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_newest_sequences_are_preempted_when_pages_run_out(
-    model: PreTrainedModel, reuses: bool
+    model: PreTrainedModel, reuse: bool
 ) -> None:
     requests = [
         make_request(TEXTS[number % 4][: 20 + 3 * number], key=number, length=140 + 7 * number)
         for number in range(6)
     ]
-    batch = open_batch(model, 4, num_pages=1 + 7, reuses=reuses)  # a sequence may need 7
+    batch = open_batch(model, 4, num_pages=1 + 7, reuse_prefixes=reuse)  # a sequence may need 7
 
     tickets = [batch.submit(request) for request in requests]
     finish(batch)
@@ -217,7 +220,7 @@ def test_stored_prefix_works_with_windows_and_learned_positions(
     model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
     greedy = Sampler(temperature=0.0, seed=0)
     prompt = TEXTS[0][:30]
-    batch = OpenBatch(model, num_slots=2, capacity=60, chunk=8, reuses=True)
+    batch = OpenBatch(model, num_slots=2, capacity=60, chunk=8, reuse_prefixes=True)
     first = run_request(batch, Request(prompt, greedy, 0, 8))
 
     request = Request((*prompt, *first.response.ids, 5, 6), greedy, 0, 8)
