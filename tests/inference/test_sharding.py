@@ -126,7 +126,7 @@ def test_bias_after_a_reduction_is_added_once() -> None:
 
     assert first is None
     assert second is not None
-    assert second.of(torch.ones(32)).tolist() == [0.0] * 32
+    assert second.extract(torch.ones(32)).tolist() == [0.0] * 32
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_fragments_of_shards_map_to_the_full_parameter(
             for fragment in list_fragments("w", shard, start, flat[start:stop]):
                 columns = fragment.columns or Columns(0, len(full), len(full))
                 end = fragment.start + len(fragment.tensor)
-                restored[columns.places(fragment.start, end)] = fragment.tensor
+                restored[columns.positions(fragment.start, end)] = fragment.tensor
             out = torch.empty_like(flat[start:stop])
             read_shard(shard, start, out, lambda i, to: to.copy_(full[i : i + len(to)]))
             assert torch.equal(out, flat[start:stop])

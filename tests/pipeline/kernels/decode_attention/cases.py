@@ -12,7 +12,7 @@ from pipeline.kernels.decode_attention import (
     HEAD_SIZES,
     PAGE,
     AttentionSpec,
-    Shape,
+    HeadGrouping,
     cuda_macros,
     launch,
     reference_attention,
@@ -168,7 +168,7 @@ LARGE = [
 """Shapes of OPT-1.3B, Llama-3-8B and an eighth of Llama-3-70B, for a GPU."""
 
 SPECIALISATIONS: list[Macros] = [
-    cuda_macros(dtype, Shape(heads, size, dtype.itemsize))
+    cuda_macros(dtype, HeadGrouping(heads, size, dtype.itemsize))
     for dtype in (BF16, F16, F32)
     for size in sorted(HEAD_SIZES, key=lambda size: size != 128)
     for heads in (8, 1, 4, 7)
