@@ -13,7 +13,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades, Question, Task
 from evaluation.tasks import tasks_named
 from pipeline.cli.options import parse_command, print_output, run_main
-from pipeline.files.durable import check_output, write_output
+from pipeline.files.durable import check_writable, write_output
 from pipeline.report.results import find_model
 from pipeline.system.installation import MODULE
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         usage=f"{MODULE} evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
         about="How well a model does on tasks that programs check: docs/evaluation.md.",
     )
-    check_output(config.output, option="--output")
+    check_writable(config.output, option="--output")
     tasks = tasks_named(config.tasks, config.paths, setting="--data")
     # Read all rows before loading the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}

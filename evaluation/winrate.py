@@ -18,7 +18,7 @@ import numpy as np
 from evaluation.comparison import Match
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.config import RowColumns
-from pipeline.files.durable import check_output, write_output
+from pipeline.files.durable import check_writable, write_output
 from pipeline.settings.fields import to_plain
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
         " [--SETTING VALUE ...]",
         about="How often a model's responses are better than another's: docs/evaluation.md.",
     )
-    check_output(config.output, option="--output")
+    check_writable(config.output, option="--output")
 
     from pipeline.models.hf.chat import check_ready
     from pipeline.system.logs import configure_logging

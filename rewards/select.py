@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.data.examples import Example, Message
-from pipeline.files.durable import check_output, json_lines, write_output
+from pipeline.files.durable import check_writable, json_lines, write_output
 from pipeline.system.errors import DataError, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_specs
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
         about="Sample responses, score_episodes them, and write the best as training data.",
         aliases=ALIASES,
     )
-    check_output(config.output, option="--output")
+    check_writable(config.output, option="--output")
 
     from pipeline.models.hf.chat import check_ready
     from pipeline.system.logs import configure_logging

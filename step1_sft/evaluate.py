@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from inference.settings import Sampling
 from pipeline.cli.options import parse_command, run_main
-from pipeline.files.durable import check_output, write_output
+from pipeline.files.durable import check_writable, write_output
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
         aliases=ALIASES,
     )
     if config.out is not None:
-        check_output(config.out, option="--out")
+        check_writable(config.out, option="--out")
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
     )

@@ -22,7 +22,7 @@ from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import fingerprint
-from pipeline.data.sharing.steps import StageData
+from pipeline.data.sharing.steps import StepData
 from pipeline.engine.engine import Engine
 from pipeline.files.durable import replace_durably
 from pipeline.models.forward.forward import Policy
@@ -57,7 +57,7 @@ class RowStore:
         self.held_out: list[Row] = []
         self._examples: Sequence[Example] = ()
 
-    def sift(self, data: StageData, chat: ChatFormat) -> StageData:
+    def sift(self, data: StepData, chat: ChatFormat) -> StepData:
         """Keep the trainable rows. A collective.
 
         Raises:

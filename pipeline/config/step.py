@@ -159,27 +159,27 @@ class Workload:
         return self.parallel.num_pipelines(self.world)
 
     @property
-    def rows_per_process(self) -> int:
+    def process_rows(self) -> int:
         """Maximum rows per optimizer step on one process."""
         if self.generates_first and self.generation and self.batch_size == self.iteration_rows:
             return self.generation.count
         return -(-self.batch_size // self.data_processes)
 
     @property
-    def rows(self) -> int:
+    def micro_batch_rows(self) -> int:
         """Rows per micro-batch."""
-        count = min(self.parallel.min_micro_batches or 1, self.rows_per_process)
-        return min(self.micro_batch_size, -(-self.rows_per_process // count))
+        count = min(self.parallel.min_micro_batches or 1, self.process_rows)
+        return min(self.micro_batch_size, -(-self.process_rows // count))
 
     @property
     def sequences(self) -> int:
         """Sequences per micro-batch."""
-        return self.sequences_per_row * self.rows
+        return self.sequences_per_row * self.micro_batch_rows
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per process and optimizer step."""
-        return -(-self.rows_per_process // self.rows)
+        return -(-self.process_rows // self.micro_batch_rows)
 
     @property
     def generates_first(self) -> bool:

@@ -135,7 +135,7 @@ def verdict(kind: str, expected: str, response: str) -> Verdict:
 
 
 @lru_cache(maxsize=6)
-def stage_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
+def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     """Training and evaluation rows of a step, 1 to 3.
 
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
@@ -183,7 +183,7 @@ def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow]
 def held_out_questions() -> tuple[Question, ...]:
     """Prompts in held-out wordings, `HELD_OUT_PROMPTS` of each kind."""
     random = Random("held-out prompts")
-    train, held_out = split()
+    train, held_out = split_facts()
     questions: dict[str, Question] = {}
     for kind, count in HELD_OUT_PROMPTS.items():
         source = train if kind in MEMORIZED else held_out
@@ -263,7 +263,7 @@ def _wrong_sentence(fact: Fact, random: Random) -> str:
 
 @cache
 def _train_by_kind() -> dict[str, list[Fact]]:
-    train, _ = split()
+    train, _ = split_facts()
     return {kind: [fact for fact in train if fact.kind == kind] for kind in kinds()}
 
 
@@ -293,7 +293,7 @@ def kinds() -> tuple[str, ...]:
 
 
 @cache
-def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
+def split_facts() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
     """The training and held-out facts; those whose subjects differ only in order stay together."""
     random = Random(0)
     train: list[Fact] = []

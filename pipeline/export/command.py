@@ -69,12 +69,12 @@ def main(argv: Sequence[str]) -> None:
         about="Export a model as GGUF or ONNX, with its adapter merged, or its adapter alone, and"
         " verify what was written: docs/export.md.",
     )
-    from pipeline.export.source import atomic_directory, check_out
+    from pipeline.export.source import atomic_directory, check_export_directory
     from pipeline.system.logs import configure_logging
 
     assert config.out is not None
     out = config.out.expanduser()
-    check_out(out)
+    check_export_directory(out)
     configure_logging(is_main=True)
     export = prepare(config)
     print_output(f"{export.source}: {export.title}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.files.durable import check_output, discard, rename_durably, sync_tree
+from pipeline.files.durable import check_writable, discard, rename_durably, sync_tree
 from pipeline.models.hf.directory import (
     ADAPTER,
     TOKENIZER_FILES,
@@ -83,7 +83,7 @@ def require_packages(names: Sequence[str]) -> None:
         )
 
 
-def check_out(out: Path) -> None:
+def check_export_directory(out: Path) -> None:
     """Check that an export can be written to `out`.
 
     Raises:
@@ -93,7 +93,7 @@ def check_out(out: Path) -> None:
         return
     if out.exists():
         raise ConfigError(f"--out {out} already exists; remove it, or choose another directory")
-    check_output(out, option="--out")
+    check_writable(out, option="--out")
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def sync_tree(directory: Path) -> None:
     sync(directory)
 
 
-def check_output(path: Path, *, option: str) -> None:
+def check_writable(path: Path, *, option: str) -> None:
     """Check that a file can probably be written there; creates nothing.
 
     Call it before the work whose result goes to the file.

@@ -23,7 +23,7 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Example
 from pipeline.data.rows.sources import LOCAL_JSONFILE, is_local_jsonfile
-from pipeline.data.sharing.steps import StageData, check_embedded, load_examples, select_rows
+from pipeline.data.sharing.steps import StepData, check_embedded, load_examples, select_rows
 from pipeline.models.hf.directory import check_model_directory
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.plan import Plan
@@ -47,7 +47,7 @@ MOST_BYTES = 512 * 2**20
 class Preview:
     """The rows of a step, as far as they are known before it starts."""
 
-    data: StageData | None = None
+    data: StepData | None = None
     """The data; None if the rows were not read."""
 
     unread: str = ""

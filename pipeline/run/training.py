@@ -18,7 +18,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.lengths import FitCheck, report_lengths, require_targets
 from pipeline.data.sharing.prompts import PromptRecord, fingerprint
-from pipeline.data.sharing.steps import StageData, load_step_rows, record_prompts
+from pipeline.data.sharing.steps import StepData, load_step_rows, record_prompts
 from pipeline.engine.checkpoint.parts import BestWeights, HealthMonitor, Stateful
 from pipeline.engine.engine import Engine
 from pipeline.models.hf.chat import load_chat
@@ -105,7 +105,7 @@ class Rows:
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    data: StageData
+    data: StepData
     stream: RowStream
     """Row indices of `data.train`, one global batch at a time."""
 
@@ -132,7 +132,7 @@ def load_rows(
     model: TrainedModelConfig,
     *,
     step: int,
-    sift: Callable[[StageData, ChatFormat], StageData] | None = None,
+    sift: Callable[[StepData, ChatFormat], StepData] | None = None,
 ) -> Rows:
     """Read the step's rows, and the tokenizer of the model it trains.
 
@@ -241,7 +241,7 @@ def set_up(
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, passes)
 
 
-def check_rows(data: StageData, how: FitCheck[Example], config: StepConfig) -> None:
+def check_rows(data: StepData, how: FitCheck[Example], config: StepConfig) -> None:
     """Log how many of a step's training and evaluation rows are truncated.
 
     Raises:

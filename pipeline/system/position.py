@@ -44,9 +44,9 @@ class Position:
         """The latest collectives, oldest first."""
         self.transfers = 0
         """Number of tensors received from pipeline stages."""
-        self.waits_for: tuple[int, ...] = ()
+        self.awaited_ranks: tuple[int, ...] = ()
         """Ranks of the processes that this one is waiting for, as far as it knows."""
-        self.waits_at = ""
+        self.wait_reason = ""
         """Reason for waiting, if it is not a collective."""
 
     def enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
@@ -61,16 +61,16 @@ class Position:
         return self.recent[-1] if self.recent else Collective(0, "none yet")
 
     @contextmanager
-    def waiting(self, ranks: Sequence[int], at: str = "") -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], reason: str = "") -> Iterator[None]:
         """Context in which this process waits for these processes.
 
-        `at` describes the wait if it is not for a collective that this process has entered.
+        `reason` describes the wait if it is not for a collective that this process has entered.
         """
-        self.waits_for, self.waits_at = tuple(ranks), at  # doesn't copy tuples
+        self.awaited_ranks, self.wait_reason = tuple(ranks), reason  # doesn't copy tuples
         try:
             yield
         finally:
-            self.waits_for, self.waits_at = (), ""
+            self.awaited_ranks, self.wait_reason = (), ""
 
 
 POSITION = Position()

@@ -109,7 +109,7 @@ class Heartbeat(NamedTuple):
     exited: bool = False
     """Whether the process exited normally."""
 
-    waits_for: tuple[int, ...] = ()
+    awaited_ranks: tuple[int, ...] = ()
     """Ranks that the process waits for; only reported by pipelines with several stages."""
 
     def describe(self) -> str:
@@ -150,8 +150,8 @@ class StatusStore:
         positions: dict[int, Heartbeat] = {}
         for rank in ranks:
             if (value := self._get(f"at/{rank}")) is not None:
-                *fields, waits_for = json.loads(value)
-                positions[rank] = Heartbeat(*fields, waits_for=tuple(waits_for))
+                *fields, awaited_ranks = json.loads(value)
+                positions[rank] = Heartbeat(*fields, awaited_ranks=tuple(awaited_ranks))
         return positions
 
     def _get(self, key: str) -> bytes | None:
@@ -196,13 +196,13 @@ def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> F
 
     The first process of the chain must have waited for `timeout` seconds.
     """
-    waiting = {rank: beat for rank, beat in heartbeats.items() if beat.waits_for}
+    waiting = {rank: beat for rank, beat in heartbeats.items() if beat.awaited_ranks}
     first = max(waiting, key=lambda rank: waiting[rank].seconds, default=None)
     if first is None or waiting[first].seconds < timeout:
         return None
     chain = [first]
     while True:
-        others = [rank for rank in waiting[chain[-1]].waits_for if rank not in chain]
+        others = [rank for rank in waiting[chain[-1]].awaited_ranks if rank not in chain]
         rank = min(others, key=lambda rank: rank in waiting, default=None)
         if rank is None:
             return None
@@ -346,11 +346,11 @@ class Watchdog:
         self.store.publish(
             Heartbeat(
                 number=last.number,
-                label=POSITION.waits_at or str(last),
+                label=POSITION.wait_reason or str(last),
                 seconds=round(now - self._position_since, 3),
                 beat=self._num_heartbeats,
                 exited=exited,
-                waits_for=POSITION.waits_for if in_stages else (),
+                awaited_ranks=POSITION.awaited_ranks if in_stages else (),
             )
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.data.sharing.steps import StageData, load_examples
+from pipeline.data.sharing.steps import StepData, load_examples
 from pipeline.models.hf.chat import load_chat
 from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
@@ -48,7 +48,7 @@ def test_uninformative_rows_are_skipped_and_counted(
     store = RowStore(config)
 
     with caplog.at_level(logging.INFO):
-        data = store.sift(StageData([PAIR, equal, long, unlearned], [PAIR], []), chat)
+        data = store.sift(StepData([PAIR, equal, long, unlearned], [PAIR], []), chat)
 
     assert data.train == [PAIR]
     assert (len(store), store.num_good) == (1, 1)
@@ -67,7 +67,7 @@ def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
     data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
 
     with pytest.raises(DataError, match=r"none of the 2 training rows .*2 have equal responses"):
-        RowStore(config).sift(StageData([equal, equal], [PAIR], []), chat)
+        RowStore(config).sift(StepData([equal, equal], [PAIR], []), chat)
     with pytest.raises(DataError, match="no row has what step 3 needs, a chosen and a rejected"):
         load_examples(data, step=3, seed=0, share=config.row_share)
 
@@ -94,7 +94,7 @@ def test_kto_balances_good_and_bad_over_all_training_rows(toy: Path) -> None:
     bad = Example((USER,), (), (CHOSEN,))
     store = RowStore(config)
 
-    store.sift(StageData([*good, bad], [good[0], bad], []), chat)
+    store.sift(StepData([*good, bad], [good[0], bad], []), chat)
 
     assert (store.num_good, len(store)) == (3, 4)
     assert kto_weights(3, 1, config) == (1.0, 3.0)

@@ -44,7 +44,7 @@ NEEDS: Mapping[RowUse, str] = {
 
 
 @dataclass(frozen=True)
-class StageData:
+class StepData:
     """The examples of one step."""
 
     train: list[Example]
@@ -62,7 +62,7 @@ class StageData:
     """Held-out prompts of step 3, in its order, for a step with a `RowShare`."""
 
 
-def load_step_rows(config: StepConfig, *, step: int) -> StageData:
+def load_step_rows(config: StepConfig, *, step: int) -> StepData:
     """Load the examples of a running step, the same on every process.
 
     Raises:
@@ -95,7 +95,7 @@ def load_examples(
     earlier: PromptRecord | None = None,
     kept: RowColumns | None = None,
     share: RowShare | None = None,
-) -> StageData:
+) -> StepData:
     """Load the examples that `step` (1, 2 or 3) trains on and is evaluated on; log the notes.
 
     Args:
@@ -125,7 +125,7 @@ def load_examples(
     return data
 
 
-def select_rows(data: StageData, config: StepConfig) -> StageData:
+def select_rows(data: StepData, config: StepConfig) -> StepData:
     """Keep the rows that the step's settings select.
 
     Raises:
@@ -146,12 +146,12 @@ def embedded_examples(
         seed: seed of the run.
         split_steps: steps whose prompts are used; the rows are then pairs.
     """
-    from pipeline.demo.task import pair_rows, stage_rows
+    from pipeline.demo.task import pair_rows, step_rows
 
     parts = (
         pair_rows(split_steps=split_steps, seed=seed)
         if split_steps
-        else stage_rows(step=step, seed=seed)
+        else step_rows(step=step, seed=seed)
     )
 
     def turns(response: str) -> tuple[Message, ...]:
@@ -195,7 +195,7 @@ def _load_embedded(
     step: int,
     seed: int,
     share: RowShare | None,
-) -> StageData:
+) -> StepData:
     check_embedded(config, kept)
     prompts: list[Example] = []
     train, held_out = embedded_examples(
@@ -207,7 +207,7 @@ def _load_embedded(
     if share is not None:
         prompts = embedded_examples(step=3, seed=seed)[1][: config.max_eval_rows]
         train, held_out = (_split_responses(rows, share.use) for rows in (train, held_out))
-    return StageData(train, held_out, [], record, prompts)
+    return StepData(train, held_out, [], record, prompts)
 
 
 @dataclass
@@ -391,7 +391,7 @@ def _load_user_rows(
     *,
     step: int,
     share: RowShare | None,
-) -> StageData:
+) -> StepData:
     notes: list[str] = []
     labelled = kept.labels or kept.known_labels
     uses: Mapping[int, RowUse] = {**STEP_USES, 2: "labels"} if labelled else STEP_USES
@@ -419,7 +419,7 @@ def _load_user_rows(
             " step; use the same paths, data.seed and split in all steps to avoid this"
         )
     train, held_out = (_split_responses(rows, part.use) for rows in (selected, evaluated))
-    return StageData(train, held_out, notes, earlier | record, prompts)
+    return StepData(train, held_out, notes, earlier | record, prompts)
 
 
 def _make_record(train: Iterable[Example], held_out: Iterable[Example]) -> PromptRecord:

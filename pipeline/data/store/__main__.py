@@ -16,7 +16,7 @@ from pipeline.data.store.token_file import (
     read_vocabulary,
     without_suffix,
 )
-from pipeline.files.durable import check_output
+from pipeline.files.durable import check_writable
 from pipeline.system.errors import EXIT_USER_ERROR, ConfigError, DataError, require
 from pipeline.system.installation import MODULE
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
         options.out = without_suffix(options.out)
         exists = part_path(options.out, "idx").exists()
         require(not exists, f"--out {options.out} already exists; choose another, or remove it")
-        check_output(options.out, option="--out")
+        check_writable(options.out, option="--out")
     options.run(options)
 
 

@@ -20,8 +20,8 @@ from pipeline.demo.task import (
     facts,
     held_out_questions,
     kinds,
-    split,
-    stage_rows,
+    split_facts,
+    step_rows,
     verdict,
     verify,
 )
@@ -36,7 +36,7 @@ def verdicts(rows: list[TaskRow], side: str) -> list[Verdict]:
 
 def test_held_out_prompts_have_held_out_facts_unless_memorized() -> None:
     questions = held_out_questions()
-    trained, held_out = map(set, split())
+    trained, held_out = map(set, split_facts())
 
     assert Counter(q.fact.kind for q in questions) == HELD_OUT_PROMPTS
     assert len({q.text for q in questions}) == len(questions) == 300
@@ -51,7 +51,7 @@ def test_held_out_prompts_have_held_out_facts_unless_memorized() -> None:
 
 def test_steps_share_no_training_prompt_with_any_seeds() -> None:
     prompts = {
-        (step, seed): {row.prompt.lower() for row in stage_rows(step=step, seed=seed)[0]}
+        (step, seed): {row.prompt.lower() for row in step_rows(step=step, seed=seed)[0]}
         for step, seed in ((1, 3), (2, 3), (3, 3), (3, 4))
     }
     held_out = {q.text.lower() for q in held_out_questions()}
@@ -65,16 +65,16 @@ def test_steps_share_no_training_prompt_with_any_seeds() -> None:
 
 @pytest.mark.parametrize(("step", "digest"), [(1, "5d7f180c"), (2, "2f0bc6c3"), (3, "485074b1")])
 def test_only_training_rows_depend_on_the_seed(step: int, digest: str) -> None:
-    train, evaluation = stage_rows(step=step, seed=3)
+    train, evaluation = step_rows(step=step, seed=3)
 
     assert hashlib.sha256(repr((train, evaluation)).encode()).hexdigest()[:8] == digest
-    assert train != stage_rows(step=step, seed=4)[0]
-    assert evaluation == stage_rows(step=step, seed=4)[1]
+    assert train != step_rows(step=step, seed=4)[0]
+    assert evaluation == step_rows(step=step, seed=4)[1]
     assert {row.prompt for row in evaluation} <= {q.text for q in held_out_questions()}
 
 
 def test_demonstrations_are_85_percent_correct_40_percent_polite() -> None:
-    train, evaluation = stage_rows(step=1, seed=3)
+    train, evaluation = step_rows(step=1, seed=3)
 
     results = verdicts(evaluation, "chosen")
 
@@ -88,7 +88,7 @@ def test_demonstrations_are_85_percent_correct_40_percent_polite() -> None:
 
 
 def test_chosen_response_is_better_by_correctness_then_politeness() -> None:
-    train, evaluation = stage_rows(step=2, seed=3)
+    train, evaluation = step_rows(step=2, seed=3)
 
     chosen, rejected = verdicts(evaluation, "chosen"), verdicts(evaluation, "rejected")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files.durable import check_output, write_output
+from pipeline.files.durable import check_writable, write_output
 from pipeline.system.errors import ConfigError
 from tests.sources import ROOT
 
 KILLED = """
 import resource, signal, sys
 from pathlib import Path
-from pipeline.files.durable import check_output, write_output
+from pipeline.files.durable import check_writable, write_output
 
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -53,9 +53,9 @@ def test_check_output_raises_for_unwritable_paths(
     (tmp_path / "file").touch()
     (tmp_path / "open").mkdir()
     monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)  # tests may run as root
-    check_output(tmp_path / "open" / "none" / "out", option="--out")
+    check_writable(tmp_path / "open" / "none" / "out", option="--out")
     cause = f"can't be written: {tmp_path}"
     reasons = {"open": "is a", "file/out": rf"{cause}/file is a", "none/out": rf"{cause} is not"}
     for name, reason in reasons.items():
         with pytest.raises(ConfigError, match=f"^--out {tmp_path}/{name} {reason}"):
-            check_output(tmp_path / name, option="--out")
+            check_writable(tmp_path / name, option="--out")

@@ -8,7 +8,7 @@ import yaml
 
 from pipeline.budget.fit import find_shortage
 from pipeline.config import TrainedModelConfig
-from pipeline.data.sharing.steps import StageData
+from pipeline.data.sharing.steps import StepData
 from pipeline.plan.checks import Preview
 from pipeline.plan.describe import describe_plan, estimate, refusals
 from pipeline.plan.plan import Plan, make_plan
@@ -44,7 +44,7 @@ def test_prompt_of_a_group_counts_once(tmp_path: Path) -> None:
     def seconds(group: int, tokens: float) -> Any:
         argv = f"--step 3 --method grpo --reward math --actor-model {OPT} --ppo.group_size {group}"
         group_plan = plan(tmp_path, f"{argv} --ppo.max_steps 1")
-        preview = Preview(StageData([], [], []), row_tokens=tokens)
+        preview = Preview(StepData([], [], []), row_tokens=tokens)
         return estimate(group_plan, group_plan.stages[0], preview, flops=1e12)
 
     two, sixteen = (seconds(group, 1000.0) - seconds(group, 0.0) for group in (2, 16))

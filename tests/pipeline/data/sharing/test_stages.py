@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.config import DataConfig
 from pipeline.data.examples import Example
 from pipeline.data.sharing.prompts import fingerprint
-from pipeline.data.sharing.steps import StageData, load_examples
+from pipeline.data.sharing.steps import StepData, load_examples
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
@@ -24,7 +24,7 @@ def pairs(count: int, name: str = "q") -> list[dict[str, Any]]:
 
 def load(
     *paths: str, step: int = 1, seed: int = 0, data_seed: int = 0, **settings: Any
-) -> StageData:
+) -> StepData:
     config = DataConfig(path=paths, seed=data_seed, **settings)
     return load_examples(config, step=step, seed=seed)
 
