@@ -176,7 +176,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
     updates = update_policy(models, rollout, config, step=step, forward=experience.forward)
     end("training")
     gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().max().item()
-    check_rollout_gap(rollout_gap(experience), models, largest=gap)
+    check_rollout_gap(rollout_gap(experience), models, max_gap=gap)
     metrics, seconds = updates.metrics(), sum(clock.seconds.values())
     return {
         "iteration": seconds,
