@@ -20,8 +20,10 @@ from pipeline.plan.stage import side_by_side, without_unchosen
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
 from tests.test_documented_commands import FILES, ROOT, command_lines
-from tests.test_end_to_end import SHORT
+from tests.test_end_to_end import SHORT as SHORT_STEPS
 from train import STAGES
+
+SHORT = [word for words in SHORT_STEPS.values() for word in words]
 
 ELSEWHERE = {
     "--step 0 1 2 3": "tests/step0_pretrain/test_with_other_steps.py, in a short form",

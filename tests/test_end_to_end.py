@@ -11,13 +11,21 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.commands import run_command
 
-SHORT = [
-    *("--sft.max_steps", "3", "--reward.max_steps", "3", "--ppo.max_steps", "2"),
-    *("--sft.data.max_eval_rows", "16", "--reward.data.max_eval_rows", "16"),
-    *("--ppo.data.max_eval_rows", "14", "--ppo.rollout_size", "16", "--ppo.batch_size", "8"),
-    *("--ppo.samples_every", "1"),
-]
-"""A run of seconds."""
+SHORT = {
+    "sft": ("--sft.max_steps", "3", "--sft.data.max_eval_rows", "16"),
+    "reward": ("--reward.max_steps", "3", "--reward.data.max_eval_rows", "16"),
+    "ppo": (
+        *("--ppo.max_steps", "2", "--ppo.rollout_size", "16", "--ppo.batch_size", "8"),
+        *("--ppo.samples_every", "1", "--ppo.data.max_eval_rows", "14"),
+    ),
+}
+"""Settings of each step for a run of seconds."""
+
+LORA = {
+    "sft": ("--sft.model.lora.rank", "4"),
+    "reward": ("--reward.model.lora.rank", "4"),
+    "ppo": ("--ppo.actor.lora.rank", "4", "--ppo.critic.lora.rank", "4"),
+}
 
 EVAL_KEYS = {
     "step1_sft": {"perplexity_before", "perplexity_after"},
@@ -51,24 +59,20 @@ def generate(directory: Path, text: str) -> str:
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
 
-LAYOUTS = [
-    "two processes with LoRA and an EMA",
-    # Other tests of full runs, such as that of the installed package, use one process.
-    pytest.param("one process", marks=pytest.mark.grid),
-]
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output directory of a short run of all three steps."""
-    out = tmp_path_factory.mktemp("run") / "out"
-    options: Sequence[str] = SHORT
-    if request.param != "one process":
-        roles = ("sft.model", "reward.model", "ppo.actor", "ppo.critic")
-        lora = [word for role in roles for word in (f"--{role}.lora.rank", "4")]
-        options = [*SHORT, *lora, "--deployment-type", "single_node", "--ppo.ema_decay", "0.9"]
-    result = run_command("train.py", "--output-dir", str(out), *options)
+def run(out: Path, sections: Sequence[str], *options: str) -> str:
+    """Output of `train.py` with short steps and adapters."""
+    settings = [word for section in sections for word in (*SHORT[section], *LORA[section])]
+    result = run_command("train.py", "--output-dir", str(out), *settings, *options)
     assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a short run of all three steps, step 3 on two processes."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    run(out, ("sft", "reward"), "--step", "1", "2")
+    run(out, ("ppo",), "--step", "3", "--deployment-type", "single_node", "--ppo.ema_decay", "0.9")
     return out
 
 
@@ -117,17 +121,9 @@ def test_samples_contain_the_answers_of_three_models(run_dir: Path) -> None:
 
 
 def test_resume_skips_finished_steps(run_dir: Path) -> None:
-    config = (run_dir / "step1_sft/config.yaml").read_text()
-    summary = (run_dir / "summary.json").read_text()
-    is_lora = "lora:\n  " in config or "rank: 4" in config
-    roles = ("sft.model", "reward.model", "ppo.actor", "ppo.critic")
-    lora = [word for role in roles for word in (f"--{role}.lora.rank", "4")]
-    extra = [*lora, "--deployment-type", "single_node", "--ppo.ema_decay", "0.9"] if is_lora else []
+    summary = json.loads((run_dir / "summary.json").read_text())
 
-    result = run_command("train.py", "--output-dir", str(run_dir), *SHORT, *extra, "--resume")
+    output = run(run_dir, list(SHORT), "--ppo.ema_decay", "0.9", "--resume")
 
-    assert result.returncode == 0, result.stderr
-    assert (result.stdout + result.stderr).count("already finished") == 3
-    assert (
-        json.loads((run_dir / "summary.json").read_text())["steps"] == json.loads(summary)["steps"]
-    )
+    assert output.count("already finished") == 3
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == summary["steps"]
