@@ -30,13 +30,17 @@ def check_shapes(function: Any = None, *, typechecker: Any) -> Any:
     annotations = " ".join(map(str, function.__annotations__.values()))
     if "<locals>" in function.__qualname__ or "jaxtyping" not in annotations:
         return function
-    checked = jaxtyped(function, typechecker=typechecker)
     calls = count()
+    checked: Any = None
 
     @wraps(function)
     def call(*args: object, **kwargs: object) -> object:
+        nonlocal checked
         number = next(calls)
-        due = number < CHECKED_CALLS or number % CHECK_EVERY == 0
-        return (checked if due else function)(*args, **kwargs)
+        if number >= CHECKED_CALLS and number % CHECK_EVERY:
+            return function(*args, **kwargs)
+        if checked is None:  # takes a millisecond, which most functions of a test run never need
+            checked = jaxtyped(function, typechecker=typechecker)
+        return checked(*args, **kwargs)
 
     return call
