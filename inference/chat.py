@@ -49,11 +49,11 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer = load_for_inference(path, precision=config.precision)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(config.system)
-    greeting = f"{TASK_DESCRIPTION}\n{GREETING}" if taught_embedded_task(path) else GREETING
+    greeting = f"{TASK_DESCRIPTION}\n{GREETING}" if is_trained_on_embedded_task(path) else GREETING
     Terminal(conversation, greeting=greeting).run()
 
 
-def taught_embedded_task(path: str) -> bool:
+def is_trained_on_embedded_task(path: str) -> bool:
     """Whether the model at `path` is in the output of a step that trained on the embedded task."""
     settings = read_step_config(Path(path)) or read_step_config(Path(path).parent)
     data = settings.get("data")

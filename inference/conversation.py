@@ -35,12 +35,12 @@ ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
 
 
 @dataclass(frozen=True)
-class Reply:
+class TurnResult:
     """A response, whose text is the last message of the dialogue."""
 
     text: str
 
-    num_left_out: int
+    num_dropped: int
     """Number of oldest messages that did not fit the model's context."""
 
     interrupted: bool
@@ -68,7 +68,7 @@ class Conversation:
         has_system = self.messages and self.messages[0].role == "system"
         return self.messages[0].content if has_system else None
 
-    def respond(self, text: str, write: Callable[[str], None], *, prefix: str = "") -> Reply:
+    def respond(self, text: str, write: Callable[[str], None], *, prefix: str = "") -> TurnResult:
         """Respond to the user's `text`, passing pieces of the response to `write` as they come.
 
         `prefix` is written first and is not part of the response. KeyboardInterrupt, from the time
@@ -78,7 +78,7 @@ class Conversation:
             DataError: `text` alone does not fit the model's context; the dialogue is unchanged.
         """
         dialogue = [*self.messages, Message("user", text)]
-        num_left_out = 0
+        num_dropped = 0
         stream = TextStream(self.tokenizer)
         pieces: list[str] = []
 
@@ -95,18 +95,16 @@ class Conversation:
         try:
             if prefix:
                 write(prefix)
-            limit = context_length(self.model)
             # Reserve at most half of the context for the response.
-            room = limit - min(self.sampling.max_new_tokens, limit // 2)
-            token_ids, num_left_out = fit_turns(dialogue, self.chat_format.encode_prompt, room)
+            context = context_length(self.model)
+            limit = context - min(self.sampling.max_new_tokens, context // 2)
+            token_ids, num_dropped = fit_turns(dialogue, self.chat_format.encode_prompt, limit)
             sampling = replace(self.sampling, seed=self.sampling.seed + self.num_responses)
+            sampler = make_sampler(sampling, self.chat_format.stop_ids)
+            prompts, num_tokens = [token_ids], sampling.max_new_tokens
             list(
                 generate_each(
-                    self.model,
-                    [token_ids],
-                    make_sampler(sampling, self.chat_format.stop_ids),
-                    max_new_tokens=self.sampling.max_new_tokens,
-                    on_token=on_token,
+                    self.model, prompts, sampler, max_new_tokens=num_tokens, on_token=on_token
                 )
             )
             emit(stream.finish())
@@ -115,7 +113,7 @@ class Conversation:
         self.num_responses += 1
         response = "".join(pieces).strip()
         self.messages = [*dialogue, Message("assistant", response)]
-        return Reply(response, num_left_out, interrupted)
+        return TurnResult(response, num_dropped, interrupted)
 
 
 def fit_turns(
@@ -157,101 +155,103 @@ class Terminal:
         """`greeting` is printed before the first prompt of a terminal."""
         self.conversation = conversation
         self.greeting = greeting
-        self.interactive = sys.stdin.isatty()
+        self.is_interactive = sys.stdin.isatty()
         self._saved: set[Path] = set()
 
     def run(self) -> None:
         """Chat until the end of the input or /quit."""
-        if self.interactive:
+        if self.is_interactive:
             # Adds history, line editing and multi-line paste to input().
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")
-            self.say(self.greeting)
-        running = True
-        while running:
+            self.print_line(self.greeting)
+        is_running = True
+        while is_running:
             try:
                 text = self.read()
-                running = text is not None and self.take(text)
+                is_running = text is not None and self.handle(text)
             except KeyboardInterrupt:  # outside of input()
-                if not self.interactive:
+                if not self.is_interactive:
                     raise
-                self.say(" [stopped]")
+                self.print_line(" [stopped]")
 
     def read(self) -> str | None:
         """Return the next message; None at the end of the input."""
         while True:
             try:
-                return input("\nYou: " if self.interactive else "").strip()
+                return input("\nYou: " if self.is_interactive else "").strip()
             except EOFError:
-                if self.interactive:
-                    self.say("")
+                if self.is_interactive:
+                    self.print_line("")
                 return None
             except KeyboardInterrupt:
-                if not self.interactive:
+                if not self.is_interactive:
                     raise
-                self.say("\n(Ctrl-D or /quit to leave; the dialogue is kept)")
+                self.print_line("\n(Ctrl-D or /quit to leave; the dialogue is kept)")
 
-    def take(self, text: str) -> bool:
+    def handle(self, text: str) -> bool:
         """Run the command in `text`, or respond to it; return False for /quit."""
-        word, _, rest = text.partition(" ")
-        word = "" if "\n" in text else ALIASES.get(text.lower(), word)  # a paste is not a command
-        rest = rest.strip()
-        if text and not word.startswith("/"):
+        first, _, argument = text.partition(" ")
+        # A paste is not a command.
+        command = "" if "\n" in text else ALIASES.get(text.lower(), first)
+        argument = argument.strip()
+        if text and not command.startswith("/"):
             self.respond(text)
-        elif word == "/reset":
+        elif command == "/reset":
             self.conversation.reset(self.conversation.system)
-            self.say("(new dialogue)")
-        elif word == "/system":
-            self.conversation.reset(rest or None)
-            self.say("(new dialogue with this system message)" if rest else "(no system message)")
-        elif word == "/temperature":
-            self._change("temperature", rest, float)
-        elif word == "/length":
-            self._change("max_new_tokens", rest, int)
-        elif word == "/save":
-            self.save(rest)
-        elif word == "/help":
-            self.say(HELP)
-        elif text and word != "/quit":
-            self.say(f"Unknown command {word}; see /help.")
-        return word != "/quit"
+            self.print_line("(new dialogue)")
+        elif command == "/system":
+            self.conversation.reset(argument or None)
+            new = "new dialogue with this system message"
+            self.print_line(f"({new if argument else 'no system message'})")
+        elif command == "/temperature":
+            self._set_sampling("temperature", argument, float)
+        elif command == "/length":
+            self._set_sampling("max_new_tokens", argument, int)
+        elif command == "/save":
+            self.save(argument)
+        elif command == "/help":
+            self.print_line(HELP)
+        elif text and command != "/quit":
+            self.print_line(f"Unknown command {command}; see /help.")
+        return command != "/quit"
 
     def respond(self, text: str) -> None:
         """Print the model's response as it comes; log lines wait for its end."""
-        with held_logs():
+        with defer_logs():
             try:
-                prefix = "Model: " if self.interactive else ""
+                prefix = "Model: " if self.is_interactive else ""
                 reply = self.conversation.respond(text, self.write, prefix=prefix)
             except UserError as error:
-                self.say(f"({error})")
+                self.print_line(f"({error})")
                 return
-            self.say(" [stopped]" if reply.interrupted else "")
-            if reply.num_left_out:
-                self.say(
-                    f"(the {reply.num_left_out} oldest messages no longer fit the model's context"
+            self.print_line(" [stopped]" if reply.interrupted else "")
+            if reply.num_dropped:
+                self.print_line(
+                    f"(the {reply.num_dropped} oldest messages no longer fit the model's context"
                     " and were dropped)"
                 )
 
     def save(self, text: str) -> None:
         """Write the messages to a new file, or to one that this chat wrote."""
         if not text:
-            self.say("(/save needs a file name)")
+            self.print_line("(/save needs a file name)")
             return
         path = Path(text).expanduser()
         if path.exists() and path not in self._saved:
-            self.say(f"({path} exists; choose another name)")
+            self.print_line(f"({path} exists; choose another name)")
             return
         messages = [message.turn for message in self.conversation.messages]
         try:
             path.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
         except OSError as error:
-            self.say(f"({path} can't be written: {error.strerror})")
+            self.print_line(f"({path} can't be written: {error.strerror})")
             return
         self._saved.add(path)
-        self.say(f"(saved {len(messages)} messages to {path})")
+        self.print_line(f"(saved {len(messages)} messages to {path})")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line."""
         self.write(line + "\n")
 
@@ -260,21 +260,22 @@ class Terminal:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
-    def _change(self, name: str, text: str, kind: type[int] | type[float]) -> None:
+    def _set_sampling(self, name: str, text: str, kind: type[int] | type[float]) -> None:
         """Replace a sampling setting by the number in `text`."""
         try:
             number = kind(text)
             self.conversation.sampling = replace(self.conversation.sampling, **{name: number})  # pyrefly: ignore[bad-argument-type]
         except UserError as error:
-            self.say(f"({error})")
+            self.print_line(f"({error})")
         except ValueError:
-            self.say(f"({name} takes {'an integer' if kind is int else 'a number'}, not {text!r})")
+            expected = "an integer" if kind is int else "a number"
+            self.print_line(f"({name} takes {expected}, not {text!r})")
         else:
-            self.say(f"({name} {number})")
+            self.print_line(f"({name} {number})")
 
 
 @contextmanager
-def held_logs() -> Iterator[None]:
+def defer_logs() -> Iterator[None]:
     """Hold log records and warnings until the end of the block, then emit them."""
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
     handlers = {logger: logger.handlers for logger in loggers if logger.handlers}
@@ -290,6 +291,6 @@ def held_logs() -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         for logger, targets in handlers.items():
-            held, logger.handlers = logger.handlers, targets
-            for handler in held:
+            deferred, logger.handlers = logger.handlers, targets
+            for handler in deferred:
                 handler.close()

@@ -51,7 +51,7 @@ class RatingsFile:
                 os.truncate(path, complete)
         except OSError as error:
             raise ConfigError(f"--ratings {path} can't be written: {error.strerror}") from None
-        self._known = {str(rating["id"]) for rating in read_ratings(path)}
+        self._ids = {str(rating["id"]) for rating in read_ratings(path)}
 
     def add(self, rating: Mapping[str, Any], *, supersedes: str | None = None) -> str:
         """Write a rating, and return its id once it is on the disk.
@@ -60,26 +60,26 @@ class RatingsFile:
             DataError: the file can't be written; it is unchanged.
         """
         now = datetime.now(UTC)
-        name = f"{int(now.timestamp() * 1000):012x}{secrets.token_hex(8)}"
+        rating_id = f"{int(now.timestamp() * 1000):012x}{secrets.token_hex(8)}"
         line = {
             "schema": SCHEMA,
-            "id": name,
+            "id": rating_id,
             "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             **rating,
             "supersedes": supersedes,
         }
         with self._lock:
             self._append(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            self._known.add(name)
-        return name
+            self._ids.add(rating_id)
+        return rating_id
 
     def _append(self, line: bytes) -> None:
         try:
             with self.path.open("ab", buffering=0) as file:
-                size, left = file.tell(), memoryview(line)
+                size, remaining = file.tell(), memoryview(line)
                 try:
-                    while left:  # on a full disk, a write may be partial
-                        left = left[file.write(left) :]
+                    while remaining:  # on a full disk, a write may be partial
+                        remaining = remaining[file.write(remaining) :]
                     os.fsync(file.fileno())
                 except OSError:
                     os.truncate(self.path, size)
@@ -87,16 +87,16 @@ class RatingsFile:
         except OSError as error:
             raise DataError(f"{self.path} can't be written: {error.strerror}") from None
 
-    def undo(self, name: str, rater: str) -> None:
+    def undo(self, rating_id: str, rater: str) -> None:
         """Append a line that revokes a rating.
 
         Raises:
             KeyError: there is no rating with this id.
             DataError: the file can't be written.
         """
-        if name not in self._known:
-            raise KeyError(name)
-        self.add({"kind": UNDO, "rater": rater}, supersedes=name)
+        if rating_id not in self._ids:
+            raise KeyError(rating_id)
+        self.add({"kind": UNDO, "rater": rater}, supersedes=rating_id)
 
 
 def read_ratings(path: Path) -> list[Rating]:
@@ -126,16 +126,16 @@ def _lines(path: Path, text: str) -> Iterator[Rating]:
         yield rating
 
 
-def standing_ratings(ratings: Sequence[Rating]) -> list[Rating]:
+def active_ratings(ratings: Sequence[Rating]) -> list[Rating]:
     """Return the ratings that no later line revoked or replaced, each id once."""
     revoked = {rating["supersedes"] for rating in ratings if rating.get("supersedes")}
     unique = {str(rating["id"]): rating for rating in ratings if rating["kind"] != UNDO}
-    return [rating for name, rating in unique.items() if name not in revoked]
+    return [rating for key, rating in unique.items() if key not in revoked]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Statistics of a file of ratings; None where there is no data."""
+    """Statistics of a file of ratings; None if there is no data."""
 
     ratings: int
     pairs: int
@@ -153,7 +153,7 @@ class Agreement:
     pairs of raters, which Fleiss (1971) calls kappa."""
 
 
-def agreement(ratings: Sequence[Rating]) -> Agreement:
+def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
     """Compute the statistics of standing ratings."""
     pairs = [rating for rating in ratings if rating["kind"] == "pair"]
     decided = [pair for pair in pairs if pair.get("choice") is not None and not pair.get("tie")]
@@ -161,28 +161,28 @@ def agreement(ratings: Sequence[Rating]) -> Agreement:
     lengths = [(pair["choice"], [len(a["text"]) for a in pair["answers"]]) for pair in decided]
     items: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for pair in pairs:
-        items[make_item(pair)].append((str(pair.get("rater", "")), make_label(pair)))
-    alike: list[bool] = []
-    others: list[tuple[str, str]] = []
+        items[comparison_key(pair)].append((str(pair.get("rater", "")), label_of_choice(pair)))
+    repeated: list[bool] = []
+    label_pairs: list[tuple[str, str]] = []
     for labels in items.values():
-        for (rater, label), (other_rater, other) in itertools.combinations(labels, 2):
-            if rater == other_rater:
-                alike.append(label == other)
+        for (rater_a, label_a), (rater_b, label_b) in itertools.combinations(labels, 2):
+            if rater_a == rater_b:
+                repeated.append(label_a == label_b)
             else:
-                others.append((label, other))
+                label_pairs.append((label_a, label_b))
     return Agreement(
         ratings=len(ratings),
         pairs=len(pairs),
         blind=len(blind),
-        left=_share([pair["shown"][0] == pair["choice"] for pair in blind]),
-        longer=_share([n[choice] > n[1 - choice] for choice, n in lengths if n[0] != n[1]]),
-        self_agreement=_share(alike),
-        kappa=_kappa(others),
+        left=_mean([pair["shown"][0] == pair["choice"] for pair in blind]),
+        longer=_mean([n[choice] > n[1 - choice] for choice, n in lengths if n[0] != n[1]]),
+        self_agreement=_mean(repeated),
+        kappa=_kappa(label_pairs),
     )
 
 
-def make_label(pair: Rating) -> str:
-    """The choice: a tie, both bad, or the first or second response in alphabetical order."""
+def label_of_choice(pair: Rating) -> str:
+    """Return a tie, both bad, or the first or second response in alphabetical order."""
     if pair.get("tie"):
         return TIE
     if pair.get("choice") is None:
@@ -191,7 +191,7 @@ def make_label(pair: Rating) -> str:
     return "first" if texts[pair["choice"]] == min(texts) else "second"
 
 
-def make_item(pair: Rating) -> tuple[str, ...]:
+def comparison_key(pair: Rating) -> tuple[str, ...]:
     """The dialogue, then the two responses in alphabetical order."""
     prompt = [f"{turn['role']}:{turn['content']}" for turn in pair["messages"]]
     return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
@@ -201,13 +201,13 @@ def _kappa(labels: Sequence[tuple[str, str]]) -> float | None:
     """(observed - expected agreement) / (1 - expected); the expected one is from pooled labels."""
     if not labels:
         return None
-    observed = sum(one == other for one, other in labels) / len(labels)
+    observed = sum(a == b for a, b in labels) / len(labels)
     counts = Counter(itertools.chain(*labels))
     expected = sum((count / (2 * len(labels))) ** 2 for count in counts.values())
     return 1.0 if expected == 1.0 else (observed - expected) / (1.0 - expected)
 
 
-def _share(values: Sequence[bool]) -> float | None:
+def _mean(values: Sequence[bool]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
@@ -228,27 +228,27 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a file can't be read or written, or has lines that are not ratings.
     """
-    first, *words = argv or ["--help"]
+    first, *arguments = argv or ["--help"]
     require(first in ("export", "-h", "--help"), f"there is no command {first!r}; usage: {USAGE}")
-    export_rows(words if first == "export" else ["--help"])
+    export_rows(arguments if first == "export" else ["--help"])
 
 
-def export_rows(words: Sequence[str]) -> None:
+def export_rows(arguments: Sequence[str]) -> None:
     """Write the rows of files of ratings, and print their statistics."""
-    count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    files = list(words[:count])
+    count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
+    files = list(arguments[:count])
     about = "Write a row for each pair, by the majority of its raters, and for each correction."
-    config = parse_command(ExportConfig, words[count:], usage=USAGE, about=about)
+    config = parse_command(ExportConfig, arguments[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a file is missing: {USAGE}")
-    ratings = standing_ratings([rating for file in files for rating in read_ratings(Path(file))])
+    ratings = active_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings)
     if not rows:
         raise DataError(f"no rating prefers or corrects a response: {', '.join(files)}")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
-    left_out = f"; {undecided} pairs without a preference skipped" if undecided else ""
-    print_output(f"{config.out}: {len(rows)} rows{left_out}")
-    for name, value in asdict(agreement(ratings)).items():
+    skipped = f"; {undecided} pairs without a preference skipped" if undecided else ""
+    print_output(f"{config.out}: {len(rows)} rows{skipped}")
+    for name, value in asdict(compute_agreement(ratings)).items():
         print_output(f"{name:16}{'-' if value is None else format(value, '.4g')}")
 
 
@@ -261,14 +261,14 @@ def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:
     items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
     for rating in ratings:
         if rating["kind"] == "pair":
-            items[make_item(rating)].append(rating)
+            items[comparison_key(rating)].append(rating)
     rows: list[dict[str, Any]] = []
     for votes in items.values():
-        counts = Counter(make_label(rating) for rating in votes)
+        counts = Counter(label_of_choice(rating) for rating in votes)
         first, second = counts["first"], counts["second"]
         if first != second:
             label = "first" if first > second else "second"
-            rows.append(_pair_row([vote for vote in votes if make_label(vote) == label]))
+            rows.append(_pair_row([vote for vote in votes if label_of_choice(vote) == label]))
     undecided = len(items) - len(rows)
     for rating in ratings:
         if rating["kind"] == "edit":

@@ -19,7 +19,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.tensor_parallel import Sharding, mark_sharing, sum_
+from inference.tensor_parallel import Sharding, all_reduce_, set_sharing_group
 from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
 from pipeline.models.adapters.lora import merged
 from pipeline.models.adapters.quantized import QuantizedLinear
@@ -32,23 +32,23 @@ from pipeline.parallel.shards import ShardSpec
 HASH_BITS = 52
 """Number of bits in a hash, few enough for JSON numbers to represent it exactly."""
 
-WORD = 8
+WORD_BYTES = 8
 """Bytes in each of the words that a hash adds."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The trained parameter that a weight of the replica is made from."""
+class WeightSource:
+    """The trained parameter from which a weight of the replica is made."""
 
     key: object
     """Equal for all names of a tied weight, different for other weights."""
 
-    whole: torch.Size
+    full_shape: torch.Size
     """Shape of the full weight, of which this process may train a shard."""
 
     dtype: torch.dtype
 
-    source: nn.Parameter | None
+    parameter: nn.Parameter | None
     """The trained weight, or the codes of a quantized one; None if another stage trains it."""
 
     layer: QuantizedLinear | None = None
@@ -60,34 +60,35 @@ class Origin:
     """The shard that the source is, if layers are sharded in training."""
 
     @property
-    def in_place(self) -> Tensor:
+    def detached(self) -> Tensor:
         """The trained parameter, without a copy."""
-        assert self.source is not None
-        return self.source.detach()
+        assert self.parameter is not None
+        return self.parameter.detach()
 
-    def is_part(self, spec: ShardSpec | None) -> bool:
+    def is_local_shard(self, spec: ShardSpec | None) -> bool:
         """Whether this process trains this shard of the weight, or all of it if `spec` is None."""
-        return self.source is not None and spec == (None if self.part is None else self.part.spec)
+        local = None if self.part is None else self.part.spec
+        return self.parameter is not None and spec == local
 
     def is_stored_as(self, spec: ShardSpec | None) -> bool:
         """Whether the trained model stores that shard between uses of an engine."""
-        return self.layer is None and self.adapter is None and self.is_part(spec)
+        return self.layer is None and self.adapter is None and self.is_local_shard(spec)
 
     def value(self) -> Shaped[Tensor, "*S"]:
         """This process's trained shard, dequantized and with its adapter merged."""
-        own = self.in_place if self.layer is None else self.layer.dequantized()
-        return own if self.adapter is None else merged(own, self.adapter)
+        local = self.detached if self.layer is None else self.layer.dequantized()
+        return local if self.adapter is None else merged(local, self.adapter)
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
         """The full weight; a collective of the processes that train its shards."""
-        own = self.value()
+        local = self.value()
         if self.part is None:
-            return own
-        return self.part.join(trained_by.all_gather(own, label="weights to generate with"))
+            return local
+        return self.part.join(trained_by.all_gather(local, label="weights to generate with"))
 
 
-class Origins:
-    """The origins of all weights of a replica.
+class WeightSources:
+    """The sources of all weights of a replica.
 
     Args:
         trained: the plain model inside the adapters, or this process's stage of it.
@@ -97,11 +98,11 @@ class Origins:
 
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
         self._trained = trained
-        self.by_name = dict(self._own(replica))
-        """Origins by the names of the replica's weights."""
+        self.by_name = dict(self._local_sources(replica))
+        """Sources by the names of the replica's weights."""
         self._buffers: dict[str, Tensor] = {}
         if stages.size > 1:
-            self.by_name = dict(_of_all_stages(self.by_name, replica, stages))
+            self.by_name = dict(_merge_stages(self.by_name, replica, stages))
             for buffers in stages.gather_objects(_saved_buffers(trained)):
                 self._buffers |= buffers
 
@@ -113,43 +114,44 @@ class Origins:
             saved = self._buffers.get(f"{module}.{leaf}")
             return None if saved is None else saved.to(next(self._trained.parameters()).device)
 
-    def _own(self, replica: PreTrainedModel) -> Iterator[tuple[str, Origin]]:
-        """The origins of weights that this process trains."""
+    def _local_sources(self, replica: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
+        """The sources of the weights that this process trains."""
         for name, _, leaf, _ in places(replica):
             try:
-                source, layer, adapter = _source(self._trained, name.rpartition(".")[0], leaf)
+                owner = name.rpartition(".")[0]
+                parameter, layer, adapter = _find_trained(self._trained, owner, leaf)
             except AttributeError:  # it is on another pipeline stage
                 continue
-            whole = full_shape(source) if layer is None else layer.full_shape
-            dtype = source.dtype if layer is None else layer.dtype
-            part = get_shard(source) if layer is None else layer.part
-            key = id(source), id(adapter)
-            yield name, Origin(key, whole, dtype, source, layer, adapter, part)
+            whole = full_shape(parameter) if layer is None else layer.full_shape
+            dtype = parameter.dtype if layer is None else layer.dtype
+            part = get_shard(parameter) if layer is None else layer.part
+            key = id(parameter), id(adapter)
+            yield name, WeightSource(key, whole, dtype, parameter, layer, adapter, part)
 
 
-def _of_all_stages(
-    own: dict[str, Origin], replica: PreTrainedModel, stages: Group
-) -> Iterator[tuple[str, Origin]]:
-    """Yield each weight's name with its origin, from the first stage that trains it."""
+def _merge_stages(
+    local: dict[str, WeightSource], replica: PreTrainedModel, stages: Group
+) -> Iterator[tuple[str, WeightSource]]:
+    """Yield each weight's name with its source, from the first stage that trains it."""
     tied: dict[nn.Parameter, list[str]] = {}
     for name, _, _, param in places(replica):
         tied.setdefault(param, []).append(name)
-    formats = stages.gather_objects({name: (o.whole, o.dtype) for name, o in own.items()})
+    formats = stages.gather_objects({name: (s.full_shape, s.dtype) for name, s in local.items()})
     for names in tied.values():
         rank, first = next(
-            (rank, name) for rank, known in enumerate(formats) for name in names if name in known
+            (rank, name) for rank, owned in enumerate(formats) for name in names if name in owned
         )
         whole, dtype = formats[rank][first]
-        origin = own[first] if rank == stages.rank else Origin(first, whole, dtype, None)
+        source = local[first] if rank == stages.rank else WeightSource(first, whole, dtype, None)
         for name in names:
-            yield name, origin
+            yield name, source
 
 
 def _saved_buffers(trained: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that a model's files contain, on the host; most models have none."""
-    buffers = {name.replace(".base_layer.", "."): each for name, each in trained.named_buffers()}
+    buffers = {name.replace(".base_layer.", "."): b for name, b in trained.named_buffers()}
     saved = {name.replace(".base_layer.", ".") for name in trained.state_dict()}
-    return {name: each.cpu() for name, each in buffers.items() if name in saved}
+    return {name: buffer.cpu() for name, buffer in buffers.items() if name in saved}
 
 
 def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
@@ -158,7 +160,7 @@ def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
 
-def _source(
+def _find_trained(
     plain: PreTrainedModel, owner: str, leaf: str
 ) -> tuple[nn.Parameter, QuantizedLinear | None, LoraLayer | None]:
     """The trained weight, its layer if it is quantized, and its adapter."""
@@ -173,21 +175,21 @@ def _source(
 class ReplicaWeight:
     """One weight of the replica."""
 
-    number: int
+    index: int
     """Index of the weight, the same on all processes."""
 
     name: str
     """Name of the weight; the first name of a tied one."""
 
-    origin: Origin
+    source: WeightSource
 
     spec: ShardSpec | None
     """The shard of the full weight on this process; None for all of it."""
 
     is_copied: bool
-    """Whether the weight has its own memory rather than the source's."""
+    """Whether the weight has its own memory instead of sharing the trained one's."""
 
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    locations: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Modules that use the weight, and the names of their parameters."""
 
     memory: Tensor | None = None
@@ -196,20 +198,21 @@ class ReplicaWeight:
     @property
     def shape(self) -> torch.Size:
         """The shape of this process's shard."""
-        return self.origin.whole if self.spec is None else self.spec.shape(self.origin.whole)
+        full = self.source.full_shape
+        return full if self.spec is None else self.spec.shape(full)
 
     @property
     def value(self) -> Tensor:
         """This process's shard, in the memory from which generation reads it."""
         if not self.is_copied:
-            return self.origin.in_place
+            return self.source.detached
         assert self.memory is not None
         return self.memory
 
-    def show(self, weight: Tensor) -> None:
+    def set_parameters(self, weight: Tensor) -> None:
         """Set the modules' parameters to `weight`."""
         param = nn.Parameter(weight, requires_grad=False)
-        for module, leaf in self.places:
+        for module, leaf in self.locations:
             setattr(module, leaf, param)
 
     def shard(self, full: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*P"]:
@@ -248,33 +251,33 @@ class Replica:
         )
         self.model.eval().requires_grad_(False)
         sharding = Sharding(self.model, tp_group)
-        self._origins = Origins(plain, self.model, stages)
+        self._sources = WeightSources(plain, self.model, stages)
         self.device = next(plain.parameters()).device
         self.loaded = False
         """Whether the weights for generation are loaded."""
-        self.weights = list(self._lay_out(sharding, shares=shares))
+        self.weights = list(self._create_weights(sharding, shares=shares))
         sharding.apply()
         if stages.size > 1:
-            mark_sharing(self.model, stages.untracked)
-        self._by_source: dict[nn.Parameter, list[ReplicaWeight]] = {}
+            set_sharing_group(self.model, stages.untracked)
+        self._by_parameter: dict[nn.Parameter, list[ReplicaWeight]] = {}
         for weight in self.weights:
-            if weight.origin.source is not None:
-                self._by_source.setdefault(weight.origin.source, []).append(weight)
+            if weight.source.parameter is not None:
+                self._by_parameter.setdefault(weight.source.parameter, []).append(weight)
         self._share_buffers()
         self.release()
 
-    def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[ReplicaWeight]:
+    def _create_weights(self, sharding: Sharding, *, shares: bool) -> Iterator[ReplicaWeight]:
         """Yield the weights, each with all of its locations in the modules."""
         weights: dict[tuple[object, ShardSpec | None], ReplicaWeight] = {}
         for name, module, leaf, _ in places(self.model):
-            origin = self._origins.by_name[name]
-            spec = sharding.spec(name.rpartition(".")[0], leaf, origin.whole)
-            key = origin.key, spec
+            source = self._sources.by_name[name]
+            spec = sharding.spec(name.rpartition(".")[0], leaf, source.full_shape)
+            key = source.key, spec
             if key not in weights:
-                is_copied = not (shares and origin.is_stored_as(spec))
-                weights[key] = ReplicaWeight(len(weights), name, origin, spec, is_copied)
+                is_copied = not (shares and source.is_stored_as(spec))
+                weights[key] = ReplicaWeight(len(weights), name, source, spec, is_copied)
                 yield weights[key]
-            weights[key].places.append((module, leaf))
+            weights[key].locations.append((module, leaf))
 
     @property
     def shares(self) -> bool:
@@ -283,72 +286,69 @@ class Replica:
 
     @torch.no_grad()
     def load(self, weights: GathersUnits) -> None:
-        """Copy the current trained weights, one unit at a time.
-
-        `weights` is the engine that trains the model. A collective of all its processes.
-        """
+        """Copy an engine's trained weights, one unit at a time; a collective of its processes."""
         if not self.loaded:
             for weight in self.weights:
                 if weight.is_copied:
                     weight.memory = torch.empty(
-                        weight.shape, dtype=weight.origin.dtype, device=self.device
+                        weight.shape, dtype=weight.source.dtype, device=self.device
                     )
-                weight.show(weight.value)
+                weight.set_parameters(weight.value)
             self.loaded = True
         for stage in range(self._stages.size):
             if stage == self._stages.rank:
-                self._take(weights)
+                self._copy_and_send(weights)
             else:
                 self._receive(stage)
         self._share_buffers()
 
-    def _take(self, engine: GathersUnits) -> None:
+    def _copy_and_send(self, engine: GathersUnits) -> None:
         """Copy the weights that this process trains, and send them to the other stages."""
         sends = self._stages.size > 1
         for params in engine.iter_gathered_units():
-            weights = [weight for param in params for weight in self._by_source.get(param, ())]
+            weights = [weight for param in params for weight in self._by_parameter.get(param, ())]
             if sends and weights:
-                self._announce([weight.number for weight in weights])
+                self._send_header([weight.index for weight in weights])
             for weight in weights:
                 if not weight.is_copied and not sends:
                     continue
-                if weight.origin.is_part(weight.spec) and not sends:
-                    weight.value.copy_(weight.origin.value())
+                if weight.source.is_local_shard(weight.spec) and not sends:
+                    weight.value.copy_(weight.source.value())
                     continue
-                full = weight.origin.full_value(self._trained_by).to(weight.origin.dtype)
+                full = weight.source.full_value(self._trained_by).to(weight.source.dtype)
                 if weight.is_copied:
                     weight.value.copy_(weight.shard(full))
                 if sends:
                     self._stages.broadcast(full.contiguous(), source=self._stages.rank)
         if sends:
-            self._announce([])
+            self._send_header([])
 
     def _receive(self, stage: int) -> None:
         """Receive the weights that another stage trains, in the order in which it sends them."""
-        while numbers := self._announced(stage):
-            for weight in (self.weights[number] for number in numbers):
-                origin = weight.origin
-                full = torch.empty(origin.whole, dtype=origin.dtype, device=self.device)
+        while indices := self._receive_header(stage):
+            for weight in (self.weights[index] for index in indices):
+                source = weight.source
+                full = torch.empty(source.full_shape, dtype=source.dtype, device=self.device)
                 self._stages.broadcast(full, source=stage)
                 weight.value.copy_(weight.shard(full))
 
-    def _announce(self, numbers: Sequence[int]) -> None:
+    def _send_header(self, indices: Sequence[int]) -> None:
         """Broadcast the numbers of the next weights; none at the end."""
         header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
-        header[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+        header[: len(indices) + 1] = torch.tensor([len(indices), *indices])
         self._stages.broadcast(header, source=self._stages.rank)
 
-    def _announced(self, stage: int) -> list[int]:
+    def _receive_header(self, stage: int) -> list[int]:
         header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
         self._stages.broadcast(header, source=stage)
-        count, *numbers = header.tolist()
-        return numbers[:count]
+        count, *indices = header.tolist()
+        return indices[:count]
 
     def _share_buffers(self) -> None:
         """Use the trained model's buffers, which some families change in forward passes."""
         for name, module in self.model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
-                trained = self._origins.buffer(name, leaf)
+                trained = self._sources.buffer(name, leaf)
                 trained = buffer.to(self.device) if trained is None else trained
                 setattr(module, leaf, trained.to(buffer.dtype))
 
@@ -357,28 +357,27 @@ class Replica:
         self.loaded = False
         for weight in self.weights:
             weight.memory = None
-            dtype = weight.origin.dtype
-            nothing = float("nan") if dtype.is_floating_point else 0
-            weight.show(
-                torch.full((), nothing, dtype=dtype, device=self.device).expand(weight.shape)
-            )
+            dtype = weight.source.dtype
+            fill = float("nan") if dtype.is_floating_point else 0
+            value = torch.full((), fill, dtype=dtype, device=self.device)
+            weight.set_parameters(value.expand(weight.shape))
 
     def weights_hash(self) -> int:
         """Hash the weights that generation reads, with adapters merged; the same for any sharding.
 
         A collective of `tp_group`.
         """
-        sums = torch.stack([self._sum(each, getattr(*each.places[0])) for each in self.weights])
-        return hash_of_sums([each.name for each in self.weights], sum_(sums, self.tp_group))
+        sums = torch.stack([self._sum_bits(w, getattr(*w.locations[0])) for w in self.weights])
+        return combine_sums([w.name for w in self.weights], all_reduce_(sums, self.tp_group))
 
-    def _sum(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
+    def _sum_bits(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
         """Sum over this process's shard of a weight, without elements an earlier peer also has."""
         if weight.spec is not None:
             parts = weight.spec.first_copies(shard)
         else:
             parts = [(shard, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=shard.device)
-        return sum((bits_sum(part, first=first) for part, first in parts), start=none)
+        return sum((sum_bits(part, first=first) for part, first in parts), start=none)
 
 
 def weights_hash(model: nn.Module) -> int:
@@ -389,10 +388,10 @@ def weights_hash(model: nn.Module) -> int:
     weights' names. This is as fast as reading memory, but not a cryptographic hash.
     """
     named = dict(model.named_parameters())
-    return hash_of_sums(list(named), torch.stack([bits_sum(param) for param in named.values()]))
+    return combine_sums(list(named), torch.stack([sum_bits(param) for param in named.values()]))
 
 
-def bits_sum(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, ""]:
+def sum_bits(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, ""]:
     """Return the sum of a weight's words, read as signed integers, modulo 2^64.
 
     Each row of the last dimension is padded with zeros to complete words. For a shard, `first` is
@@ -401,18 +400,18 @@ def bits_sum(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, "
     weight = weight.detach()
     if weight.ndim == 0:
         weight = weight[None]
-    per_word = WORD // weight.element_size()
+    per_word = WORD_BYTES // weight.element_size()
     before = first % per_word
     after = -(before + weight.shape[-1]) % per_word
-    in_words = weight.is_contiguous() and weight.storage_offset() % per_word == 0
-    if before or after or not in_words:
+    is_aligned = weight.is_contiguous() and weight.storage_offset() % per_word == 0
+    if before or after or not is_aligned:
         weight = F.pad(weight, (before, after)).contiguous()
     return weight.view(torch.int64).sum()
 
 
-def hash_of_sums(names: Sequence[str], sums: Int64[Tensor, " n"]) -> int:
-    """Return the hash of weights with these names and these `bits_sum`; below 2^52."""
-    total = sum(_factor(name) * each for name, each in zip(names, sums.tolist(), strict=True))
+def combine_sums(names: Sequence[str], sums: Int64[Tensor, " n"]) -> int:
+    """Return the hash of weights with these names and these `sum_bits`; below 2^52."""
+    total = sum(_factor(name) * value for name, value in zip(names, sums.tolist(), strict=True))
     return total % 2**64 >> (64 - HASH_BITS)
 
 

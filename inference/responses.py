@@ -1,4 +1,4 @@
-"""Responses to a file of prompts, written to a file that survives a kill."""
+"""Respond to a file of prompts; an interrupted run can be resumed."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,7 @@ from pipeline.system.logs import Progress
 class Prompt:
     """One line of a file of prompts."""
 
-    given: object
+    value: object
     """The value of `prompt` or `messages` in the file."""
 
     messages: tuple[Message, ...]
@@ -102,7 +102,7 @@ def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...
         raise DataError(f"{origin}: a dialogue {reason} can't be continued") from None
     if not messages or messages[-1].role == "system" or messages[-1].calls:
         raise DataError(f"{origin}: the last message must be the user's, or continue a response")
-    if all(each.role != "user" for each in messages):
+    if all(message.role != "user" for message in messages):
         raise DataError(f"{origin}: there is no user message")
     return messages
 
@@ -121,7 +121,7 @@ class TextResponse:
 
 @dataclass
 class Responder:
-    """A model with the settings of its responses."""
+    """Generates responses of a model with fixed settings."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -169,7 +169,7 @@ class Responder:
         settings, not on other prompts: `first_row` is the row of the first prompt.
         """
         count = self.num_samples
-        finished = generate_each(
+        completions = generate_each(
             self.model,
             [prompt for prompt in prompts for _ in range(count)],
             make_sampler(self.sampling, self.stop_ids),
@@ -185,8 +185,8 @@ class Responder:
         )
         ready: dict[int, TextResponse] = {}
         row = 0
-        for each in finished:
-            ready[each.index] = self.finish(each.prompt, each.response)
+        for completion in completions:
+            ready[completion.index] = self.finish(completion.prompt, completion.response)
             while row < len(prompts) and all(row * count + i in ready for i in range(count)):
                 yield [ready.pop(row * count + sample) for sample in range(count)]
                 row += 1
@@ -203,24 +203,24 @@ class Responder:
     def finish(self, prompt: Sequence[int], response: Response) -> TextResponse:
         """Return the text of a response to `prompt`, cut before the first stop string."""
 
-        def read(token_ids: list[int]) -> str:
+        def decode(token_ids: list[int]) -> str:
             # Raw text continues the prompt, so its first word keeps its space.
             return continuation(self.tokenizer, list(prompt) if self.raw else [], token_ids)
 
-        text = read(response.text_ids)
-        found = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
-        if not found:
+        text = decode(response.text_ids)
+        ends = [index for stop in self.stop_strings if (index := text.find(stop)) >= 0]
+        if not ends:
             stop = "eos" if response.stopped else "length"
             text = text if self.raw else text.strip()
             return TextResponse(text, response.ids, response.logprobs, stop)
         # The length of the shortest prefix whose text contains a stop string.
-        needed = next(
-            number
-            for number in range(1, len(response.ids) + 1)
-            if any(stop in read(response.ids[:number]) for stop in self.stop_strings)
+        num_tokens = next(
+            count
+            for count in range(1, len(response.ids) + 1)
+            if any(stop in decode(response.ids[:count]) for stop in self.stop_strings)
         )
-        text = text[: min(found)] if self.raw else text[: min(found)].strip()
-        ids, logprobs = response.ids[:needed], response.logprobs[:needed]
+        text = text[: min(ends)] if self.raw else text[: min(ends)].strip()
+        ids, logprobs = response.ids[:num_tokens], response.logprobs[:num_tokens]
         return TextResponse(text, ids, logprobs, "stop_string")
 
     def fingerprint(self, prompts: Sequence[Prompt], model_path: str) -> str:
@@ -232,7 +232,7 @@ class Responder:
             "model": [model_path, str(self.model.dtype), *times],
             "sampling": dataclasses.asdict(self.sampling),
             "rest": [self.raw, self.num_samples, self.stop_strings],
-            "prompts": [[prompt.given, prompt.columns] for prompt in prompts],
+            "prompts": [[prompt.value, prompt.columns] for prompt in prompts],
         }
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
 
@@ -252,13 +252,13 @@ def write_responses(
     progress = Progress("generate", len(prompts))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        done = keep_whole_lines(partial)
+        done = truncate_partial_line(partial)
         with partial.open("ab", buffering=0) as file:
             progress.start()
             started, num_tokens = time.perf_counter(), 0
             rows = responder.responses(encoded[done:], first_row=done, batch_size=batch_size)
             for row, responses in enumerate(rows, start=done):
-                file.write(as_line(prompts[row], responses))
+                file.write(format_line(prompts[row], responses))
                 num_tokens += sum(len(response.token_ids) for response in responses)
                 seconds = time.perf_counter() - started
                 rate = {"tokens_per_second": num_tokens / seconds}
@@ -270,10 +270,10 @@ def write_responses(
         progress.stop()
 
 
-def as_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
+def format_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
     """Return a line of the output."""
     row = {
-        "prompt": prompt.given,
+        "prompt": prompt.value,
         **prompt.columns,
         "answers": [response.text for response in responses],
         "token_ids": [response.token_ids for response in responses],
@@ -283,12 +283,12 @@ def as_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
-def keep_whole_lines(path: Path) -> int:
-    """Truncate a file to its complete lines, and return their number."""
+def truncate_partial_line(path: Path) -> int:
+    """Truncate a file to its complete lines; return their number."""
     if not path.is_file():
         return 0
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        path.write_bytes(whole)
-    return whole.count(b"\n")
+    complete = content[: content.rfind(b"\n") + 1]
+    if complete != content:
+        path.write_bytes(complete)
+    return complete.count(b"\n")

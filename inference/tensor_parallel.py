@@ -25,7 +25,7 @@ def kv_heads_here(model: nn.Module) -> int | None:
     return getattr(model, _KV_HEADS, None)
 
 
-def mark_sharing(model: nn.Module, group: Group) -> None:
+def set_sharing_group(model: nn.Module, group: Group) -> None:
     """Set the group of processes that each hold a copy of the model and have the same prompts.
 
     Each then answers a share of the prompts, and the whole group must generate together.
@@ -38,7 +38,7 @@ def get_sharing_group(model: nn.Module) -> Group:
     return getattr(model, _SHARING, SELF_GROUP)
 
 
-def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
+def all_reduce_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
     """Sum over the group, in place, with the same bits on each process."""
     if group.size > 1 and values.is_cuda:
         dist.all_reduce(values, group=group.process_group)
@@ -57,22 +57,22 @@ class Sharding(TensorShards):
         for name, kind in self.styles.items():
             module, style = self.model.get_submodule(name), STYLES[kind]
             if not style.by_outputs:
-                module.register_forward_hook(self._sum)
+                module.register_forward_hook(self._reduce_output)
             if style.joins:
-                module.register_forward_hook(self._join)
+                module.register_forward_hook(self._gather_output)
             if style.splits:
-                module.register_forward_pre_hook(self._split)
+                module.register_forward_pre_hook(self._split_input)
         self.narrow()
         setattr(self.model, _TP_GROUP, self.tp_group)
         setattr(self.model, _KV_HEADS, self.kv_heads_here)
 
-    def _sum(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        return sum_(output, self.tp_group)
+    def _reduce_output(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        return all_reduce_(output, self.tp_group)
 
-    def _join(
+    def _gather_output(
         self, _module: nn.Module, _args: object, output: Float[Tensor, "*B n"]
     ) -> Float[Tensor, "*B m"]:
         return torch.cat(self.tp_group.all_gather(output, label="outputs"), dim=-1)
 
-    def _split(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    def _split_input(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (args[0].chunk(self.tp_group.size, dim=-1)[self.tp_group.rank],)

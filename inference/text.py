@@ -15,9 +15,9 @@ INCOMPLETE = "\ufffd"
 class TextStream:
     """Turns token ids into text piece by piece; the pieces concatenate to the full text.
 
-    A single token can't be decoded: it may be part of a character, and some tokenizers drop the
-    space before the first word. So the last few tokens are decoded with and without the new one,
-    and the difference is the piece.
+    A single token can't be decoded alone: it may be part of a character, and some tokenizers drop
+    the space before the first word. The last few tokens are therefore decoded with and without the
+    new one, and the difference is the piece.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -28,7 +28,7 @@ class TextStream:
     def add(self, token_id: int) -> str:
         """Return the text that `token_id` completes; often one word, possibly none."""
         self._pending.append(token_id)
-        piece = self._piece()
+        piece = self._decode_pending()
         if not piece or piece.endswith(INCOMPLETE):
             return ""
         self._context, self._pending = self._pending, []
@@ -36,11 +36,11 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the remaining text, with U+FFFD if the response ended inside a character."""
-        piece = self._piece()
+        piece = self._decode_pending()
         self._context, self._pending = [], []
         return piece
 
-    def _piece(self) -> str:
+    def _decode_pending(self) -> str:
         return continuation(self._tokenizer, self._context, self._pending)
 
 
@@ -77,24 +77,24 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
-        self.special = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
+        self.special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
         """Special tokens, which have no text."""
         kinds = set(_decoders(tokenizer))
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_pieces = "ByteFallback" in kinds
         self.is_exact = self._is_byte_level or self._has_byte_pieces
         """Whether the concatenated bytes of tokens are the bytes of their text."""
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
-    def of(self, token: int) -> bytes:
+    def get(self, token: int) -> bytes:
         """Return the bytes that a token adds to text; empty for a special or unknown token."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._read(token)
-        return found
+        value = self._cache.get(token)
+        if value is None:
+            value = self._cache[token] = self._decode(token)
+        return value
 
-    def _read(self, token: int) -> bytes:
+    def _decode(self, token: int) -> bytes:
         if token in self.special or token >= len(self.tokenizer):
             return b""
         piece = self.tokenizer.convert_ids_to_tokens(token)
@@ -103,21 +103,21 @@ class TokenBytes:
                 return bytes(self._bytes[character] for character in piece)
             return piece.encode()  # an added token is plain text
         if self._has_byte_pieces and isinstance(piece, str):
-            found = _BYTE.fullmatch(piece)
-            return bytes([int(found[1], 16)]) if found else piece.replace(METASPACE, " ").encode()
+            match = _BYTE.fullmatch(piece)
+            return bytes([int(match[1], 16)]) if match else piece.replace(METASPACE, " ").encode()
         return plain_text(self.tokenizer, [token]).encode()
 
     def name(self, token: int) -> str:
         """Text of a token, or the name of a special token."""
         if token in self.special:
             return str(self.tokenizer.convert_ids_to_tokens(token))
-        return self.of(token).decode(errors="replace")
+        return self.get(token).decode(errors="replace")
 
-    def of_all(self, tokens: Sequence[int], *, begins: bool) -> list[bytes]:
+    def get_all(self, tokens: Sequence[int], *, starts_text: bool) -> list[bytes]:
         """Bytes of each token; at the start of a text, without the space that decoding drops."""
-        parts = [self.of(token) for token in tokens]
-        first = next((at for at, token in enumerate(tokens) if token not in self.special), None)
-        if begins and first is not None and parts[first][:1] == b" ":
+        parts = [self.get(token) for token in tokens]
+        first = next((i for i, token in enumerate(tokens) if token not in self.special), None)
+        if starts_text and first is not None and parts[first][:1] == b" ":
             text = plain_text(self.tokenizer, [tokens[first]])
             if not text.startswith(" "):
                 parts[first] = parts[first][1:]
@@ -138,22 +138,22 @@ class ResponseText:
     """Turns the tokens of one response into text pieces.
 
     Args:
-        view_bytes: bytes of the model's tokens.
+        token_bytes: bytes of the model's tokens.
         stops: stop strings, before which the response ends; none is empty.
         begins: whether the response begins a new text, without the leading space of its first
             word if the tokenizer drops it.
     """
 
     def __init__(
-        self, view_bytes: TokenBytes, stops: Sequence[str] = (), *, begins: bool = True
+        self, token_bytes: TokenBytes, stops: Sequence[str] = (), *, starts_text: bool = True
     ) -> None:
-        self._bytes_of = view_bytes
-        self._begins = begins
+        self._token_bytes = token_bytes
+        self._starts_text = starts_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Without exact bytes per token, only the tokenizer can decode them.
-        self._stream = None if view_bytes.is_exact else TextStream(view_bytes.tokenizer)
+        self._stream = None if token_bytes.is_exact else TextStream(token_bytes.tokenizer)
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self.stopped = False
         """Whether a stop string ended the response; later tokens have no text."""
 
@@ -162,34 +162,34 @@ class ResponseText:
         if self.stopped:
             return ""
         if self._stream is not None:
-            return self._take(self._stream.add(token))
-        (part,) = self._bytes_of.of_all([token], begins=self._begins)
-        self._begins = self._begins and token in self._bytes_of.special
-        return self._take(self._decoder.decode(part))
+            return self._cut_at_stop(self._stream.add(token))
+        (part,) = self._token_bytes.get_all([token], starts_text=self._starts_text)
+        self._starts_text = self._starts_text and token in self._token_bytes.special
+        return self._cut_at_stop(self._decoder.decode(part))
 
     def finish(self) -> str:
         """Return the rest of the text."""
         if self.stopped:
             return ""
         last = self._stream.finish() if self._stream else self._decoder.decode(b"", final=True)
-        piece = self._take(last)
-        rest, self._held = self._held, ""
+        piece = self._cut_at_stop(last)
+        rest, self._pending = self._pending, ""
         return piece if self.stopped else piece + rest
 
-    def _take(self, piece: str) -> str:
+    def _cut_at_stop(self, piece: str) -> str:
         if not self._stops:
             return piece
-        text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        certain = len(text) - self._may_begin(text)
-        self._held = text[certain:]
-        return text[:certain]
+        text = self._pending + piece
+        ends = [index for stop in self._stops if (index := text.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._pending = True, ""
+            return text[: min(ends)]
+        end = len(text) - self._partial_stop_length(text)
+        self._pending = text[end:]
+        return text[:end]
 
-    def _may_begin(self, text: str) -> int:
+    def _partial_stop_length(self, text: str) -> int:
         """The number of characters at the end of `text` that may begin a stop string."""
         longest = min(max(map(len, self._stops)) - 1, len(text))
-        ends = (text[-count:] for count in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(s.startswith(end) for s in self._stops)), 0)
+        suffixes = (text[-count:] for count in range(longest, 0, -1))
+        return next((len(s) for s in suffixes if any(x.startswith(s) for x in self._stops)), 0)

@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
         comparison = {
             "paths": {"baseline": config.baseline, "model": config.model},
             "rows": [
-                {"prompt": prompt.given, **{role: responses[role][row] for role in ROLES}}
+                {"prompt": prompt.value, **{role: responses[role][row] for role in ROLES}}
                 for row, prompt in enumerate(prompts)
             ],
         }

@@ -78,7 +78,7 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
     """The events of a stream, after an empty one once the request is admitted."""
-    rows = [TextPosition(reply.served, reply.begins) for _ in range(reply.num_rows)]
+    rows = [TextPosition(reply.served, reply.starts_text) for _ in range(reply.num_rows)]
     seen: dict[int, Piece] = {}
     with_usage = {"usage": None} if reply.fields.wants_usage else {}
 
@@ -121,7 +121,7 @@ class Reply:
     kind: str
     """OpenAI's name for the object type."""
     chunk_kind: str
-    begins: bool = False
+    starts_text: bool = False
     """Whether a response starts a new text, whose first word may lose its leading space."""
 
     def __init__(self, state: State, fields: SamplingFields, client: str) -> None:
@@ -171,7 +171,7 @@ class Reply:
             self.wanted,
             self.client,
             stops=self.stops,
-            continues=not self.begins,
+            continues=not self.starts_text,
             streams=streams,
         )
 
@@ -293,7 +293,7 @@ class ChatReply(Reply):
         super().__init__(state, fields, client)
         self.fields = fields
         continues = bool(fields.continue_final_message)
-        self.begins = not continues
+        self.starts_text = not continues
         prompt = self.served.encode_chat(
             [each.message for each in fields.messages],
             continues=continues,
@@ -309,7 +309,7 @@ class ChatReply(Reply):
         return {
             "index": number,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": self._logprobs(TextPosition(self.served, self.begins), piece),
+            "logprobs": self._logprobs(TextPosition(self.served, self.starts_text), piece),
             **self.end(piece),
         }
 
@@ -331,7 +331,7 @@ class ChatReply(Reply):
     def _logprobs(self, row: "TextPosition", piece: Piece) -> dict[str, Any] | None:
         if not self.fields.logprobs:
             return None
-        names = self.served.view_bytes
+        names = self.served.token_bytes
 
         def entry(token: int, part: bytes, logprob: float) -> dict[str, Any]:
             name = part.decode(errors="replace") if part else names.name(token)
@@ -340,7 +340,7 @@ class ChatReply(Reply):
         content = [
             {
                 **entry(token, part, report.logprob),
-                "top_logprobs": [entry(other, names.of(other), p) for other, p in report.top],
+                "top_logprobs": [entry(other, names.get(other), p) for other, p in report.top],
             }
             for token, part, report in row.tokens(piece)
         ]
@@ -399,9 +399,9 @@ class TextReply(Reply):
         if self.fields.logprobs is not None:
             tokens: list[tuple[int, bytes, TokenLogprobs | None]] = []
             if self.scores:
-                parts = self.served.view_bytes.of_all(self.prompts[index], begins=True)
+                parts = self.served.token_bytes.get_all(self.prompts[index], starts_text=True)
                 tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
-            row = TextPosition(self.served, self.begins)
+            row = TextPosition(self.served, self.starts_text)
             logprobs = self._logprobs(row, [*tokens, *row.tokens(piece)])
         return {"index": number, "text": text, "logprobs": logprobs, **self.end(piece)}
 
@@ -423,7 +423,7 @@ class TextReply(Reply):
         self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, TokenLogprobs | None]]
     ) -> dict[str, Any]:
         """OpenAI's logprobs object; a prompt's first token has no log-probability."""
-        names = self.served.view_bytes
+        names = self.served.token_bytes
         reports = [report for *_, report in tokens]
         return {
             "tokens": [part.decode(errors="replace") or names.name(id_) for id_, part, _ in tokens],
@@ -461,7 +461,7 @@ class TextPosition:
     """Position in a response's text up to which tokens have been returned."""
 
     served: ServedModel
-    begins: bool
+    starts_text: bool
     """Whether the response begins a text and none of its tokens with text has been returned."""
 
     offset: int = 0
@@ -471,8 +471,8 @@ class TextPosition:
     def tokens(self, piece: Piece) -> list[tuple[int, bytes, TokenLogprobs]]:
         """Return (id, bytes, log-probabilities) of the tokens of a piece that have text."""
         ids = piece.ids[: len(piece.logprobs)]
-        parts = self.served.view_bytes.of_all(ids, begins=self.begins)
-        self.begins = self.begins and set(ids) <= self.served.view_bytes.special
+        parts = self.served.token_bytes.get_all(ids, starts_text=self.starts_text)
+        self.starts_text = self.starts_text and set(ids) <= self.served.token_bytes.special
         return list(zip(ids, parts, piece.logprobs, strict=True))
 
     def advance(self, part: bytes) -> int:

@@ -58,7 +58,7 @@ class ServedModel:
     """Maximum tokens in prompt and response."""
 
     weights_hash: str
-    view_bytes: TokenBytes
+    token_bytes: TokenBytes
 
     @property
     def vocabulary(self) -> int:
@@ -330,7 +330,7 @@ def load_models(
             num_slots=slots,
             context=context,
             weights_hash=f"{weights_hash(model):013x}",
-            view_bytes=TokenBytes(tokenizer),
+            token_bytes=TokenBytes(tokenizer),
         )
     return models, served_reward
 

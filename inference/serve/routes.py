@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from inference.ratings import RatingsFile, agreement, read_ratings, standing_ratings
+from inference.ratings import RatingsFile, active_ratings, compute_agreement, read_ratings
 from inference.serve.completions import chat_completions, completions, new_id
 from inference.serve.http import LEFT, ApiError, ClientGone, json_response, read_body, until_gone
 from inference.serve.models import ServedModel
@@ -240,7 +240,7 @@ async def summary(request: Request) -> Response:
     file = _ratings(get_state(request))
     try:
         figures = await asyncio.to_thread(
-            lambda: agreement(standing_ratings(read_ratings(file.path)))
+            lambda: compute_agreement(active_ratings(read_ratings(file.path)))
         )
     except (DataError, KeyError, TypeError, IndexError) as error:
         raise ApiError(503, f"{file.path.name} can't be read: {error}") from None

@@ -109,7 +109,7 @@ class Row:
 
     def __init__(self, job: Job, number: int, served: ServedModel) -> None:
         self.job = job
-        self._text = ResponseText(served.view_bytes, job.stops, begins=not job.continues)
+        self._text = ResponseText(served.token_bytes, job.stops, starts_text=not job.continues)
         self._piece = Piece(number)
         self.began, self.newest = time.perf_counter(), 0.0
         """Times of its submission and its newest token, for the metrics."""

@@ -39,8 +39,8 @@ def test_long_dialogue_drops_its_oldest_turns(make_conversation: Converse) -> No
 
     answers = [conversation.respond("tell me " * 12, lambda _: None) for _ in range(6)]
 
-    assert answers[0].num_left_out == 0
-    assert answers[-1].num_left_out > 0
-    assert answers[-1].num_left_out % 2 == 0
+    assert answers[0].num_dropped == 0
+    assert answers[-1].num_dropped > 0
+    assert answers[-1].num_dropped % 2 == 0
     assert len(conversation.messages) == 13
     assert conversation.system == "Be brief."

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from inference.ratings import RatingsFile, agreement, export, main, read_ratings, standing_ratings
+from inference.ratings import (
+    RatingsFile,
+    active_ratings,
+    compute_agreement,
+    export,
+    main,
+    read_ratings,
+)
 from pipeline.config import RowColumns
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import read_paths
@@ -46,7 +53,7 @@ def test_undone_rating_stays_in_the_file_but_does_not_count(tmp_path: Path) -> N
 
     lines = read_ratings(path)
     assert [line["kind"] for line in lines] == ["pair", "pair", "undo"]
-    assert [line["id"] for line in standing_ratings(lines)] == [second]
+    assert [line["id"] for line in active_ratings(lines)] == [second]
     with pytest.raises(KeyError):
         RatingsFile(path).undo("no such id", "anna")
 
@@ -112,7 +119,7 @@ def test_agreement_matches_hand_computed_values() -> None:
         pair(0, id="5", rater="anna", **other_prompt, shown=[0, 1]),  # not blind
     ]
 
-    result = agreement(ratings)
+    result = compute_agreement(ratings)
 
     assert (result.ratings, result.pairs, result.blind) == (5, 5, 3)
     assert result.left == pytest.approx(1 / 3)  # only the first chose the left one
@@ -121,7 +128,7 @@ def test_agreement_matches_hand_computed_values() -> None:
     # anna and ben agree on two of three ratings: observed 2/3;
     # five of the six labels are equal when sorted by text: expected 25/36 + 1/36.
     assert result.kappa == pytest.approx((2 / 3 - 26 / 36) / (1 - 26 / 36))
-    assert agreement([]).kappa is None
+    assert compute_agreement([]).kappa is None
 
 
 def test_export_contains_the_majority_choice() -> None:

@@ -91,7 +91,7 @@ def test_messages_are_parsed_like_training_rows(tmp_path: Path) -> None:
 
     tools = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
     assert prompt.messages == (Message("user", "Q", keys=json.dumps(tools)), Message("tool", "22"))
-    assert prompt.given == row["messages"]
+    assert prompt.value == row["messages"]
 
 
 def test_killed_run_resumes_after_its_last_complete_line(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference.ratings import read_ratings, standing_ratings
+from inference.ratings import active_ratings, read_ratings
 from tests.inference.serve.serving import LiveServer, get, in_browser
 
 MARKUP = (
@@ -38,7 +38,7 @@ def page(browser: Any, page_server: LiveServer) -> Iterator[Any]:
 
 def read_all_ratings(page_server: LiveServer) -> list[Any]:
     assert page_server.state.ratings is not None
-    return [*standing_ratings(read_ratings(page_server.state.ratings.path))]
+    return [*active_ratings(read_ratings(page_server.state.ratings.path))]
 
 
 def send_message(page: Any, text: str) -> None:

@@ -22,20 +22,20 @@ def stream_pieces(text: ResponseText, ids: list[int]) -> list[str]:
 def test_streamed_text_matches_the_tokenizer(make: Callable[[], PreTrainedTokenizerBase]) -> None:
     tokenizer = make()
     ids = list(tokenizer(TEXT)["input_ids"])
-    view_bytes = TokenBytes(tokenizer)
+    token_bytes = TokenBytes(tokenizer)
 
-    pieces = stream_pieces(ResponseText(view_bytes), ids)
+    pieces = stream_pieces(ResponseText(token_bytes), ids)
 
     text = plain_text(tokenizer, ids)
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     tokens = ids[1:] if ids[0] in tokenizer.all_special_ids else ids
-    assert b"".join(view_bytes.of_all(tokens, begins=True)).decode() == text
+    assert b"".join(token_bytes.get_all(tokens, starts_text=True)).decode() == text
 
 
 def test_stop_string_never_appears_in_the_text() -> None:
     tokenizer = build_tokenizer()
-    view_bytes = TokenBytes(tokenizer)
+    token_bytes = TokenBytes(tokenizer)
     rng = random.Random(2)
     num_stopped = 0
     for _ in range(400):
@@ -52,7 +52,7 @@ def test_stop_string_never_appears_in_the_text() -> None:
                 ]
             )
         ]
-        response = ResponseText(view_bytes, stops)
+        response = ResponseText(token_bytes, stops)
 
         pieces = stream_pieces(response, ids)
 
