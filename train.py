@@ -97,7 +97,7 @@ EXAMPLES = (
 def train_help(*, full: bool = False) -> str:
     """Return the text of `--help`: the options that most runs need, or all options if `full`."""
     sections = [stage.section for stage in STAGES]
-    options = {each.name: each for each in list_settings(Request)}
+    options = {option.name: option for option in list_settings(Request)}
     shown = list(options) if full else COMMON
     modules = dict.fromkeys(stage.module for stage in STAGES)
     lines = [
@@ -132,9 +132,9 @@ def train_help(*, full: bool = False) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Print the help, or pass the command line and the steps to the orchestrator."""
-    for name, words in split_options(argv):
+    for name, values in split_options(argv):
         if name == "help":
-            print_output(train_help(full=words == ["all"]))
+            print_output(train_help(full=values == ["all"]))
             return
     orchestrator.main(argv, STAGES)
 

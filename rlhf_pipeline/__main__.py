@@ -6,7 +6,7 @@ import sys
 
 import rlhf_pipeline
 
-OWN = (
+PACKAGES = (
     *("evaluation", "inference", "pipeline", "rewards"),
     *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
@@ -20,13 +20,13 @@ USAGE = (
 
 def main() -> None:
     """Run the module named on the command line as `__main__`."""
-    words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
+    args = sys.argv[1:]
+    if not args or args[0] in ("-h", "--help"):
         print(USAGE)  # noqa: T201
         return
-    module, *rest = words
+    module, *rest = args
     rlhf_pipeline.add_to_path()
-    if module.split(".")[0] not in OWN or not _exists(module):
+    if module.split(".")[0] not in PACKAGES or not _exists(module):
         print(  # noqa: T201
             f"error: rlhf_pipeline has no module {module}; use a NAME of `python -m NAME` in the"
             " documentation, such as inference.generate",

@@ -87,25 +87,25 @@ class Engine(engine.Engine):
         Raises:
             CheckpointError: the state could not be written.
         """
-        root, described = Path(directory), state.describe(self)
+        root, description = Path(directory), state.describe(self)
         if root not in self._writers:
             job = self.group.gather_objects(uuid.uuid4().hex[:12])[0]
             ranks = {"rank": self.group.rank, "world_size": self.group.size}
             writer = self._writers[root] = CheckpointWriter(root, job=job, **ranks)
-            self._base = f"base-{job}" if described["frozen"] else None
+            self._base = f"base-{job}" if description["frozen"] else None
             if self._base is not None:  # frozen weights are written once
                 writer.save_base(self._base, state.frozen_fragments(self, "engine"))
         writer, random = self._writers[root], random_state().items()
         fragments = chain(
             state.trained_fragments(self, "engine"),
-            (Fragment(f"random/{self.group.rank}/{name}", 0, each) for name, each in random),
+            (Fragment(f"random/{self.group.rank}/{name}", 0, tensor) for name, tensor in random),
         )
-        document = {"engine": described, "progress": dict(progress or {})}
+        document = {"engine": description, "progress": dict(progress or {})}
         writer.save(self.steps, fragments, document, base=self._base)
         writer.wait()
-        failed = [each for each in self.group.gather_objects(writer.failure) if each]
-        if failed:
-            raise CheckpointError(failed[0])
+        failures = [failure for failure in self.group.gather_objects(writer.failure) if failure]
+        if failures:
+            raise CheckpointError(failures[0])
 
     def resume(self, directory: Path | str) -> dict[str, Any] | None:
         """Load the newest checkpoint and return its `progress`; None if there is no checkpoint.
@@ -115,14 +115,14 @@ class Engine(engine.Engine):
         Raises:
             CheckpointError: no checkpoint is complete, or it is from another model or optimizer.
         """
-        found = find_newest_valid(Path(directory), self.group)
-        if found is None:
+        checkpoint = find_newest_valid(Path(directory), self.group)
+        if checkpoint is None:
             return None
-        state.load(self, "engine", found, found.state["engine"])
-        random = found.read_prefix(f"random/{self.group.rank}/")
+        state.load(self, "engine", checkpoint, checkpoint.state["engine"])
+        random = checkpoint.read_prefix(f"random/{self.group.rank}/")
         if random:
             set_random_state(random)
-        return dict(found.state["progress"])
+        return dict(checkpoint.state["progress"])
 
     def export(self, directory: Path | str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a Hugging Face directory. A collective."""

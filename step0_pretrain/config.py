@@ -26,9 +26,9 @@ class PretrainConfig(StepConfig):
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **{
-            name: each
-            for name, each in StepConfig.OPTIONS.items()
-            if not each[0].startswith("data")
+            name: fields
+            for name, fields in StepConfig.OPTIONS.items()
+            if not fields[0].startswith("data")
         },
         "actor_zero_stage": ("model.zero_stage",),
     }

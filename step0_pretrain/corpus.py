@@ -17,12 +17,12 @@ from pipeline.system.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOOKED_AT = 2**20
+MAX_SEARCHED = 2**20
 """Maximum number of documents per file that are searched for evaluation documents."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class CorpusSettings:
     """Settings for reading a corpus for a model."""
 
     data: TextDataConfig
@@ -33,7 +33,7 @@ class Reading:
     @classmethod
     def for_model(
         cls, data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str
-    ) -> "Reading":
+    ) -> "CorpusSettings":
         """The settings for reading a corpus with the tokenizer of a model.
 
         Raises:
@@ -56,11 +56,11 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Hash of the tokens and the mixture."""
-        described = [
+        descriptions = [
             [rows.file.fingerprint(), len(rows), weight]
             for rows, weight in zip(self.files, self.stream.weights, strict=True)
         ]
-        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(descriptions).encode()).hexdigest()[:16]
 
     @property
     def notes(self) -> list[str]:
@@ -79,46 +79,46 @@ class Corpus:
         return [self.files[file][row] for file, row in next(self.stream)]
 
 
-def open_corpus(reading: Reading, *, batch_size: int, seed: int) -> Corpus:
+def open_corpus(settings: CorpusSettings, *, batch_size: int, seed: int) -> Corpus:
     """Open the corpus.
 
     Raises:
         DataError: a file can't be used, has another tokenizer, or no documents are left to train
             on.
     """
-    data = reading.data
+    data = settings.data
     paths = find_paths(data)
-    opened = [_open(path, reading) for path in paths]
-    files = [rows for of_path in opened for rows in of_path]
+    files_by_path = [_open_files(path, settings) for path in paths]
+    files = [rows for path_files in files_by_path for rows in path_files]
     # A path's weight is spread over its rows; without any weights, all rows count equally.
     weighted = any(path.weight is not None for path in paths)
     weights: list[float] = []
-    for path, of_path in zip(paths, opened, strict=True):
-        total = sum(map(len, of_path))
+    for path, path_files in zip(paths, files_by_path, strict=True):
+        total = sum(map(len, path_files))
         weight = (1.0 if path.weight is None else path.weight) if weighted else total
-        weights += [weight * len(rows) / total for rows in of_path]
+        weights += [weight * len(rows) / total for rows in path_files]
     eval_rows, held_out = _hold_out(files, weights, data)
     stream = MixedStream([len(rows) for rows in files], weights, batch_size=batch_size, seed=seed)
     return Corpus(files, stream, eval_rows, held_out)
 
 
-def _open(path: CorpusPath, reading: Reading) -> list[Windows]:
+def _open_files(path: CorpusPath, settings: CorpusSettings) -> list[Windows]:
     files = [TokenFile(name) for name in path.files]
-    vocabulary = reading.vocabulary
+    vocabulary = settings.vocabulary
     for file in files:
         if file.origin is not None:
-            fits = file.origin.tokenizer_hash == vocabulary.hash
+            is_compatible = file.origin.tokenizer_hash == vocabulary.hash
         else:
-            fits = all(
+            is_compatible = all(
                 not len(ids) or 0 <= ids.min() <= ids.max() < vocabulary.size
                 for ids, _ in file.chunks()
             )
-        if not fits:
+        if not is_compatible:
             raise DataError(
                 f"{file.path} was not packed with the tokenizer {vocabulary.name}; pack the text"
                 f" again with --tokenizer {vocabulary.name}"
             )
-    return [Windows(file, reading.data.max_length, reading.bos) for file in files]
+    return [Windows(file, settings.data.max_length, settings.bos) for file in files]
 
 
 def _hold_out(
@@ -128,37 +128,37 @@ def _hold_out(
 
     If no document's draw is within `eval_fraction`, as in a small corpus, the smallest is taken.
     """
-    most, total = data.max_eval_rows, sum(weights)
-    counts = [max(1, round(most * weight / total)) for weight in weights]
+    max_rows, total = data.max_eval_rows, sum(weights)
+    counts = [max(1, round(max_rows * weight / total)) for weight in weights]
     draws = [_smallest_draws(rows, count, data) for rows, count in zip(files, counts, strict=True)]
     threshold = max(
-        data.eval_fraction, min(number for of_file in draws for number in of_file.values())
+        data.eval_fraction, min(draw for file_draws in draws for draw in file_draws.values())
     )
     eval_rows: list[TokenRow] = []
     num_chosen = 0
-    for rows, count, of_file in zip(files, counts, draws, strict=True):
-        documents = [document for document, number in of_file.items() if number <= threshold]
+    for rows, count, file_draws in zip(files, counts, draws, strict=True):
+        documents = [document for document, draw in file_draws.items() if draw <= threshold]
         eval_rows += islice(rows.fill_with(documents), count)
         num_chosen += len(documents)
     if num_chosen == sum(rows.file.documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
         raise DataError(f"{names}: all documents would be held out for evaluation; add documents")
-    return eval_rows[:most], HeldOut(seed=data.seed, threshold=threshold)
+    return eval_rows[:max_rows], HeldOut(seed=data.seed, threshold=threshold)
 
 
 def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
     """Draws of held-out documents that fill `count` rows, and the smallest draw examined."""
-    file, missing, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
-    looked_at = min(file.documents, LOOKED_AT)
+    file, num_missing, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
+    num_searched = min(file.documents, MAX_SEARCHED)
     draws: dict[int, float] = {}
-    for document in Random(f"{data.seed} evaluation").sample(range(file.documents), looked_at):
-        number = held_out.draw(document_hash(file, document))
-        if number <= data.eval_fraction or number <= min(draws.values(), default=1.0):
-            draws[document] = number
-        if number <= data.eval_fraction:
+    for document in Random(f"{data.seed} evaluation").sample(range(file.documents), num_searched):
+        draw = held_out.draw(document_hash(file, document))
+        if draw <= data.eval_fraction or draw <= min(draws.values(), default=1.0):
+            draws[document] = draw
+        if draw <= data.eval_fraction:
             start, end = file.span(document)
-            missing -= end - start
-        if missing <= 0:
+            num_missing -= end - start
+        if num_missing <= 0:
             break
     file.release()
     return draws

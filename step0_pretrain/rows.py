@@ -12,7 +12,7 @@ from pipeline.data.store.rows import MixedStream, TokenRow
 from pipeline.parallel.device import local_device
 from pipeline.run.training import local_parts
 from step0_pretrain.config import PretrainConfig
-from step0_pretrain.corpus import Corpus, Reading, open_corpus
+from step0_pretrain.corpus import Corpus, CorpusSettings, open_corpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,12 +46,12 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
         DataError: there is no corpus, or it can't be used.
     """
     config.check_corpus()
-    reading = Reading.for_model(config.data, tokenizer, model=str(config.model.path))
-    corpus = open_corpus(reading, batch_size=config.batch_size, seed=config.seed)
+    settings = CorpusSettings.for_model(config.data, tokenizer, model=str(config.model.path))
+    corpus = open_corpus(settings, batch_size=config.batch_size, seed=config.seed)
     return Rows(tokenizer, corpus, corpus.stream.num_steps(config.epochs, config.max_steps))
 
 
-def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
+def split_rows(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
     """This process's micro-batches of the rows; some may be empty."""
     parts = local_parts([len(row) for row in rows], config, config.model)
     return [[rows[row] for row in part] for part in parts]
@@ -59,12 +59,12 @@ def cut(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]
 
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
     """Concatenate the rows' sequences; if all are empty, those of `spare` without targets."""
-    learned = [row for row in rows if row.spans]
-    used = learned or [spare]
+    with_targets = [row for row in rows if row.spans]
+    used = with_targets or [spare]
     sequences = [ids for row in used for ids in row.sequences()]
     lengths = tuple(map(len, sequences))
     input_ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     is_target = torch.ones(len(input_ids), dtype=torch.bool)
     is_target[torch.tensor((0, *lengths[:-1])).cumsum(0)] = False
-    targets = is_target.nonzero().squeeze(-1) if learned else torch.empty(0, dtype=torch.long)
+    targets = is_target.nonzero().squeeze(-1) if with_targets else torch.empty(0, dtype=torch.long)
     return TokenBatch(input_ids, lengths, targets).to(local_device())

@@ -33,7 +33,7 @@ from pipeline.run.training import (
     set_up,
 )
 from pipeline.system.torch_process import seed_generators
-from step0_pretrain.rows import Rows, collate, cut, load_rows
+from step0_pretrain.rows import Rows, collate, load_rows, split_rows
 from step0_pretrain.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def train(config: PretrainConfig) -> Path:
             run.evaluated(0, {"perplexity": before})
         with keeping_best(run, best, lm.export, model=config.model):
             for step in lm.checkpoints.steps():
-                learn_from(lm, rows.corpus.next_rows(), run, step=step)
+                take_step(lm, rows.corpus.next_rows(), run, step=step)
                 if lm.evaluates_after(step):
                     best.update(perplexity(passes, held_out(lm)), step=step)
                     run.evaluated(step, {"perplexity": best.last})
@@ -86,15 +86,17 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
     return lm
 
 
-def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int) -> None:
+def take_step(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows without held-out documents, and log it."""
     is_held_out = lm.rows.corpus.held_out.contains
-    parts = [[row.without(is_held_out) for row in part] for part in cut(rows, lm.config)]
-    own = [row for part in parts for row in part]
-    tokens, targets = run.mesh.data.sums([sum(map(len, own)), sum(row.num_targets for row in own)])
+    parts = [[row.without(is_held_out) for row in part] for part in split_rows(rows, lm.config)]
+    local = [row for part in parts for row in part]
+    tokens, targets = run.mesh.data.sums(
+        [sum(map(len, local)), sum(row.num_targets for row in local)]
+    )
     learn(
         lm.passes,
-        batches(lm, parts),
+        iter_batches(lm, parts),
         run,
         step=step,
         tokens=int(tokens),
@@ -104,10 +106,10 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
 
 def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
     """This process's micro-batches of the held-out rows."""
-    return batches(lm, cut(lm.held_out, lm.config))
+    return iter_batches(lm, split_rows(lm.held_out, lm.config))
 
 
-def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
+def iter_batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
     """The micro-batches, read one at a time."""
     return (collate(part, spare=lm.held_out[0]) for part in parts)
 

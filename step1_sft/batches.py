@@ -35,7 +35,7 @@ def rows_fit(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
     return FitCheck(fit, end="end", empty="have nothing left to train on")
 
 
-def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
+def split_rows(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
     parts = local_parts([len(row) for row in rows], config, config.model)
     return [

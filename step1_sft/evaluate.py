@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
             for number, text in enumerate(DEFAULT_PROMPTS, start=1)
         ]
     responses = {
-        role: answer(path, prompts, sampling)
+        role: generate_responses(path, prompts, sampling)
         for role, path in zip(ROLES, (config.baseline, config.model), strict=True)
     }
     blocks = [
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
         write_output({config.out: content}, option="--out")
 
 
-def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
+def generate_responses(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
     """Return the response of the model at `path` to each prompt."""
     from inference.responses import Responder
     from pipeline.models.hf.load import load_for_inference

@@ -35,9 +35,9 @@ from pipeline.run.training import (
     set_up,
 )
 from pipeline.system.torch_process import seed_generators
-from step1_sft.batches import cut, encode, rows_fit
+from step1_sft.batches import encode, rows_fit, split_rows
 
-Tuning = Training[SFTConfig, Encoded, Rows]
+SFTTraining = Training[SFTConfig, Encoded, Rows]
 
 
 def train(config: SFTConfig) -> Path:
@@ -48,13 +48,15 @@ def train(config: SFTConfig) -> Path:
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
         passes, held_out, best, config = sft.passes, sft.held_out, sft.best, sft.config
-        before = sft.checkpoints.once("before", lambda: perplexity(passes, cut(held_out, config)))
+        before = sft.checkpoints.once(
+            "before", lambda: perplexity(passes, split_rows(held_out, config))
+        )
         check_start(config.model.path, {"held-out perplexity": before})
-        tasks = open_tasks(sft)
-        first = sft.checkpoints.once("tasks", tasks.metrics)
+        tasks = make_task_evaluations(sft)
+        initial_tasks = sft.checkpoints.once("tasks", tasks.metrics)
         if sft.checkpoints.done == 0:
             best.update(before, step=0)
-            run.evaluated(0, {"perplexity": before, **first})
+            run.evaluated(0, {"perplexity": before, **initial_tasks})
 
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
@@ -62,16 +64,16 @@ def train(config: SFTConfig) -> Path:
         with keeping_best(run, best, sft.export, model=config.model):
             for step in sft.checkpoints.steps(enough=enough):
                 batch = encode(rows.next_examples(), rows.chat, config)
-                learn_from(sft, batch, run, step=step)
+                take_step(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
-                    best.update(perplexity(passes, cut(held_out, config)), step=step)
+                    best.update(perplexity(passes, split_rows(held_out, config)), step=step)
                     run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
-        finish(sft, run, tasks, before=before, first=first)
+        finish(sft, run, tasks, before=before, initial_tasks=initial_tasks)
     return config.output_dir
 
 
-def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
+def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
     """The actor in its engine, with an earlier run's state if this run resumes it."""
     model, passes = learning_model(
         config.model,
@@ -89,11 +91,11 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Tuning:
     return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
 
 
-def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> None:
+def take_step(sft: SFTTraining, rows: Sequence[Encoded], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows, and log it."""
     learn(
         sft.passes,
-        cut(rows, sft.config),
+        split_rows(rows, sft.config),
         run,
         step=step,
         tokens=sum(map(len, rows)),
@@ -101,19 +103,19 @@ def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> 
     )
 
 
-def open_tasks(sft: Tuning) -> TaskEvaluations:
+def make_task_evaluations(sft: SFTTraining) -> TaskEvaluations:
     """The evaluation tasks of the settings, for the current model."""
     generating = HybridEngine(sft.engine, sft.model).generating
     return TaskEvaluations(sft.config, sft.rows.chat, generating)
 
 
 def finish(
-    sft: Tuning,
+    sft: SFTTraining,
     run: Run,
     tasks: TaskEvaluations,
     *,
     before: float,
-    first: Mapping[str, float],
+    initial_tasks: Mapping[str, float],
 ) -> None:
     """Export the best weights and write the result.
 
@@ -122,7 +124,7 @@ def finish(
         run: receives the result.
         tasks: evaluated once more if the best weights are not the last ones.
         before: perplexity of the initial model.
-        first: task metrics of the initial model.
+        initial_tasks: task metrics of the initial model.
     """
     after, step = export_best(sft)
     run.finish(
@@ -131,7 +133,7 @@ def finish(
             "perplexity_after": after,
             "best_step": step,
             "rows": len(sft.rows.data.eval),
-            **tasks.summary(first, changed=step != sft.best.last_step),
+            **tasks.summary(initial_tasks, changed=step != sft.best.last_step),
         },
     )
     warn_unless_better(sft, step, before)

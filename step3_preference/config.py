@@ -54,7 +54,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
-OF_ANSWERS: tuple[str, ...] = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
+SAMPLED_SIGNALS = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
 """Signals from the actor's responses; chosen_nll is from held-out rows."""
 
 DEFAULT_LIMITS: tuple[tuple[Signal, float, int], ...] = (
@@ -307,12 +307,12 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
 
     def _check_guards(self) -> None:
         """Reject guards that would never be checked or could never trip."""
-        unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, for sampled responses")
+        missing = dict.fromkeys(SAMPLED_SIGNALS, "preference.eval_prompts, for sampled responses")
         check_guards(
             self.guards,
             DEFAULT_GUARDS,
             section="preference",
-            missing={} if self.eval_prompts else unanswered,
+            missing=missing if not self.eval_prompts else {},
             saves=self.save_interval,
             unit="steps",
         )

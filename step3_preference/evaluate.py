@@ -27,7 +27,6 @@ from evaluation.scored import (
 from inference.engine.requests import Response, repeated_trigrams
 from inference.hybrid_engine import HybridEngine
 from inference.reward_model import score_responses
-from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_or_empty, local_micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded
@@ -42,9 +41,9 @@ from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
 from pipeline.run.training import Rows, Training, check_finite, check_start
 from step3_preference.config import PreferenceConfig
-from step3_preference.objective import Figures, Point, kto_weights, objective
-from step3_preference.reference import Reference, Start
-from step3_preference.rows import ComparedBatch, Row, cut, response_start
+from step3_preference.objective import KTOInputs, MetricSums, kto_weights, objective
+from step3_preference.reference import InitialActor, Reference
+from step3_preference.rows import BatchWithReference, Row, response_start, split_rows
 
 logger = logging.getLogger(__name__)
 
@@ -60,43 +59,43 @@ def evaluate_rows(
     passes, engine = reference.start.passes, reference.start.engine
     good = sum(row.chosen is not None for row in rows)
     weights = kto_weights(good, len(rows) - good, config)
-    point = Point(reference.z0(rows, first=None), *weights)
-    found, values = list[Figures](), dict[int, float]()
+    kto = KTOInputs(reference.z0(rows, first=None), *weights)
+    parts, values = list[MetricSums](), dict[int, float]()
 
-    def look(batch: ComparedBatch) -> Tensor:
+    def compute_loss(batch: BatchWithReference) -> Tensor:
         assert batch.reference is not None
         logp = batch.rows.sums(engine(batch.tokens).logprobs)
-        loss, figures = objective(batch.rows, logp, batch.reference, config, point)
-        found.append(figures)
+        loss, metrics = objective(batch.rows, logp, batch.reference, config, kto)
+        parts.append(metrics)
         if config.is_unpaired:
-            places = (*batch.rows.chosen, *batch.rows.rejected)
-            values.update(zip(places, (logp - batch.reference).tolist(), strict=True))
+            indices = (*batch.rows.chosen, *batch.rows.rejected)
+            values.update(zip(indices, (logp - batch.reference).tolist(), strict=True))
         return loss
 
-    batches = reference.compared(cut(rows, config), reference.of_held_out)
+    batches = reference.add_reference(split_rows(rows, config), reference.held_out_logprobs)
     with evaluating(engine.model):
-        passes.forward(batches, look)
-    means = sum(found, Figures.none()).means(passes, len(rows), paired=not config.is_unpaired)
+        passes.forward(batches, compute_loss)
+    means = sum(parts, MetricSums.zero()).means(passes, len(rows), paired=not config.is_unpaired)
     if config.is_unpaired:
-        everyones = current_mesh().data.gather_objects(passes.from_last(values))
-        means["accuracy"] = order([{**part} for part in everyones], rows)
+        gathered = current_mesh().data.gather_objects(passes.from_last(values))
+        means["accuracy"] = compute_order_accuracy([{**part} for part in gathered], rows)
     return means
 
 
-def order(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
+def compute_order_accuracy(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
     """Fraction of pairs of a good and a bad response in the right order, ties counting half.
 
     Args:
         parts: value by row index; each row is in one of them.
         rows: single responses.
     """
-    values = {place: value for part in parts for place, value in part.items()}
+    values = {index: value for part in parts for index, value in part.items()}
     by_prompt: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
-    for place, row in enumerate(rows):
-        side = row.sequences[0]
-        prompt = tuple(side.input_ids[: response_start(side)])
+    for index, row in enumerate(rows):
+        sequence = row.sequences[0]
+        prompt = tuple(sequence.input_ids[: response_start(sequence)])
         good, bad = by_prompt.setdefault(prompt, ([], []))
-        (good if row.chosen is not None else bad).append(values[place])
+        (good if row.chosen is not None else bad).append(values[index])
     groups = [group for group in by_prompt.values() if all(group)]
     if not groups:
         groups = [
@@ -117,7 +116,7 @@ class HeldOut(HeldOutPrompts):
         prompts: Sequence[Prompt],
         chat: ChatFormat,
         generating: Generating,
-        start: Start,
+        start: InitialActor,
         config: PreferenceConfig,
     ) -> None:
         super().__init__(
@@ -141,8 +140,8 @@ class HeldOut(HeldOutPrompts):
     ) -> list[ScoredResponse]:
         """Texts and scores of the responses of all processes, in the order of the prompts."""
         del strict  # unused: a reward model never fails
-        texts = [decode_response(self.chat.tokenizer, each.text_ids) for each in responses]
-        scores = self._scores(texts, self.config.reward)
+        texts = [decode_response(self.chat.tokenizer, response.text_ids) for response in responses]
+        scores = self._score_texts(texts)
         return self.merged(
             [
                 ScoredResponse(text, score, length=len(response.ids), stopped=response.stopped)
@@ -150,7 +149,8 @@ class HeldOut(HeldOutPrompts):
             ]
         )
 
-    def _scores(self, texts: Sequence[str], reward: FrozenModelConfig) -> Sequence[float | None]:
+    def _score_texts(self, texts: Sequence[str]) -> Sequence[float | None]:
+        reward = self.config.reward
         if reward.path is None:
             return [None] * len(texts)
         dialogues = [
@@ -169,30 +169,30 @@ class HeldOut(HeldOutPrompts):
         ]
         engine = self.start.engine
         with evaluating(engine.model):
-            own = self._logp(rows)
+            policy = self._compute_logp(rows)
         with self.start.applied():
-            reference = self._logp(rows)
+            reference = self._compute_logp(rows)
         # The last processes' shares are padded with the first prompts, which count once.
         counted = torch.tensor(self.counted, dtype=torch.float64)
         total, count = self.data.sums(
-            [((own - reference) * counted).sum().item(), sum(self.counted)]
+            [((policy - reference) * counted).sum().item(), sum(self.counted)]
         )
         return total / count
 
     def repetition(self, responses: Sequence[Response]) -> float:
         """Fraction of tokens in the actor's responses that end a repeated trigram."""
-        counted = [each for each, is_own in zip(responses, self.counted, strict=True) if is_own]
-        repeated = sum(repeated_trigrams(each.ids) for each in counted)
-        tokens = sum(len(each.ids) for each in counted)
+        counted = [r for r, is_counted in zip(responses, self.counted, strict=True) if is_counted]
+        repeated = sum(repeated_trigrams(response.ids) for response in counted)
+        tokens = sum(len(response.ids) for response in counted)
         repeated, tokens = self.data.sums([repeated, tokens])
         return repeated / max(1, tokens)
 
-    def _logp(self, rows: Sequence[Encoded]) -> Tensor:
+    def _compute_logp(self, rows: Sequence[Encoded]) -> Tensor:
         """The log-probability of each of this process's responses."""
         passes, engine, config = self.start.passes, self.start.engine, self.config
-        most = config.micro_batch_size * (config.max_prompt_length + config.max_new_tokens)
-        found = torch.zeros(len(rows), dtype=torch.float64)
-        parts = local_micro_batches([len(row) for row in rows], max_tokens=most)
+        max_tokens = config.micro_batch_size * (config.max_prompt_length + config.max_new_tokens)
+        logp = torch.zeros(len(rows), dtype=torch.float64)
+        parts = local_micro_batches([len(row) for row in rows], max_tokens=max_tokens)
         batches = [
             collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
             for part in parts
@@ -200,10 +200,10 @@ class HeldOut(HeldOutPrompts):
         outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)
         for part, logprobs in zip(parts, outputs, strict=False):  # only on the last stage
             counts = [rows[row].num_targets for row in part]
-            each = logprobs.double().cpu().split(counts) if part else ()
-            for row, values in zip(part, each, strict=True):
-                found[row] = values.sum()
-        return passes.from_last(found)
+            tokens = logprobs.double().cpu().split(counts) if part else ()
+            for row, values in zip(part, tokens, strict=True):
+                logp[row] = values.sum()
+        return passes.from_last(logp)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
         """The best available measure of each response, under its name; empty without a judge.
@@ -216,7 +216,7 @@ class HeldOut(HeldOutPrompts):
             return {"score": [response.score for response in responses]}
         return {}
 
-    def values(self, responses: Sequence[ScoredResponse]) -> list[float | None]:
+    def judge_values(self, responses: Sequence[ScoredResponse]) -> list[float | None]:
         """The judge's value of each response; None without a judge."""
         return next(iter(self.by_prompt(responses).values()), [None] * len(responses))  # pyrefly: ignore[bad-return]
 
@@ -245,9 +245,9 @@ class Evaluator:
             most=config.data.max_eval_rows,
         )
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
-        self.watched = self.held_out.with_prompts(prompts[: config.eval_prompts])
+        self.subset = self.held_out.with_prompts(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
-        self.rows_at: dict[int, dict[str, float]] = {}
+        self.metrics_by_step: dict[int, dict[str, float]] = {}
         """Metrics of the held-out rows by step; a resumed run lacks its earlier steps except 0."""
 
     @property
@@ -262,20 +262,20 @@ class Evaluator:
             ModelError: the model's metrics are not finite.
             ConfigError: the run resumes and its starting model no longer exists.
         """
-        start = checkpoints.require_same_start(self.config.model)
-        self.first = self.rows_at[0] = checkpoints.once("rows", self._rows)
-        check_start(self.config.model.path, self.first)
+        origin = checkpoints.require_same_start(self.config.model)
+        self.initial = self.metrics_by_step[0] = checkpoints.once("rows", self._evaluate_rows)
+        check_start(self.config.model.path, self.initial)
         self.before = HeldOutResponses.read(
             checkpoints.once("before", lambda: asdict(self.held_out.answer_all()))
         )
-        self.first_tasks = checkpoints.once("tasks", self.tasks.metrics)
-        responses = self.before.sampled[: len(self.watched.prompts)]
-        figures = {**self.first, **self._answered(responses, kl=self.before.kl)}
+        self.initial_tasks = checkpoints.once("tasks", self.tasks.metrics)
+        responses = self.before.sampled[: len(self.subset.prompts)]
+        metrics = {**self.initial, **self._get_metrics(responses, kl=self.before.kl)}
         if checkpoints.is_new:
-            self.best.update(self.first["loss"], step=0)
-            details = {"began_from": start, **self._by_prompt(responses)}
-            run.evaluated(0, {**figures, **self.first_tasks}, details=details)
-        return figures
+            self.best.update(self.initial["loss"], step=0)
+            details = {"began_from": origin, **self._values_by_prompt(responses)}
+            run.evaluated(0, {**metrics, **self.initial_tasks}, details=details)
+        return metrics
 
     def evaluate(self, step: int, run: Run) -> dict[str, float]:
         """Evaluate the actor after optimizer step `step`, if due; return its metrics.
@@ -285,37 +285,37 @@ class Evaluator:
         """
         if not self.training.evaluates_after(step):
             return {}
-        figures = self._rows()
-        self.rows_at[step] = {**figures}
-        self.best.update(figures["loss"], step=step)
+        metrics = self._evaluate_rows()
+        self.metrics_by_step[step] = {**metrics}
+        self.best.update(metrics["loss"], step=step)
         details: dict[str, object] = {}
-        if self.watched.prompts:
-            with self.watched.generating() as actor:
-                responses = self.watched.respond(actor, temperature=self.config.temperature)
-            scored = self.watched.scored(responses)
-            figures |= self._answered(scored, kl=self.watched.kl(responses))
-            figures["sampled_repetition"] = self.watched.repetition(responses)
-            details = self._by_prompt(scored)
-        run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
-        check_finite(f"of held-out rows after step {step}", figures)
-        return figures
+        if self.subset.prompts:
+            with self.subset.generating() as actor:
+                responses = self.subset.respond(actor, temperature=self.config.temperature)
+            scored = self.subset.scored(responses)
+            metrics |= self._get_metrics(scored, kl=self.subset.kl(responses))
+            metrics["sampled_repetition"] = self.subset.repetition(responses)
+            details = self._values_by_prompt(scored)
+        run.evaluated(step, {**metrics, **self.tasks.metrics()}, details=details)
+        check_finite(f"of held-out rows after step {step}", metrics)
+        return metrics
 
     def end(self, run: Run, guards: Guards) -> None:
         """Evaluate the exported actor and the base on all prompts; write samples and the result."""
         best, config = self.best, self.config
         # A guard that stops the run loads an earlier state.
         changed = guards.stopped and not best.keep
-        rows = None if changed else self.rows_at.get(best.exported_step)
-        rows = self._rows() if rows is None else rows
+        rows = None if changed else self.metrics_by_step.get(best.exported_step)
+        rows = self._evaluate_rows() if rows is None else rows
         after = self.held_out.answer_all()
         evaluation = {
-            "accuracy_before": self.first["accuracy"],
+            "accuracy_before": self.initial["accuracy"],
             "accuracy_after": rows["accuracy"],
             **self._summary(after),
-            "margin_before": self.first["margin"],
+            "margin_before": self.initial["margin"],
             "margin_after": rows["margin"],
             **{f"{name}_after": rows[name] for name in ("reward_chosen", "reward_rejected")},
-            **{f"{name}_before": self.first[name] for name in ("logp_chosen", "logp_rejected")},
+            **{f"{name}_before": self.initial[name] for name in ("logp_chosen", "logp_rejected")},
             **{f"{name}_after": rows[name] for name in ("logp_chosen", "logp_rejected")},
             "pairs": len(self.training.held_out),
             "best_step": best.exported_step,
@@ -325,9 +325,9 @@ class Evaluator:
         plain = {name: each for name, each in evaluation.items() if each is not None}
         ended = run.step if guards.stopped else run.total_steps
         run.evaluated(ended, plain, details=details)
-        warn_if_not_improved(self.first, rows, best, config)
+        warn_if_not_improved(self.initial, rows, best, config)
         changed = best.exported_step != best.last_step or guards.stopped
-        tasks = self.tasks.summary(self.first_tasks, changed=changed)
+        tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(config.model.path, config.base)
         responses = {before: self.before, config.step_name: after}
         base = None if before == "base" else responses_of_base(self.held_out, config.base)
@@ -339,10 +339,10 @@ class Evaluator:
             **({"guards": guards.acted} if guards.acted else {}),
         )
 
-    def _rows(self) -> dict[str, float]:
+    def _evaluate_rows(self) -> dict[str, float]:
         return evaluate_rows(self.training.held_out, self.reference, self.config)
 
-    def _answered(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
+    def _get_metrics(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
         """Metrics of sampled responses to the watched prompts."""
         if not responses:
             return {}
@@ -354,9 +354,9 @@ class Evaluator:
             **scored,
         }
 
-    def _by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, object]:
-        found = self.watched.by_prompt(responses) if responses else {}
-        return {"eval_by_prompt": found} if found else {}
+    def _values_by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, object]:
+        values = self.subset.by_prompt(responses) if responses else {}
+        return {"eval_by_prompt": values} if values else {}
 
     def _summary(self, after: HeldOutResponses) -> dict[str, float | None]:
         """Metrics of responses to all prompts; the win rate is None without a judge."""
@@ -364,11 +364,13 @@ class Evaluator:
         new, old = (
             [
                 replace(response, score=value)
-                for response, value in zip(each, self.held_out.values(each), strict=True)
+                for response, value in zip(
+                    responses, self.held_out.judge_values(responses), strict=True
+                )
             ]
-            for each in (after.greedy, before.greedy)
+            for responses in (after.greedy, before.greedy)
         )
-        won = comparison(new, old) if new[0].score is not None else {"win_rate": None}
+        wins = comparison(new, old) if new[0].score is not None else {"win_rate": None}
         scored: Mapping[str, float] = {}
         if self.config.reward.path is not None:
             scored = {
@@ -377,7 +379,7 @@ class Evaluator:
             }
         return {
             "kl": after.kl,
-            **won,
+            **wins,
             "length_before": mean_length(before.greedy),
             "length_after": mean_length(after.greedy),
             "stop_rate": stop_rate(after.greedy),

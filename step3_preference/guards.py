@@ -45,13 +45,13 @@ class PreferenceSignals(Signals):
             return first["logp_chosen"] - metrics["logp_chosen"]
         if "sampled_length" not in metrics:
             return None
-        length, was_length = metrics["sampled_length"], first["sampled_length"]
-        ends, ended = metrics["sampled_stop_rate"], first["sampled_stop_rate"]
-        of_answers = {
+        length, initial_length = metrics["sampled_length"], first["sampled_length"]
+        stop_rate, initial_stop_rate = metrics["sampled_stop_rate"], first["sampled_stop_rate"]
+        values = {
             "kl": metrics["kl"],
             "kl_per_token": metrics["kl"] / length,
-            "response_length": length / was_length,
-            "stop_rate": significant_decrease(ended, ends, self.prompts),
+            "response_length": length / initial_length,
+            "stop_rate": significant_decrease(initial_stop_rate, stop_rate, self.prompts),
             "repetition": metrics["sampled_repetition"],
         }
-        return of_answers[signal]
+        return values[signal]

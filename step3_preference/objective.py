@@ -25,7 +25,7 @@ from step3_preference.rows import RowBatch
 
 
 @dataclass(frozen=True)
-class Point:
+class KTOInputs:
     """Inputs of KTO's loss other than the responses of a batch."""
 
     z0: float = 0.0
@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Figures:
+class MetricSums:
     """Additive sums over rows and sequences, for computing means."""
 
     sums: Float[Tensor, "8"]
@@ -44,31 +44,31 @@ class Figures:
     the model's device."""
 
     @classmethod
-    def none(cls) -> "Figures":
+    def zero(cls) -> "MetricSums":
         """The metrics of no rows."""
         return cls(torch.zeros(8, dtype=torch.float64, device=local_device()))
 
-    def __add__(self, other: "Figures") -> "Figures":
-        return Figures(self.sums + other.sums)
+    def __add__(self, other: "MetricSums") -> "MetricSums":
+        return MetricSums(self.sums + other.sums)
 
     def means(self, passes: ForwardPasses, rows: int, *, paired: bool) -> dict[str, float]:
         """Means over all processes, by name: the rows' loss and order, and each side's sequences.
 
         In a pipeline, the last stage's are counted.
         """
-        own = passes.from_last(self.sums.tolist())
-        loss, right, *sides, chosen, rejected = current_mesh().data.sums(own)
+        sums = passes.from_last(self.sums.tolist())
+        loss, num_right, *sides, chosen, rejected = current_mesh().data.sums(sums)
         counts = (chosen, rejected, chosen, rejected)
         names = ("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
-        found = {
+        means = {
             name: value / max(1.0, count)
             for name, value, count in zip(names, sides, counts, strict=True)
         }
         return {
             "loss": loss / rows,
-            "accuracy": right / (rows if paired else max(1.0, chosen + rejected)),
-            "margin": found["reward_chosen"] - found["reward_rejected"],
-            **found,
+            "accuracy": num_right / (rows if paired else max(1.0, chosen + rejected)),
+            "margin": means["reward_chosen"] - means["reward_rejected"],
+            **means,
         }
 
 
@@ -77,8 +77,8 @@ def objective(
     logp: Float[Tensor, " S"],
     reference: Float[Tensor, " S"],
     config: PreferenceConfig,
-    point: Point,
-) -> tuple[Float[Tensor, ""], Figures]:
+    kto: KTOInputs,
+) -> tuple[Float[Tensor, ""], MetricSums]:
     """The loss, summed over rows, and the metrics of the batch.
 
     Args:
@@ -86,37 +86,37 @@ def objective(
         logp: log-probability of each response.
         reference: the reference's log-probability of each; zeros without a reference.
         config: the loss and its settings.
-        point: KTO's additional inputs.
+        kto: KTO's additional inputs.
     """
     lengths = batch.lengths()
     values = logp - reference
     values = values / lengths if config.is_mean else values
-    number = len(batch.chosen)
-    chosen, rejected = values[:number], values[number:]
+    num_chosen = len(batch.chosen)
+    chosen, rejected = values[:num_chosen], values[num_chosen:]
     if config.is_unpaired:
         loss = kto_loss(
             chosen,
             rejected,
             beta=config.beta,
-            z0=point.z0,
-            weight_good=point.weight_chosen,
-            weight_bad=point.weight_rejected,
+            z0=kto.z0,
+            weight_good=kto.weight_chosen,
+            weight_bad=kto.weight_rejected,
         )
-        above = torch.cat([chosen - point.z0, point.z0 - rejected]).detach()
+        margins = torch.cat([chosen - kto.z0, kto.z0 - rejected]).detach()
     else:
         loss = paired_loss(chosen, rejected, config)
-        above = (chosen - rejected).detach()
+        margins = (chosen - rejected).detach()
     if config.nll_coef:
-        loss = loss + config.nll_coef * nll_loss(logp[:number] / lengths[:number])
+        loss = loss + config.nll_coef * nll_loss(logp[:num_chosen] / lengths[:num_chosen])
     with torch.no_grad():
         per_token = logp / lengths
-        right = (above > 0).sum() + 0.5 * (above == 0).sum()
+        num_right = (margins > 0).sum() + 0.5 * (margins == 0).sum()
         sides = (config.beta * chosen, config.beta * rejected)
-        sides += (per_token[:number], per_token[number:])
-        sums = [loss, right, *(each.sum() for each in sides)]
-        counts = [loss.new_full((), count) for count in (number, len(values) - number)]
-        figures = torch.stack([each.float() for each in (*sums, *counts)]).double()
-    return loss, Figures(figures)
+        sides += (per_token[:num_chosen], per_token[num_chosen:])
+        sums = [loss, num_right, *(side.sum() for side in sides)]
+        counts = [loss.new_full((), count) for count in (num_chosen, len(values) - num_chosen)]
+        metric_sums = torch.stack([side.float() for side in (*sums, *counts)]).double()
+    return loss, MetricSums(metric_sums)
 
 
 def paired_loss(
@@ -150,6 +150,7 @@ def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, f
     balanced = (max(1.0, bad / max(1, good)), max(1.0, good / max(1, bad)))
     given = (config.weight_chosen, config.weight_rejected)
     first, second = (
-        weight if own == "auto" else own for own, weight in zip(given, balanced, strict=True)
+        weight if setting == "auto" else setting
+        for setting, weight in zip(given, balanced, strict=True)
     )
     return float(first), float(second)

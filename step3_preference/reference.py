@@ -33,19 +33,19 @@ from pipeline.run.training import Rows
 from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
 from step3_preference.rows import (
-    ComparedBatch,
+    BatchWithReference,
     Row,
     RowBatch,
     RowOutcome,
-    cut,
-    fit,
     mismatched_batches,
+    split_rows,
+    truncate_row,
 )
 
 logger = logging.getLogger(__name__)
 
 
-KEPT: tuple[RowOutcome, ...] = ("whole", "cut")
+TRAINABLE: tuple[RowOutcome, ...] = ("whole", "cut")
 """Outcomes of rows that are trained on."""
 
 
@@ -57,7 +57,7 @@ class RowStore:
         self.held_out: list[Row] = []
         self._examples: Sequence[Example] = ()
 
-    def sift(self, data: StepData, chat: ChatFormat) -> StepData:
+    def select(self, data: StepData, chat: ChatFormat) -> StepData:
         """Keep the trainable rows. A collective.
 
         Raises:
@@ -65,13 +65,13 @@ class RowStore:
                 or all bad.
         """
         self._chat = chat
-        train, evaluated = self._keep("training", data.train), self._keep("held-out", data.eval)
+        train, evaluated = self._select("training", data.train), self._select("held-out", data.eval)
         evaluated = evaluated[: self.config.data.max_eval_rows]
         if self.config.is_unpaired:
-            _require_both("training", train)
-            _require_both("held-out", evaluated)
+            _require_good_and_bad("training", train)
+            _require_good_and_bad("held-out", evaluated)
         self._examples = train
-        self.held_out = [fit(example, chat, self.config)[0] for example in evaluated]
+        self.held_out = [truncate_row(example, chat, self.config)[0] for example in evaluated]
         return replace(data, train=train, eval=evaluated)
 
     def __len__(self) -> int:
@@ -84,58 +84,62 @@ class RowStore:
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """The training rows with these indices."""
-        return [fit(self._examples[row], self._chat, self.config)[0] for row in numbers]
+        return [truncate_row(self._examples[row], self._chat, self.config)[0] for row in numbers]
 
-    def _keep(self, name: str, examples: Sequence[Example]) -> list[Example]:
+    def _select(self, name: str, examples: Sequence[Example]) -> list[Example]:
         """The trainable examples; each process encodes a share of them."""
         data = current_mesh().data
-        own: list[RowOutcome] = [fit(x, self._chat, self.config)[1] for x in data.shard(examples)]
-        gathered = data.gather_objects(own)
+        local: list[RowOutcome] = [
+            truncate_row(row, self._chat, self.config)[1] for row in data.shard(examples)
+        ]
+        gathered = data.gather_objects(local)
         outcomes: list[RowOutcome] = [
             gathered[row % data.size][row // data.size] for row in range(len(examples))
         ]
-        _report(name, Counter(outcomes), len(examples), self.config)
+        _log_outcomes(name, Counter(outcomes), len(examples), self.config)
         return [
-            example for example, outcome in zip(examples, outcomes, strict=True) if outcome in KEPT
+            example
+            for example, outcome in zip(examples, outcomes, strict=True)
+            if outcome in TRAINABLE
         ]
 
 
-def _report(
+def _log_outcomes(
     name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
 ) -> None:
-    _require_some(name, outcomes, number, config)
-    cut, reasons = outcomes["cut"], _left_out(outcomes)
-    facts = [f"{cut} lose the start of their prompt"] if cut else []
+    _require_trainable(name, outcomes, number, config)
+    num_cut, reasons = outcomes["cut"], _describe_skipped(outcomes)
+    facts = [f"{num_cut} lose the start of their prompt"] if num_cut else []
     facts += [f"{reasons} and are skipped"] if reasons else []
     if facts:
         limit, text = config.data.max_length, "; ".join(facts)
         logger.info("of %d %s rows at data.max_length %d, %s", number, name, limit, text)
 
 
-def _left_out(outcomes: Counter[RowOutcome]) -> str:
+def _describe_skipped(outcomes: Counter[RowOutcome]) -> str:
     """Return the numbers of skipped rows, with reasons."""
-    out = {
+    counts = {
         "don't fit": outcomes["too long"],
         "have equal responses": outcomes["equal"],
         "have a response without trained tokens": outcomes["untrained"],
     }
-    return ", ".join(f"{count} {why}" for why, count in out.items() if count)
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
 
 
-def _require_some(
+def _require_trainable(
     name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
 ) -> None:
     if not outcomes["whole"] + outcomes["cut"]:
         limit = f" at data.max_length {config.data.max_length}; raise it, or inspect the rows"
         raise DataError(
             f"none of the {number} {name} rows can be trained on:"
-            f" {_left_out(outcomes)}{limit if outcomes['too long'] else '; inspect them'} with"
-            " `python -m pipeline.data.inspect`"
+            f" {_describe_skipped(outcomes)}{limit if outcomes['too long'] else '; inspect them'}"
+            " with `python -m pipeline.data.inspect`"
         )
 
 
-def _require_both(name: str, examples: Sequence[Example]) -> None:
-    good = sum(bool(each.chosen) for each in examples)
+def _require_good_and_bad(name: str, examples: Sequence[Example]) -> None:
+    good = sum(bool(example.chosen) for example in examples)
     if good in (0, len(examples)):
         missing = "good" if good == 0 else "bad"
         raise DataError(
@@ -144,33 +148,33 @@ def _require_both(name: str, examples: Sequence[Example]) -> None:
         )
 
 
-FILE = "reference.safetensors"
+TABLE_FILE = "reference.safetensors"
 
 
-class Start:
+class InitialActor:
     """The actor's initial weights; construct it before the state of a run is loaded."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
         engine = self.engine = passes.engine
         model = cast("Policy", engine.model).model
-        self._adapted = model if isinstance(model, PeftModel) else None
-        self._masters: list[Tensor] = [] if self._adapted is not None else _copies(engine)
+        self._peft_model = model if isinstance(model, PeftModel) else None
+        self._masters: list[Tensor] = [] if self._peft_model is not None else _copy_masters(engine)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context with the initial actor in evaluation mode; all processes enter together."""
         with evaluating(self.engine.model):
-            if self._adapted is not None:
-                with self._adapted.disable_adapter():
+            if self._peft_model is not None:
+                with self._peft_model.disable_adapter():
                     yield
                 return
-            now = _copies(self.engine)
+            current = _copy_masters(self.engine)
             self.engine.load_masters(self._masters)
             try:
                 yield
             finally:
-                self.engine.load_masters(now)
+                self.engine.load_masters(current)
 
 
 def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
@@ -180,12 +184,12 @@ def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float
         return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
 
 
-def _copies(engine: Engine) -> list[Tensor]:
+def _copy_masters(engine: Engine) -> list[Tensor]:
     return [master.to("cpu", copy=True) for master in engine.masters()]
 
 
 @dataclass(frozen=True)
-class Table:
+class ReferenceTable:
     """Log-probabilities of the reference; NaN if not needed."""
 
     train: Float[Tensor, "N 2"]
@@ -202,35 +206,37 @@ class Table:
 class Reference:
     """The losses' reference: a table, the actor without its adapter, or nothing."""
 
-    def __init__(self, start: Start, config: PreferenceConfig, table: Table | None) -> None:
+    def __init__(
+        self, start: InitialActor, config: PreferenceConfig, table: ReferenceTable | None
+    ) -> None:
         self.start = start
         self.config = config
         self.table = table
 
-    def compared(
+    def add_reference(
         self, batches: Sequence[RowBatch], stored: Float[Tensor, "B 2"] | None
-    ) -> list[ComparedBatch]:
+    ) -> list[BatchWithReference]:
         """The batches of some rows, with the reference's log-probabilities.
 
         These are 0 without a reference, taken from `stored` if given, and otherwise computed.
         """
-        found: list[Tensor | None]
+        logprobs: list[Tensor | None]
         if self.config.reference_free:
-            found = [torch.zeros(len(each.counts), device=local_device()) for each in batches]
+            logprobs = [torch.zeros(len(batch.counts), device=local_device()) for batch in batches]
         elif stored is None:
             with self.start.applied():
-                found = [*log_probabilities(self.start.passes, batches)]
-            found = found or [None] * len(batches)
+                logprobs = [*log_probabilities(self.start.passes, batches)]
+            logprobs = logprobs or [None] * len(batches)
         else:
-            found = [_of_sides(each, stored) for each in batches]
-        return [ComparedBatch(*each) for each in zip(batches, found, strict=True)]
+            logprobs = [_select_sides(batch, stored) for batch in batches]
+        return [BatchWithReference(*pair) for pair in zip(batches, logprobs, strict=True)]
 
-    def of_rows(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
+    def row_logprobs(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
         """Log-probabilities of training rows by number; None if they are computed on the fly."""
         return None if self.table is None else self.table.train[list(numbers)]
 
     @property
-    def of_held_out(self) -> Float[Tensor, "M 2"] | None:
+    def held_out_logprobs(self) -> Float[Tensor, "M 2"] | None:
         """Log-probabilities of the held-out rows; None if they are computed on the fly."""
         return None if self.table is None else self.table.held_out
 
@@ -252,25 +258,25 @@ class Reference:
         elif self.table is not None and first is not None:
             stored = self.table.mismatched[first : first + len(rows)]
         passes, batches = self.start.passes, mismatched_batches(rows, self.config)
-        own = log_probabilities(passes, batches)
+        policy = log_probabilities(passes, batches)
         if stored is None:
             with self.start.applied():
-                theirs = log_probabilities(passes, batches)
+                reference = log_probabilities(passes, batches)
         else:
-            theirs = [to_device(stored[list(batch.chosen)]) for batch in batches]
+            reference = [to_device(stored[list(batch.chosen)]) for batch in batches]
         # Only the last pipeline stage has values.
-        ratios = [(mine - other).sum() for mine, other in zip(own, theirs, strict=False)]
+        ratios = [(a - b).sum() for a, b in zip(policy, reference, strict=False)]
         return max(0.0, current_mesh().data.sum(passes.total(ratios)) / len(rows))
 
 
-def _of_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
+def _select_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
     """Stored log-probabilities of the sequences of a batch."""
-    both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
-    return to_device(torch.cat(both))
+    sides = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
+    return to_device(torch.cat(sides))
 
 
 def open_reference(
-    start: Start, rows: Rows, store: RowStore, config: PreferenceConfig
+    start: InitialActor, rows: Rows, store: RowStore, config: PreferenceConfig
 ) -> Reference:
     """Open the reference; its table is read from the output directory, or computed and written.
 
@@ -282,21 +288,21 @@ def open_reference(
     """
     if not config.precomputes:
         return Reference(start, config, None)
-    bound_to = _bound_to(start, rows, config)
-    path = config.output_dir / FILE
+    table_key = _compute_table_key(start, rows, config)
+    path = config.output_dir / TABLE_FILE
     mesh = current_mesh()
-    table = mesh.world.gather_objects(_read(path, bound_to) if mesh.is_main else None)[0]
+    table = mesh.world.gather_objects(_read_table(path, table_key) if mesh.is_main else None)[0]
     if table is None:
         logger.info("computing the reference's log-probabilities, once")
-        table = _compute(start, rows.total_steps, store, config)
+        table = _compute_table(start, rows.total_steps, store, config)
         if mesh.is_main:
-            replace_durably(path, save(vars(table).copy(), {"fingerprint": bound_to}))
+            replace_durably(path, save(vars(table).copy(), {"fingerprint": table_key}))
     else:
         logger.info("the reference's log-probabilities are those of %s", path)
     return Reference(start, config, table)
 
 
-def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
+def _compute_table_key(start: InitialActor, rows: Rows, config: PreferenceConfig) -> str:
     """Fingerprint of the rows, format and weights that the table is computed from."""
     engine = start.engine
     replica = Replica(
@@ -309,28 +315,30 @@ def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
     replica.load(engine)
     weights = replica.weights_hash()
     replica.release()
-    known = {
+    inputs = {
         "rows": [fingerprint(rows.data.train), fingerprint(rows.data.eval)],
         "order": [config.seed, config.batch_size, rows.total_steps],
         "format": [rows.chat.template, config.data.max_length, config.too_long, config.is_unpaired],
         "weights": weights,
         "dtype": [str(next(engine.model.parameters()).dtype), str(local_device().type)],
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _read(path: Path, bound_to: str) -> Table | None:
+def _read_table(path: Path, table_key: str) -> ReferenceTable | None:
     """Read the table from its file; None if that is missing, damaged or of another run."""
     try:
         with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("fingerprint") != bound_to:
+            if (file.metadata() or {}).get("fingerprint") != table_key:
                 return None
-            return Table(**{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            return ReferenceTable(**{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except Exception:  # noqa: BLE001  # missing or damaged: the values can be recomputed
         return None
 
 
-def _compute(start: Start, total_steps: int, store: RowStore, config: PreferenceConfig) -> Table:
+def _compute_table(
+    start: InitialActor, total_steps: int, store: RowStore, config: PreferenceConfig
+) -> ReferenceTable:
     """Compute the table in the training batches, for bitwise equality with the first step."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
     held_out = store.held_out
@@ -339,59 +347,59 @@ def _compute(start: Start, total_steps: int, store: RowStore, config: Preference
     needed = min(total_steps * config.batch_size, stream.num_rows)
     batches = total_steps if config.is_unpaired else -(-needed // config.batch_size)
     with start.applied():
-        for index in range(batches):
+        for batch in range(batches):
             numbers = next(stream)
             rows = store.rows(numbers)
-            before = index * config.batch_size
-            if before < needed:
-                for (place, side), value in _of_rows(start.passes, rows, config).items():
-                    if before + place < needed:  # later rows are repeats
-                        train[numbers[place], side] = value
-            for place, value in _of_mismatched(start.passes, rows, config).items():
-                mismatched[before + place] = value
-        of_held_out = _of_rows(start.passes, held_out, config)
-        others = _of_mismatched(start.passes, held_out, config)
-    own = start.passes.from_last((train, mismatched, of_held_out, others))
-    gathered = current_mesh().data.gather_objects(own)
-    first, second, third, fourth = (_merged(parts) for parts in zip(*gathered, strict=True))
-    places = batches * config.batch_size if config.is_unpaired else 0
-    return Table(
-        _filled(torch.full((stream.num_rows, 2), torch.nan), first),
-        _filled(torch.full((len(held_out), 2), torch.nan), third),
-        _filled(torch.full((places,), torch.nan), second),
-        _filled(torch.full((len(held_out) if config.is_unpaired else 0,), torch.nan), fourth),
+            offset = batch * config.batch_size
+            if offset < needed:
+                for (index, side), value in _row_logprobs(start.passes, rows, config).items():
+                    if offset + index < needed:  # later rows are repeats
+                        train[numbers[index], side] = value
+            for index, value in _mismatched_logprobs(start.passes, rows, config).items():
+                mismatched[offset + index] = value
+        held_out_values = _row_logprobs(start.passes, held_out, config)
+        held_out_mismatched = _mismatched_logprobs(start.passes, held_out, config)
+    local = start.passes.from_last((train, mismatched, held_out_values, held_out_mismatched))
+    gathered = current_mesh().data.gather_objects(local)
+    trained, shifted, evaluated, others = (_merge(parts) for parts in zip(*gathered, strict=True))
+    num_mismatched = batches * config.batch_size if config.is_unpaired else 0
+    return ReferenceTable(
+        _fill(torch.full((stream.num_rows, 2), torch.nan), trained),
+        _fill(torch.full((len(held_out), 2), torch.nan), evaluated),
+        _fill(torch.full((num_mismatched,), torch.nan), shifted),
+        _fill(torch.full((len(held_out) if config.is_unpaired else 0,), torch.nan), others),
     )
 
 
-def _of_rows(
+def _row_logprobs(
     passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[tuple[int, int], float]:
     """Log-probabilities of the responses in this process's micro-batches, by index and side."""
-    found: dict[tuple[int, int], float] = {}
-    batches = cut(rows, config)
+    logprobs: dict[tuple[int, int], float] = {}
+    batches = split_rows(rows, config)
     for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):
-        places = [(each, 0) for each in batch.chosen] + [(each, 1) for each in batch.rejected]
-        found |= dict(zip(places, sums[: len(places)].tolist(), strict=True))
-    return found
+        keys = [(index, 0) for index in batch.chosen] + [(index, 1) for index in batch.rejected]
+        logprobs |= dict(zip(keys, sums[: len(keys)].tolist(), strict=True))
+    return logprobs
 
 
-def _of_mismatched(
+def _mismatched_logprobs(
     passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[int, float]:
     if not config.is_unpaired:
         return {}
-    found: dict[int, float] = {}
+    logprobs: dict[int, float] = {}
     batches = mismatched_batches(rows, config)
     for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):
-        found |= dict(zip(batch.chosen, sums[: len(batch.chosen)].tolist(), strict=True))
-    return found
+        logprobs |= dict(zip(batch.chosen, sums[: len(batch.chosen)].tolist(), strict=True))
+    return logprobs
 
 
-def _merged(parts: Sequence[Mapping[object, float]]) -> dict[object, float]:
+def _merge(parts: Sequence[Mapping[object, float]]) -> dict[object, float]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _filled(into: Tensor, values: Mapping[object, float]) -> Tensor:
-    for place, value in values.items():
-        into[cast("int", place)] = value
+def _fill(into: Tensor, values: Mapping[object, float]) -> Tensor:
+    for key, value in values.items():
+        into[cast("int", key)] = value
     return into

@@ -34,7 +34,7 @@ class Row:
     @property
     def sequences(self) -> list[Encoded]:
         """The existing sequences, the chosen one first."""
-        return [each for each in (self.chosen, self.rejected) if each is not None]
+        return [sequence for sequence in (self.chosen, self.rejected) if sequence is not None]
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +69,7 @@ class RowBatch:
 
 
 @dataclass(frozen=True)
-class ComparedBatch:
+class BatchWithReference:
     """Rows, with their reference log-probabilities."""
 
     rows: RowBatch
@@ -83,7 +83,9 @@ class ComparedBatch:
         return self.rows.tokens
 
 
-def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, RowOutcome]:
+def truncate_row(
+    example: Example, chat: ChatFormat, config: PreferenceConfig
+) -> tuple[Row, RowOutcome]:
     """The row truncated to `data.max_length`, and the outcome.
 
     Both sides keep the same prompt, truncated at its beginning, and their ends: otherwise the model
@@ -91,23 +93,23 @@ def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[R
     """
     start = _prompt_length(example, chat)
     sides = [
-        _response(example, response, chat, start) if response else None
+        _encode_response(example, response, chat, start) if response else None
         for response in (example.chosen, example.rejected)
     ]
-    present = [each for each in sides if each is not None]
+    present = [side for side in sides if side is not None]
     longest = max(map(len, present))
     row = Row(*sides)
     if len(present) == 2 and present[0].input_ids == present[1].input_ids:
         return row, "equal"
-    if not all(each.num_targets for each in present):
+    if not all(side.num_targets for side in present):
         return row, "untrained"
     if longest <= config.data.max_length:
         return row, "whole"
-    over = longest - config.data.max_length
+    excess = longest - config.data.max_length
     # At least one prompt token must precede the response.
-    if config.too_long == "drop" or over >= response_start(present[0]):
+    if config.too_long == "drop" or excess >= response_start(present[0]):
         return row, "too long"
-    return Row(*(each and _without_first(each, over) for each in sides)), "cut"
+    return Row(*(side and _drop_first(side, excess) for side in sides)), "cut"
 
 
 def _prompt_length(example: Example, chat: ChatFormat) -> int:
@@ -117,12 +119,12 @@ def _prompt_length(example: Example, chat: ChatFormat) -> int:
     return len(chat.encode_prompt(example.prompt, origin=example.origin))
 
 
-def _response(
+def _encode_response(
     example: Example, response: Sequence[Message], chat: ChatFormat, start: int
 ) -> Encoded:
     """The dialogue, with the loss only on the response."""
     encoded = chat.encode(example.prompt, response, origin=example.origin)
-    trained = [flag and place >= start for place, flag in enumerate(encoded.trained)]
+    trained = [flag and index >= start for index, flag in enumerate(encoded.trained)]
     return replace(encoded, trained=trained)
 
 
@@ -131,11 +133,11 @@ def response_start(side: Encoded) -> int:
     return side.trained.index(True)
 
 
-def _without_first(encoded: Encoded, count: int) -> Encoded:
+def _drop_first(encoded: Encoded, count: int) -> Encoded:
     return Encoded(encoded.input_ids[count:], encoded.trained[count:])
 
 
-def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
+def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
     """This process's micro-batches of the rows."""
     parts = local_parts(
         [row.num_tokens for row in rows],
@@ -148,23 +150,26 @@ def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
     """The rows with these indices as one batch; if there are none, a spare row for the pass."""
-    chosen = [(number, side) for number in part if (side := rows[number].chosen) is not None]
-    rejected = [(number, side) for number in part if (side := rows[number].rejected) is not None]
+    chosen = [(index, side) for index in part if (side := rows[index].chosen) is not None]
+    rejected = [(index, side) for index in part if (side := rows[index].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]
     return RowBatch(
         tokens=collate(sequences or rows[0].sequences[:1]).to(local_device()),
         counts=tuple(side.num_targets for side in sequences),
-        chosen=tuple(number for number, _ in chosen),
-        rejected=tuple(number for number, _ in rejected),
+        chosen=tuple(index for index, _ in chosen),
+        rejected=tuple(index for index, _ in rejected),
     )
 
 
 def mismatched_batches(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
     """This process's micro-batches of all rows' prompts with mismatched responses."""
-    return cut([Row(each, None) for each in mismatched(rows, config.data.max_length)], config)
+    return split_rows(
+        [Row(sequence, None) for sequence in mismatch_responses(rows, config.data.max_length)],
+        config,
+    )
 
 
-def mismatched(rows: Sequence[Row], max_length: int) -> list[Encoded]:
+def mismatch_responses(rows: Sequence[Row], max_length: int) -> list[Encoded]:
     """Pair each row's prompt with the response of the next row with a different prompt.
 
     The order of the rows is that of the whole step: an offset within micro-batches would make the
@@ -175,15 +180,15 @@ def mismatched(rows: Sequence[Row], max_length: int) -> list[Encoded]:
     sides = [row.sequences[0] for row in rows]
     starts = [response_start(side) for side in sides]
     prompts = [side.input_ids[:start] for side, start in zip(sides, starts, strict=True)]
-    found: list[Encoded] = []
+    mismatched: list[Encoded] = []
     for row, prompt in enumerate(prompts):
         others = ((row + offset) % len(rows) for offset in range(1, len(rows)))
-        other = next((each for each in others if prompts[each] != prompt), row)
-        response, begin = sides[other], starts[other]
-        found.append(
+        other = next((index for index in others if prompts[index] != prompt), row)
+        response, response_offset = sides[other], starts[other]
+        mismatched.append(
             Encoded(
-                prompt + response.input_ids[begin:],
-                [False] * len(prompt) + response.trained[begin:],
+                prompt + response.input_ids[response_offset:],
+                [False] * len(prompt) + response.trained[response_offset:],
             ).tail(max_length)
         )
-    return found
+    return mismatched

@@ -37,9 +37,9 @@ from pipeline.system.torch_process import seed_generators
 from step3_preference.config import PreferenceConfig
 from step3_preference.evaluate import Evaluator
 from step3_preference.guards import PreferenceSignals
-from step3_preference.objective import Figures, Point, kto_weights, objective
-from step3_preference.reference import Reference, RowStore, Start, open_reference
-from step3_preference.rows import ComparedBatch, Row, cut
+from step3_preference.objective import KTOInputs, MetricSums, kto_weights, objective
+from step3_preference.reference import InitialActor, Reference, RowStore, open_reference
+from step3_preference.rows import BatchWithReference, Row, split_rows
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     )
     set_stop_tokens(model, rows.chat.stop_ids)
     # Create both before any state is loaded: they hold the initial weights.
-    start = Start(passes)
+    start = InitialActor(passes)
     reference = open_reference(start, rows, store, config)
     interval = steps_between_evaluations(config, rows, store.held_out)
     guards = Guards(config.guards, PreferenceSignals(config.model.peak_lr[0]), interval)
@@ -92,7 +92,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         config, model, passes.engine, rows, store.held_out, run, guards, passes
     )
     evaluator = Evaluator(training, reference)
-    guards.signals = PreferenceSignals(config.model.peak_lr[0], len(evaluator.watched.prompts))
+    guards.signals = PreferenceSignals(config.model.peak_lr[0], len(evaluator.subset.prompts))
     guards.first = evaluator.begin(training.checkpoints, run)
     weights = kto_weights(store.num_good, len(store) - store.num_good, config)
     setup = Setup(training, store, reference, evaluator, guards, weights)
@@ -116,42 +116,42 @@ def train(config: PreferenceConfig) -> Path:
 
         with keeping_best(run, evaluator.best, setup.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
-                learn(setup, run, step=step)
-                figures = evaluator.evaluate(step, run)
-                if figures:
-                    setup.guards.watch(training.checkpoints, step, figures, setup.apply_rollbacks)
+                take_step(setup, run, step=step)
+                metrics = evaluator.evaluate(step, run)
+                if metrics:
+                    setup.guards.watch(training.checkpoints, step, metrics, setup.apply_rollbacks)
         evaluator.best.restore()
         setup.export()
         evaluator.end(run, setup.guards)
     return config.output_dir
 
 
-def learn(setup: Setup, run: Run, *, step: int) -> None:
+def take_step(setup: Setup, run: Run, *, step: int) -> None:
     """Take one optimizer step on the next rows, and log it."""
     config, rows, reference = setup.training.config, setup.training.rows, setup.reference
     passes, engine = setup.training.passes, setup.training.engine
     first = rows.stream.position
     numbers = next(rows.stream)
     encoded = setup.store.rows(numbers)
-    point = Point(reference.z0(encoded, first=first), *setup.weights)
-    found = list[Figures]()
+    kto = KTOInputs(reference.z0(encoded, first=first), *setup.weights)
+    parts = list[MetricSums]()
 
-    def compute_loss(batch: ComparedBatch) -> Tensor:
+    def compute_loss(batch: BatchWithReference) -> Tensor:
         assert batch.reference is not None
         logp = batch.rows.sums(engine(batch.tokens).logprobs)
-        loss, figures = objective(batch.rows, logp, batch.reference, config, point)
-        found.append(figures)
+        loss, metrics = objective(batch.rows, logp, batch.reference, config, kto)
+        parts.append(metrics)
         return loss
 
-    batches = reference.compared(cut(encoded, config), reference.of_rows(numbers))
+    batches = reference.add_reference(split_rows(encoded, config), reference.row_logprobs(numbers))
     passes.learn(batches, compute_loss, divisor=len(encoded))
     result = engine.step()
-    means = sum(found, Figures.none()).means(passes, len(encoded), paired=not config.is_unpaired)
+    means = sum(parts, MetricSums.zero()).means(passes, len(encoded), paired=not config.is_unpaired)
     run.log(
         step,
         tokens=sum(row.num_tokens for row in encoded),
         **means,
-        **({"z0": point.z0} if config.is_unpaired else {}),
+        **({"z0": kto.z0} if config.is_unpaired else {}),
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.config import TextDataConfig
 from pipeline.data.store.rows import MixedStream, Windows
 from pipeline.data.store.token_file import TokenFile
-from step0_pretrain.corpus import Corpus, Reading, open_corpus
+from step0_pretrain.corpus import Corpus, CorpusSettings, open_corpus
 from tests.pipeline.data.store.corpus import EOS, byte_vocabulary, write_tokens
 
 VOCABULARY = byte_vocabulary()
@@ -62,7 +62,7 @@ def document(number: int, *, length: int = 40) -> list[int]:
 def open_test_corpus(paths: Sequence[Path], *, name: str = "bytes", **settings: object) -> Corpus:
     data = TextDataConfig(**{"path": tuple(map(str, paths)), "max_length": 32, **settings})
     vocabulary = VOCABULARY if name == "bytes" else replace(VOCABULARY, hash="0" * 64, name=name)
-    return open_corpus(Reading(data, vocabulary, None), batch_size=8, seed=1)
+    return open_corpus(CorpusSettings(data, vocabulary, None), batch_size=8, seed=1)
 
 
 def eval_documents(corpus: Corpus) -> set[int]:

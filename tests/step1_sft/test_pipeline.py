@@ -18,9 +18,9 @@ from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import split_mesh
 from pipeline.run.run import Run
 from pipeline.run.training import load_rows
-from step1_sft.batches import cut, encode
+from step1_sft.batches import encode, split_rows
 from step1_sft.config import SFTConfig
-from step1_sft.train import learn_from, load_model
+from step1_sft.train import load_model, take_step
 from tests.distributed import run_ranks
 from tests.jobs import run_job
 from tests.step1_sft.small_runs import interrupt, make_config, outcome, read_state, run, write_task
@@ -141,7 +141,7 @@ def overflow_steps(config: SFTConfig, skips: list[int]) -> list[bool]:
                 batch = encode(rows.next_examples(), rows.chat, config)
                 factor = torch.inf if step in skips else 1.0
                 sft.passes.learn(
-                    cut(batch, config),
+                    split_rows(batch, config),
                     lambda batch, factor=factor: (
                         -factor * sft.engine(batch, uniform=True).logprobs.sum()
                     ),
@@ -166,7 +166,7 @@ def train_with_hang(config: SFTConfig, rank: int) -> None:
             sft = load_model(config, rows, run)
             if mesh.world.rank == rank:
                 sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
-            learn_from(sft, encode(rows.next_examples(), rows.chat, config), run, step=1)
+            take_step(sft, encode(rows.next_examples(), rows.chat, config), run, step=1)
 
 
 @pytest.mark.jobs

@@ -20,7 +20,7 @@ from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.parallel.mesh import split_mesh
 from pipeline.run.run import Run
 from pipeline.run.training import load_rows
-from step1_sft.batches import cut, encode
+from step1_sft.batches import encode, split_rows
 from step1_sft.config import SFTConfig
 from step1_sft.train import load_model
 from tests.distributed import run_ranks
@@ -224,7 +224,7 @@ def overflow_steps(config: SFTConfig) -> tuple[list[bool], list[float]]:
             up = sft.model.get_submodule("model.layers.1.mlp.up_proj").get_parameter("weight")
             skipped, norms = list[bool](), list[float]()
             for step in range(2):
-                batches = cut(encode(rows.next_examples(), rows.chat, config), config)
+                batches = split_rows(encode(rows.next_examples(), rows.chat, config), config)
                 hook = up.register_hook(lambda grad: grad * torch.inf)
                 if step == 1 or mesh.tensor.rank == 0:
                     hook.remove()

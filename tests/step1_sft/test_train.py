@@ -19,7 +19,7 @@ from pipeline.models.hf.chat import load_chat
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
-from step1_sft.batches import cut
+from step1_sft.batches import split_rows
 from step1_sft.config import SFTConfig
 from step1_sft.train import perplexity, train
 from tests.distributed import run_ranks
@@ -68,7 +68,7 @@ def test_perplexity_is_the_exponential_of_the_mean_target_nll(
         Policy(tiny_causal_lm("llama", vocab_size=VOCABULARY)), config.model, total_steps=1
     )
 
-    actual = perplexity(Passes(engine), cut(rows, config))
+    actual = perplexity(Passes(engine), split_rows(rows, config))
 
     nll, count = 0.0, 0
     for row in rows:

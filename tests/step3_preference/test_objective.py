@@ -7,7 +7,7 @@ from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.models.passes import ForwardPasses
 from step3_preference.config import PreferenceConfig
-from step3_preference.objective import Point, objective
+from step3_preference.objective import KTOInputs, objective
 from step3_preference.rows import RowBatch
 
 
@@ -20,7 +20,7 @@ def test_micro_batch_with_one_kind_of_response_has_loss_and_figures(*, good: boo
     logp, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0])
     config = PreferenceConfig(method="kto", loss="kto", beta=0.5)
 
-    loss, figures = objective(batch, logp, reference, config, Point(0.0, 1.0, 1.0))
+    loss, figures = objective(batch, logp, reference, config, KTOInputs(0.0, 1.0, 1.0))
 
     # A response's loss is 1 - sigmoid(0.5 r) if good, else 1 - sigmoid(-0.5 r), with r = 1, -1.
     assert loss.item() == pytest.approx(1.0)

@@ -15,7 +15,7 @@ from pipeline.system.errors import DataError
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import kto_weights
 from step3_preference.reference import RowStore
-from step3_preference.rows import Row, collate_rows, fit, mismatched
+from step3_preference.rows import Row, collate_rows, mismatch_responses, truncate_row
 from tests.step3_preference.toy import toy_config, write_rows
 
 USER, CHOSEN, REJECTED = (
@@ -48,12 +48,12 @@ def test_uninformative_rows_are_skipped_and_counted(
     store = RowStore(config)
 
     with caplog.at_level(logging.INFO):
-        data = store.sift(StepData([PAIR, equal, long, unlearned], [PAIR], []), chat)
+        data = store.select(StepData([PAIR, equal, long, unlearned], [PAIR], []), chat)
 
     assert data.train == [PAIR]
     assert (len(store), store.num_good) == (1, 1)
     (row,) = store.rows([0])
-    assert row == fit(PAIR, chat, config)[0]
+    assert row == truncate_row(PAIR, chat, config)[0]
     assert rejected > chosen
     assert (
         f"of 4 training rows at data.max_length {chosen}, 1 lose the start of their prompt; 1 don't"
@@ -67,7 +67,7 @@ def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
     data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
 
     with pytest.raises(DataError, match=r"none of the 2 training rows .*2 have equal responses"):
-        RowStore(config).sift(StepData([equal, equal], [PAIR], []), chat)
+        RowStore(config).select(StepData([equal, equal], [PAIR], []), chat)
     with pytest.raises(DataError, match="no row has what step 3 needs, a chosen and a rejected"):
         load_examples(data, step=3, seed=0, share=config.row_share)
 
@@ -83,7 +83,7 @@ def test_rows_that_do_not_fit_are_replaced_in_the_evaluation(toy: Path, tmp_path
         examples = load_examples(config.data, step=3, seed=0, share=config.row_share)
         store = RowStore(config)
 
-        kept = store.sift(replace(examples, train=[PAIR]), load_chat(config.model, config.data))
+        kept = store.select(replace(examples, train=[PAIR]), load_chat(config.model, config.data))
 
         assert [row.prompt[0].content for row in kept.eval] == ["Fits?"]
 
@@ -94,7 +94,7 @@ def test_kto_balances_good_and_bad_over_all_training_rows(toy: Path) -> None:
     bad = Example((USER,), (), (CHOSEN,))
     store = RowStore(config)
 
-    store.sift(StepData([*good, bad], [good[0], bad], []), chat)
+    store.select(StepData([*good, bad], [good[0], bad], []), chat)
 
     assert (store.num_good, len(store)) == (3, 4)
     assert kto_weights(3, 1, config) == (1.0, 3.0)
@@ -128,10 +128,10 @@ def test_mismatched_pairs_use_responses_to_other_prompts() -> None:
         Row(encode_tokens([2, 3], [13]), None),
     ]
 
-    pairs = mismatched(rows, 64)
+    pairs = mismatch_responses(rows, 64)
 
     assert [row.input_ids for row in pairs] == [[1, 13], [1, 13], [2, 3, 10, 11]]
     assert pairs[2].trained == [False, False, True, True]
-    assert [row.input_ids for row in mismatched(rows, 3)] == [[1, 13], [1, 13], [3, 10, 11]]
-    same_prompt = mismatched(rows[:2], 64)
+    assert [row.input_ids for row in mismatch_responses(rows, 3)] == [[1, 13], [1, 13], [3, 10, 11]]
+    same_prompt = mismatch_responses(rows[:2], 64)
     assert [row.input_ids for row in same_prompt] == [[1, 10, 11], [1, 12]]
