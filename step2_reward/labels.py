@@ -89,13 +89,13 @@ class LabelSettings:
         )
 
 
-MOST_CLASSES = 20
+MAX_AUTO_CLASSES = 20
 """Maximum number of distinct integers that `labels: auto` treats as classes."""
 
-SINGLE = ("classes", "scalar")
+SINGLE_KINDS = ("classes", "scalar")
 """Kinds that label one response."""
 
-NEEDS = {
+REQUIRED = {
     "pairs": "a chosen and a rejected response",
     "classes": "a label",
     "scalar": "a label that is a number",
@@ -154,11 +154,11 @@ def select_rows(
     for rows, name in zip(chosen, ("training", "held-out"), strict=True):
         if not rows:
             raise DataError(
-                f"reward.labels {kind}: no {name} row has {NEEDS[kind]}; use other rows, map their"
-                " columns with --fields, or choose another kind (docs/reward_models.md)"
+                f"reward.labels {kind}: no {name} row has {REQUIRED[kind]}; use other rows, map"
+                " their columns with --fields, or choose another kind (docs/reward_models.md)"
             )
-    if left := len(train) - len(chosen[0]):
-        logger.info("skipping %d of %d rows that are not of kind %s", left, len(train), kind)
+    if num_skipped := len(train) - len(chosen[0]):
+        logger.info("skipping %d of %d rows that are not of kind %s", num_skipped, len(train), kind)
     resolve_labels(config, *chosen)  # raises for invalid labels
     return chosen[0], chosen[1]
 
@@ -173,8 +173,12 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
         return "pairs"
     labels = {row.label for row in rows if row.label is not None}
     numbers = [label for label in labels if isinstance(label, int | float)]
-    whole = all(isinstance(number, int) for number in numbers)
-    if config.class_list or len(numbers) < len(labels) or (whole and len(labels) <= MOST_CLASSES):
+    are_integers = all(isinstance(number, int) for number in numbers)
+    if (
+        config.class_list
+        or len(numbers) < len(labels)
+        or (are_integers and len(labels) <= MAX_AUTO_CLASSES)
+    ):
         return "classes"
     return "scalar"
 
@@ -183,7 +187,7 @@ def has_kind(kind: LabelKind, row: Example) -> bool:
     """Whether a row has labels of this kind."""
     if kind == "steps":
         return any(label is not None for label in row.step_labels)
-    if kind in SINGLE:
+    if kind in SINGLE_KINDS:
         return row.label is not None
     return bool(row.chosen and row.rejected) and not row.tie
 
@@ -251,17 +255,17 @@ def _resolve_classes(
                 f"reward.{name} has {len(getattr(config, name))} numbers, but there are"
                 f" {len(classes)} classes: {', '.join(classes)}"
             )
-    number = Counter(class_name(row.label) for row in train)
-    if len(number) < 2:
+    counts = Counter(class_name(row.label) for row in train)
+    if len(counts) < 2:
         raise DataError(
-            f"all {len(train)} training rows are of the class {next(iter(number))}; a classifier"
+            f"all {len(train)} training rows are of the class {next(iter(counts))}; a classifier"
             " needs at least two classes"
         )
-    if missing := [name for name in classes if not number[name]]:
+    if missing := [name for name in classes if not counts[name]]:
         logger.warning("no training row has the class %s", ", ".join(missing))
     numbers = [float(x) for x in map(labels.get, classes) if isinstance(x, int | float)]
-    own_values = tuple(numbers) if len(numbers) == len(classes) else ()
-    return Labels("classes", loss, classes, config.class_values or own_values)
+    label_values = tuple(numbers) if len(numbers) == len(classes) else ()
+    return Labels("classes", loss, classes, config.class_values or label_values)
 
 
 def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) -> None:

@@ -27,7 +27,7 @@ from step2_reward.lab.figures import (
     class_report,
     concordance,
     spearman,
-    step_figures,
+    summarize_steps,
 )
 from step2_reward.labels import Labels
 from step2_reward.losses import (
@@ -36,11 +36,11 @@ from step2_reward.losses import (
     pairwise_loss,
     squared_error,
 )
-from step2_reward.rows import UNCUT, Batch, Row, cut_rows, encode_rows, encode_steps
+from step2_reward.rows import UNLIMITED, Batch, Row, encode_rows, encode_steps, split_rows
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutOutputs:
     """Rows, and the model's outputs for them."""
 
     rows: Sequence[Row]
@@ -49,7 +49,7 @@ class HeldOut:
     """The C outputs of each sequence, or of each labelled step, of each row."""
 
     @property
-    def first(self) -> Float[Tensor, "N C"]:
+    def first_outputs(self) -> Float[Tensor, "N C"]:
         """The outputs of the first sequence of each row."""
         return torch.tensor([row[0] for row in self.outputs])
 
@@ -64,7 +64,7 @@ def compute_outputs(
     rows: Sequence[Row],
     config: RewardConfig,
     observe: Callable[[Tensor, Batch], None] = lambda _outputs, _batch: None,
-) -> HeldOut:
+) -> HeldOutOutputs:
     """Run the model on rows, which are the same on all processes. A collective.
 
     Args:
@@ -73,27 +73,29 @@ def compute_outputs(
         config: sizes of micro-batches.
         observe: called with the outputs of each micro-batch of this process.
     """
-    found: list[tuple[int, list[list[float]]]] = []
+    by_row: list[tuple[int, list[list[float]]]] = []
     with evaluating(scorer):
-        for batch in log_progress(cut_rows(rows, config), "scored micro-batches of held-out rows"):
+        for batch in log_progress(
+            split_rows(rows, config), "scored micro-batches of held-out rows"
+        ):
             outputs: Tensor = scorer(batch.tokens, labels=True)[batch.positions]
             observe(outputs, batch)
-            present = [rows[number] for number in batch.numbers]
+            present = [rows[index] for index in batch.indices]
             if rows[0].ends is None:
-                by_row = outputs[batch.places].tolist()
-                by_row = [x[: len(row.sequences)] for x, row in zip(by_row, present, strict=True)]
+                values = outputs[batch.sequence_indices].tolist()
+                values = [x[: len(row.sequences)] for x, row in zip(values, present, strict=True)]
             else:
                 counts = [len(row.ends or ()) for row in present]
-                by_row = [part.tolist() for part in outputs.split(counts)]
-            found += zip(batch.numbers, by_row, strict=True)
-    gathered = dict(item for part in current_mesh().data.gather_objects(found) for item in part)
-    return HeldOut(rows, [gathered[number] for number in range(len(rows))])
+                values = [part.tolist() for part in outputs.split(counts)]
+            by_row += zip(batch.indices, values, strict=True)
+    gathered = dict(item for part in current_mesh().data.gather_objects(by_row) for item in part)
+    return HeldOutOutputs(rows, [gathered[index] for index in range(len(rows))])
 
 
 class Objective(ABC):
     """Base class of the objectives, for the common training loop."""
 
-    counts_right = True
+    has_accuracy = True
     """Whether single rows can be right or wrong, which gives an accuracy."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
@@ -110,7 +112,7 @@ class Objective(ABC):
         limit = config.data.max_length
 
         def fit(examples: Sequence[Example]) -> list[RowFit]:
-            rows = encode_rows(examples, self.labels, chat, max_length=UNCUT)
+            rows = encode_rows(examples, self.labels, chat, max_length=UNLIMITED)
             ends = [{tuple(x.tail(limit).input_ids) for x in row.sequences} for row in rows]
             return [
                 RowFit(max(map(len, row.sequences)) > limit, int(len(differ) == len(row.sequences)))
@@ -126,7 +128,7 @@ class Objective(ABC):
         """Token ids and targets of rows."""
         return encode_rows(examples, self.labels, chat, max_length=config.data.max_length)
 
-    def settings(self) -> dict[str, object]:
+    def config_entries(self) -> dict[str, object]:
         """Entries for the exported config.json on how to read the outputs."""
         return {}
 
@@ -141,7 +143,7 @@ class Objective(ABC):
 
     def evaluate(
         self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
-    ) -> tuple[dict[str, float], HeldOut]:
+    ) -> tuple[dict[str, float], HeldOutOutputs]:
         """Metrics of all processes' held-out rows, loss and accuracy first, and their outputs."""
         totals = [0.0, 0.0]
 
@@ -153,10 +155,10 @@ class Objective(ABC):
         held_out = compute_outputs(scorer, rows, config, observe)
         loss, right = current_mesh().data.sums(totals)
         means = {"loss": loss / len(rows), "accuracy": right / len(rows)}
-        return {**means, **self.figures(held_out)}, held_out
+        return {**means, **self.compute_metrics(held_out)}, held_out
 
     @abstractmethod
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
+    def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
         """Additional metrics of held-out rows, or replacements of common ones."""
 
 
@@ -166,7 +168,7 @@ class PairObjective(Objective):
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs, and the number in the right order; ties count half."""
         config = self.config
-        chosen, rejected = batch.by_row(outputs.squeeze(-1)).unbind(1)
+        chosen, rejected = batch.group_by_row(outputs.squeeze(-1)).unbind(1)
         loss = pairwise_loss(
             chosen,
             rejected,
@@ -176,7 +178,7 @@ class PairObjective(Objective):
         )
         return loss, (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
 
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
+    def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
         """The loss without margin, centering and focal weights, and the mean scores."""
         chosen, rejected = torch.tensor(held_out.outputs).squeeze(-1).double().unbind(1)
         return {
@@ -191,7 +193,7 @@ class ClassObjective(Objective):
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss summed over rows, and the number of rows whose class is predicted."""
-        logits = outputs[batch.places[:, 0]]
+        logits = outputs[batch.sequence_indices[:, 0]]
         weights = self.config.class_weights
         loss = cross_entropy(
             logits,
@@ -201,9 +203,9 @@ class ClassObjective(Objective):
         )
         return loss, (logits.argmax(dim=1) == batch.classes).sum()
 
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
+    def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
         """Macro recall and F1."""
-        logprobs = held_out.first.log_softmax(dim=1)
+        logprobs = held_out.first_outputs.log_softmax(dim=1)
         report = class_report(logprobs, held_out.targets.long(), self.labels.classes)
         return {name: report[name] for name in ("macro_recall", "macro_f1")}
 
@@ -211,22 +213,22 @@ class ClassObjective(Objective):
 class ScalarObjective(Objective):
     """Numbers: squared error of standardized labels, or binary cross entropy."""
 
-    counts_right = False
+    has_accuracy = False
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, None]:
         """The loss summed over rows, and None, since single rows are not right or wrong."""
-        scores = outputs[batch.places[:, 0]].squeeze(-1)
+        scores = outputs[batch.sequence_indices[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
+    def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
         """Fraction of pairs in the right order, rank correlation, and error in the data's unit."""
-        scores, targets = held_out.first.squeeze(1), held_out.targets
-        numbers = scores if self.labels.loss == "mse" else scores.sigmoid()
+        scores, targets = held_out.first_outputs.squeeze(1), held_out.targets
+        predictions = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
             "accuracy": concordance(scores, targets),
             "spearman": spearman(scores, targets),
-            "mean_error": (numbers - targets).abs().mean().item() * self.labels.std,
+            "mean_error": (predictions - targets).abs().mean().item() * self.labels.std,
         }
 
 
@@ -274,7 +276,7 @@ class StepObjective(Objective):
         limit = config.data.max_length
         return [encode_steps(x, chat, separator, separators, max_length=limit) for x in examples]
 
-    def settings(self) -> dict[str, object]:
+    def config_entries(self) -> dict[str, object]:
         """Settings for computing the score of a response from its steps."""
         assert self._separators is not None  # set by encoding the rows
         return {
@@ -289,12 +291,12 @@ class StepObjective(Objective):
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
-    def figures(self, held_out: HeldOut) -> dict[str, float]:
+    def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
         """Accuracy of steps, and the metrics of first errors."""
-        return step_figures(predicted_steps(held_out))
+        return summarize_steps(predicted_steps(held_out))
 
 
-def predicted_steps(held_out: HeldOut) -> list[PredictedSteps]:
+def predicted_steps(held_out: HeldOutOutputs) -> list[PredictedSteps]:
     """The labelled steps of each row, with the model's log-odds."""
     return [
         PredictedSteps(row.targets, tuple(logit for (logit,) in logits))

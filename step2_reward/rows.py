@@ -20,9 +20,9 @@ from pipeline.parallel.device import local_device, to_device
 from pipeline.run.training import local_parts
 from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
-from step2_reward.labels import SINGLE, Labels
+from step2_reward.labels import SINGLE_KINDS, Labels
 
-UNCUT = 2**31
+UNLIMITED = 2**31
 """A token limit that exceeds the length of any dialogue."""
 
 
@@ -53,7 +53,7 @@ class Batch:
     """Tokens; a process without rows (B = 0) has those of a spare row, in order to run the same
     passes."""
 
-    places: Int[Tensor, "B K"]
+    sequence_indices: Int[Tensor, "B K"]
     """Index in the batch of each sequence of a row."""
 
     targets: Float[Tensor, " T"]
@@ -64,7 +64,7 @@ class Batch:
     weight: float
     """Weight of a labelled step; over all rows the weights add up to the number of rows."""
 
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
     """The index of each row in the global batch."""
 
     @property
@@ -72,9 +72,9 @@ class Batch:
         """The targets as indices of classes."""
         return self.targets.long()
 
-    def by_row(self, scores: Float[Tensor, " S"]) -> Float[Tensor, "B K"]:
+    def group_by_row(self, scores: Float[Tensor, " S"]) -> Float[Tensor, "B K"]:
         """The scores of each row's sequences."""
-        return scores[self.places]
+        return scores[self.sequence_indices]
 
 
 def encode_dialogue(
@@ -109,7 +109,7 @@ def encode_rows(
 
 def get_responses(example: Example, labels: Labels) -> list[Turns]:
     """The trained responses of a row, the better one first."""
-    return [example.chosen] if labels.kind in SINGLE else [example.chosen, example.rejected]
+    return [example.chosen] if labels.kind in SINGLE_KINDS else [example.chosen, example.rejected]
 
 
 def get_target(example: Example, labels: Labels) -> float:
@@ -134,7 +134,7 @@ def encode_steps(
     separator: str,
     separators: Collection[int],
     *,
-    max_length: int = UNCUT,
+    max_length: int = UNLIMITED,
 ) -> Row:
     """Encode a dialogue with steps joined by the separator; if too long, it loses its beginning.
 
@@ -171,40 +171,42 @@ def encode_steps(
     )
 
 
-def cut_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
+def split_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
     """This process's micro-batches of the rows."""
-    longest = max(len(row.sequences) for row in rows)
-    parts = local_parts([row.num_tokens for row in rows], config, config.model, sequences=longest)
+    max_sequences = max(len(row.sequences) for row in rows)
+    parts = local_parts(
+        [row.num_tokens for row in rows], config, config.model, sequences=max_sequences
+    )
     weight = len(rows) / max(1, sum(len(row.ends or ()) for row in rows))
     return [collate_rows(rows, part, weight=weight) for part in parts]
 
 
-def collate_rows(all_rows: Sequence[Row], numbers: Sequence[int], *, weight: float = 1.0) -> Batch:
+def collate_rows(all_rows: Sequence[Row], indices: Sequence[int], *, weight: float = 1.0) -> Batch:
     """The rows with these indices as one batch; if there are none, the first row is a spare."""
-    rows = [all_rows[number] for number in numbers]
+    rows = [all_rows[index] for index in indices]
     present = rows or all_rows[:1]
-    longest = max(len(row.sequences) for row in present)
+    max_sequences = max(len(row.sequences) for row in present)
     sequences: list[Encoded] = []
-    places = torch.zeros(len(rows), longest, dtype=torch.int64)
+    sequence_indices = torch.zeros(len(rows), max_sequences, dtype=torch.int64)
     ends, start = list[int](), 0
-    for place in range(longest):
-        for number, row in enumerate(present):
-            if place < len(row.sequences):
+    for position in range(max_sequences):
+        for index, row in enumerate(present):
+            if position < len(row.sequences):
                 if rows:
-                    places[number, place] = len(sequences)
+                    sequence_indices[index, position] = len(sequences)
                     ends += [start + end for end in row.ends or ()]
-                sequences.append(row.sequences[place])
-                start += len(row.sequences[place])
+                sequences.append(row.sequences[position])
+                start += len(row.sequences[position])
     tokens = collate(sequences).to(local_device())
     is_steps = all_rows[0].ends is not None
     targets = torch.tensor([x for row in rows for x in row.targets], dtype=torch.float32)
     return Batch(
         tokens=tokens,
-        places=to_device(places),
+        sequence_indices=to_device(sequence_indices),
         targets=to_device(targets),
         positions=to_device(torch.tensor(ends, dtype=torch.int64))
         if is_steps
         else tokens.last_tokens,
         weight=weight,
-        numbers=tuple(numbers),
+        indices=tuple(indices),
     )

@@ -38,12 +38,12 @@ from pipeline.run.training import (
 from pipeline.system.errors import ModelError
 from pipeline.system.torch_process import seed_generators
 from step2_reward.lab.measure import measure
-from step2_reward.lab.sentences import write_measured
+from step2_reward.lab.sentences import write_measurement
 from step2_reward.labels import resolve_labels
-from step2_reward.objectives import HeldOut, Objective, make_objective
-from step2_reward.rows import Batch, Row, cut_rows
+from step2_reward.objectives import HeldOutOutputs, Objective, make_objective
+from step2_reward.rows import Batch, Row, split_rows
 
-Evaluation = tuple[dict[str, float], HeldOut]
+Evaluation = tuple[dict[str, float], HeldOutOutputs]
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ def train(config: RewardConfig) -> Path:
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
 
-        kept: Evaluation | None = None
+        best_evaluation: Evaluation | None = None
         with keeping_best(run, best, training.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
-                learn(reward, run, step=step)
+                take_step(reward, run, step=step)
                 if training.evaluates_after(step):
                     evaluation = reward.evaluate()
-                    figures = evaluation[0]
-                    best.update(badness(figures, config.best_by), step=step)
+                    metrics = evaluation[0]
+                    best.update(selection_loss(metrics, config.best_by), step=step)
                     if best.step == step or not config.keep_best:
-                        kept = evaluation
-                    run.evaluated(step, figures)
-                    check_finite(f"of held-out rows after step {step}", figures)
-        finish(reward, run, before=before, kept=kept)
+                        best_evaluation = evaluation
+                    run.evaluated(step, metrics)
+                    check_finite(f"of held-out rows after step {step}", metrics)
+        finish(reward, run, before=before, best_evaluation=best_evaluation)
     return config.output_dir
 
 
@@ -131,7 +131,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     return RewardTraining(training, objective, scorer_of(passes, model))
 
 
-def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
+def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
     """Take one optimizer step on the next rows, and log it."""
     passes, config, objective = reward.training.passes, reward.training.config, reward.objective
     engine, source = passes.engine, reward.training.rows
@@ -144,14 +144,14 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
         rights.extend([] if right is None else [right])
         return loss
 
-    losses = passes.learn(cut_rows(rows, config), compute_loss, divisor=len(rows))
+    losses = passes.learn(split_rows(rows, config), compute_loss, divisor=len(rows))
     result = engine.step()
     loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(rights)])
     run.log(
         step,
         tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
-        **({"accuracy": num_right / len(rows)} if objective.counts_right else {}),
+        **({"accuracy": num_right / len(rows)} if objective.has_accuracy else {}),
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
@@ -159,65 +159,69 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     )
 
 
-def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
+def selection_loss(metrics: Mapping[str, float], best_by: str = "accuracy") -> float:
     """The metric that the best weights minimize: the fraction of wrong rows, or the loss.
 
     The loss is added as a tie-breaker, scaled to less than half a row in a million.
     """
     if best_by == "loss":
-        return figures["loss"]
-    return 1 - figures["accuracy"] + 1e-9 * min(figures["loss"], 100.0)
+        return metrics["loss"]
+    return 1 - metrics["accuracy"] + 1e-9 * min(metrics["loss"], 100.0)
 
 
 def finish(
-    reward: RewardTraining, run: Run, *, before: Mapping[str, float], kept: Evaluation | None
+    reward: RewardTraining,
+    run: Run,
+    *,
+    before: Mapping[str, float],
+    best_evaluation: Evaluation | None,
 ) -> None:
     """Export the best weights, and write the result.
 
-    `kept` is the evaluation of the best weights; None if an earlier run made it.
+    `best_evaluation` is the evaluation of the best weights; None if an earlier run made it.
     """
     training, labels = reward.training, reward.objective.labels
     best, config, rows = training.best, training.config, training.rows
     best.restore()
-    after, held_out = kept if kept is not None else reward.evaluate()
+    after, held_out = best_evaluation if best_evaluation is not None else reward.evaluate()
     base_model(training.model).config.update(label_settings(reward))
     training.export()
     measured = measure(held_out, labels, rows.data.eval, rows.chat, config)
     if run.is_main:
-        write_measured(measured, config.output_dir)
+        write_measurement(measured, config.output_dir)
     name = labels.kind
     run.finish(
         eval={
-            **_before_and_after(before, after),
+            **_compare_metrics(before, after),
             ("pairs" if name == "pairs" else "rows"): len(training.held_out),
             "labels": name,
             "best_step": best.exported_step,
-            **_trust(measured[0]),
+            **_get_reliability(measured[0]),
         }
     )
 
 
-def _before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+def _compare_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Each metric before and after; mean scores, for the report, only after."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, value in after.items():
         if name == "loss":
             continue
-        figures[f"{name}_before"] = before[name]
-        figures[name if name.startswith("mean_") else f"{name}_after"] = value
-    return figures
+        metrics[f"{name}_before"] = before[name]
+        metrics[name if name.startswith("mean_") else f"{name}_after"] = value
+    return metrics
 
 
-def _trust(figures: Mapping[str, Any]) -> dict[str, float]:
+def _get_reliability(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Calibration error, temperature and length correlation, if known."""
-    calibration, length = figures.get("calibration"), figures.get("length")
-    found: dict[str, float] = {}
+    calibration, length = metrics.get("calibration"), metrics.get("length")
+    reliability: dict[str, float] = {}
     if calibration:
-        found["calibration_error"] = calibration["ece"]
-        found["temperature"] = calibration["temperature"]
+        reliability["calibration_error"] = calibration["ece"]
+        reliability["temperature"] = calibration["temperature"]
     if length:
-        found["length_correlation"] = length["spearman"]
-    return found
+        reliability["length_correlation"] = length["spearman"]
+    return reliability
 
 
 def label_settings(reward: RewardTraining) -> dict[str, Any]:
@@ -233,7 +237,7 @@ def label_settings(reward: RewardTraining) -> dict[str, Any]:
             settings["class_values"] = list(labels.values)
     if labels.kind == "scalar" and labels.loss == "mse":
         settings |= {"label_mean": labels.mean, "label_std": labels.std}
-    return settings | reward.objective.settings()
+    return settings | reward.objective.config_entries()
 
 
 def main(argv: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ def train(config: PreferenceConfig) -> Path:
     seed_generators(config.seed + mesh.data.rank)
     config = within_context(config, config.model)  # rows are truncated before the model is loaded
     store = RowStore(config)
-    rows = load_rows(config, config.model, step=3, sift=store.sift)
+    rows = load_rows(config, config.model, step=3, sift=store.select)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:
         setup = set_up(config, rows, store, run)
         evaluator, training = setup.evaluator, setup.training

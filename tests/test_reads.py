@@ -20,8 +20,8 @@ HOST_ONLY = {"pipeline/data/batches.py: collate", "pipeline/models/forward/atten
 @pytest.mark.parametrize(
     ("train", "task", "within"),
     [
-        pytest.param(train_sft, sft_task, "learn_from", id="sft"),
-        pytest.param(train_reward, reward_task, "learn", id="reward", marks=pytest.mark.grid),
+        pytest.param(train_sft, sft_task, "take_step", id="sft"),
+        pytest.param(train_reward, reward_task, "take_step", id="reward", marks=pytest.mark.grid),
     ],
 )
 def test_more_micro_batches_cause_no_more_device_reads(

@@ -27,13 +27,13 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.report.results import LAB
     from pipeline.system.logs import configure_logging
     from step2_reward.lab.measure import measure_model
-    from step2_reward.lab.sentences import sentences, write_measured
+    from step2_reward.lab.sentences import format_findings, write_measurement
 
     configure_logging(is_main=True)
     measured = measure_model(config)
     directory = config.output_dir or Path(config.path) / "lab"
-    write_measured(measured, directory)
-    lines = [f"{sentence}." for sentence in sentences(measured[0])]
+    write_measurement(measured, directory)
+    lines = [f"{sentence}." for sentence in format_findings(measured[0])]
     sys.stdout.write("\n".join([*lines, f"figures: {directory / LAB}"]) + "\n")
 
 

@@ -24,9 +24,9 @@ def average_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     return (last - (counts - 1) / 2)[inverse].to(torch.float64)
 
 
-def spearman(one: Float[Tensor, " N"], other: Float[Tensor, " N"]) -> float:
+def spearman(first_values: Float[Tensor, " N"], second_values: Float[Tensor, " N"]) -> float:
     """Spearman's rank correlation; 0 if either variable is constant."""
-    first, second = (average_ranks(each) for each in (one, other))
+    first, second = (average_ranks(values) for values in (first_values, second_values))
     first, second = first - first.mean(), second - second.mean()
     spread = math.sqrt((first.square().sum() * second.square().sum()).item())
     return (first @ second).item() / spread if spread > 0 else 0.0
@@ -38,10 +38,10 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
     Equal scores count half; 1/2 if there is no such pair.
     """
     right, total = 0.0, 0
-    for place in range(len(targets)):  # one row at a time, for linear memory
-        above = targets > targets[place]
+    for index in range(len(targets)):  # one row at a time, for linear memory
+        above = targets > targets[index]
         ahead = scores[above]
-        right += (ahead > scores[place]).sum().item() + 0.5 * (ahead == scores[place]).sum().item()
+        right += (ahead > scores[index]).sum().item() + 0.5 * (ahead == scores[index]).sum().item()
         total += int(above.sum())
     return right / total if total else 0.5
 
@@ -74,23 +74,23 @@ def class_report(
     predicted = logprobs.argmax(dim=1)
     confusion = torch.bincount(classes * count + predicted, minlength=count * count)
     matrix: list[list[int]] = confusion.view(count, count).tolist()
-    figures: list[dict[str, Any]] = []
+    metrics: list[dict[str, Any]] = []
     for index, name in enumerate(names):
         hits, rows = matrix[index][index], sum(matrix[index])
         precision = hits / max(1, sum(row[index] for row in matrix))
         recall = hits / max(1, rows)
         f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
         auc = area_under_curve(logprobs[:, index].double(), classes == index)
-        figures.append(
+        metrics.append(
             {"name": name, "rows": rows, "precision": precision, "recall": recall, "f1": f1}
             | {"auc": auc}
         )
-    present = [figure for figure in figures if figure["rows"]]
+    present = [report for report in metrics if report["rows"]]
     return {
-        "macro_recall": sum(figure["recall"] for figure in present) / max(1, len(present)),
-        "macro_f1": sum(figure["f1"] for figure in present) / max(1, len(present)),
+        "macro_recall": sum(report["recall"] for report in present) / max(1, len(present)),
+        "macro_f1": sum(report["f1"] for report in present) / max(1, len(present)),
         "confusion": matrix,
-        "classes": figures,
+        "classes": metrics,
     }
 
 
@@ -98,7 +98,7 @@ BINS = 15
 """Number of bins with equal numbers of rows (Nguyen and O'Connor 2015; 15 as in Guo et al.
 2017)."""
 
-COLDEST, HOTTEST = 1e-2, 1e2
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e2
 """Range of temperatures to fit; if every row is right, the optimum is the lowest."""
 
 
@@ -134,10 +134,10 @@ def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) ->
     def nll(inverse: float) -> float:
         return F.cross_entropy(logits * inverse, classes).item()
 
-    return 1 / minimum(nll, 1 / HOTTEST, 1 / COLDEST)
+    return 1 / minimize(nll, 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE)
 
 
-def minimum(function: Callable[[float], float], low: float, high: float) -> float:
+def minimize(function: Callable[[float], float], low: float, high: float) -> float:
     """Minimizer of a unimodal function between two positive bounds, by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     start, end = math.log(low), math.log(high)
@@ -195,45 +195,45 @@ def length_bias(
             always_longer and always_shorter, accuracy of always choosing the longer or the shorter
             response, ties counting half.
     """
-    longer, shorter, even = list[float](), list[float](), 0
+    longer, shorter, num_equal = list[float](), list[float](), 0
     for scores, lengths, worth in prompts:
         for better, worse in ordered_pairs(worth):
-            right = in_order(scores[better] - scores[worse])
+            right = order_credit(scores[better] - scores[worse])
             if lengths[better] == lengths[worse]:
-                even += 1
+                num_equal += 1
             else:
                 (longer if lengths[better] > lengths[worse] else shorter).append(right)
-    total = len(longer) + len(shorter) + even
-    always = (len(longer) + 0.5 * even) / max(1, total)
+    total = len(longer) + len(shorter) + num_equal
+    always = (len(longer) + 0.5 * num_equal) / max(1, total)
     return {
         "spearman": _correlation_within([(scores, lengths) for scores, lengths, _ in prompts]),
         "of_data": _correlation_within([(worth, lengths) for _, lengths, worth in prompts]),
-        "better_longer": share(sum(longer), len(longer)) if longer else None,
-        "better_shorter": share(sum(shorter), len(shorter)) if shorter else None,
+        "better_longer": fraction(sum(longer), len(longer)) if longer else None,
+        "better_shorter": fraction(sum(shorter), len(shorter)) if shorter else None,
         "always_longer": always,
         "always_shorter": 1 - always if total else 0.0,
     }
 
 
-def in_order(difference: float) -> float:
+def order_credit(difference: float) -> float:
     """1 for a positive score difference, 1/2 for 0, else 0."""
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 
 def ordered_pairs(worth: Sequence[float]) -> list[tuple[int, int]]:
     """(better, worse) for every pair of responses of different quality."""
-    places = range(len(worth))
-    return [(one, other) for one in places for other in places if worth[one] > worth[other]]
+    indices = range(len(worth))
+    return [(i, j) for i in indices for j in indices if worth[i] > worth[j]]
 
 
 def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]) -> float:
     """Mean rank correlation over the prompts whose responses differ in length."""
-    found = [
+    correlations = [
         spearman(torch.tensor(values).double(), torch.tensor(lengths).double())
         for values, lengths in prompts
         if len(set(lengths)) > 1
     ]
-    return sum(found) / len(found) if found else 0.0
+    return sum(correlations) / len(correlations) if correlations else 0.0
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ class PredictedSteps:
     @property
     def first_error(self) -> int | None:
         """Index of the first wrong step; None if all are right."""
-        return next((place for place, each in enumerate(self.targets) if each < 0.5), None)
+        return next((index for index, target in enumerate(self.targets) if target < 0.5), None)
 
     @property
-    def first_found(self) -> int | None:
+    def first_predicted_error(self) -> int | None:
         """Index of the first step that the model predicts to be wrong; None if there is none."""
-        return next((place for place, each in enumerate(self.logits) if each <= 0), None)
+        return next((index for index, logit in enumerate(self.logits) if logit <= 0), None)
 
 
 def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
     labelled = [row for row in rows if row.targets]
     wrong = [row for row in labelled if row.first_error is not None]
     right = [row for row in labelled if row.first_error is None]
-    found = sum(row.first_found == row.first_error for row in wrong)
-    kept = sum(row.first_found is None for row in right)
+    found = sum(row.first_predicted_error == row.first_error for row in wrong)
+    kept = sum(row.first_predicted_error is None for row in right)
     f1 = None
     if wrong and right:
         shares = found / len(wrong), kept / len(right)
@@ -279,25 +279,25 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
     return {**counts, "f1": f1, "accuracy": (found + kept) / max(1, len(labelled))}
 
 
-def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
+def summarize_steps(rows: Sequence[PredictedSteps]) -> dict[str, float]:
     """Accuracy and macro recall of right and wrong steps, accuracy and F1 of first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]
         for is_right in (True, False)
     }
-    hits = {kind: sum((each > 0) == kind for each in found) for kind, found in by_kind.items()}
-    shares = [hits[kind] / len(found) for kind, found in by_kind.items() if found]
+    hits = {kind: sum((x > 0) == kind for x in logits) for kind, logits in by_kind.items()}
+    shares = [hits[kind] / len(logits) for kind, logits in by_kind.items() if logits]
     errors = first_errors(rows)
-    figures = {
+    metrics = {
         "accuracy": sum(hits.values()) / max(1, len(pairs)),
         "macro_recall": sum(shares) / max(1, len(shares)),
         "first_error_accuracy": errors["accuracy"],
     }
-    return figures if errors["f1"] is None else {**figures, "first_error_f1": errors["f1"]}
+    return metrics if errors["f1"] is None else {**metrics, "first_error_f1": errors["f1"]}
 
 
-def share(right: float, count: int) -> dict[str, float | int]:
+def fraction(right: float, count: int) -> dict[str, float | int]:
     """A fraction with its 95 % interval (Wilson 1927)."""
     low, high = share_interval(right, count)
     return {"value": right / count, "low": low, "high": high, "count": count}

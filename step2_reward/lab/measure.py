@@ -28,23 +28,23 @@ from step2_reward.lab.figures import (
     class_report,
     concordance,
     first_errors,
-    in_order,
+    fraction,
     length_bias,
-    share,
+    order_credit,
     spearman,
 )
 from step2_reward.labels import (
     LOSSES,
-    NEEDS,
-    SINGLE,
+    REQUIRED,
+    SINGLE_KINDS,
     Labels,
     detect_kind,
     has_kind,
     require_listed,
 )
-from step2_reward.objectives import HeldOut, compute_outputs, make_objective, predicted_steps
+from step2_reward.objectives import HeldOutOutputs, compute_outputs, make_objective, predicted_steps
 from step2_reward.rows import (
-    UNCUT,
+    UNLIMITED,
     Row,
     encode_rows,
     get_responses,
@@ -52,8 +52,8 @@ from step2_reward.rows import (
     split_steps,
 )
 
-Figures = dict[str, Any]
-Measured = tuple[Figures, list[Figures]]
+Metrics = dict[str, Any]
+Measurement = tuple[Metrics, list[Metrics]]
 """The metrics, and a line for each row: the row, its scores, its prediction."""
 
 PROBES = ("no_end", "truncated", "doubled")
@@ -65,14 +65,14 @@ MAX_PROBED = 256
 
 
 def measure(
-    held_out: HeldOut,
+    held_out: HeldOutOutputs,
     labels: Labels,
     examples: Sequence[Example],
     chat: ChatFormat,
     config: RewardConfig,
     *,
     probed: Scorer | None = None,
-) -> Measured:
+) -> Measurement:
     """Measure a model on rows with one kind of label.
 
     Args:
@@ -84,13 +84,13 @@ def measure(
         probed: the model, for scoring changed responses; None omits them.
     """
     encoded = held_out.rows
-    figures: Figures = {"labels": labels.kind, "rows": len(examples)}
+    metrics: Metrics = {"labels": labels.kind, "rows": len(examples)}
     if labels.kind == "steps":
         lines = [
             describe_steps(example, row, logits, config.step_separator)
             for example, row, logits in zip(examples, encoded, held_out.outputs, strict=True)
         ]
-        return figures | step_figures(held_out), lines
+        return metrics | compute_step_metrics(held_out), lines
     lengths = [
         response_lengths(example, row, labels, chat, config)
         for example, row in zip(examples, encoded, strict=True)
@@ -98,20 +98,20 @@ def measure(
     scores = None
     if labels.gives_scores:
         scores = [score_outputs(torch.tensor(row), labels).tolist() for row in held_out.outputs]
-    if labels.kind in SINGLE:
-        figures |= single_figures(labels, held_out, scores)
+    if labels.kind in SINGLE_KINDS:
+        metrics |= compute_single_metrics(labels, held_out, scores)
     else:
         assert scores is not None
-        figures |= pair_figures(scores, lengths)
+        metrics |= compute_pair_metrics(scores, lengths)
     if scores is not None and probed is not None:
         std = torch.tensor([x for row in scores for x in row]).std(correction=0).item()
         good = find_good_rows(labels, examples)[:MAX_PROBED]
-        figures["probes"] = probe_figures(probed, labels, good, chat, config, std=std)
+        metrics["probes"] = compute_probe_metrics(probed, labels, good, chat, config, std=std)
     lines = [
         describe_row(labels, held_out, index, example, lengths[index], scores)
         for index, example in enumerate(examples)
     ]
-    return figures, lines
+    return metrics, lines
 
 
 def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor, " N"]:
@@ -121,7 +121,7 @@ def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor,
     return logits.softmax(dim=1) @ torch.tensor(labels.values)
 
 
-def step_figures(held_out: HeldOut) -> Figures:
+def compute_step_metrics(held_out: HeldOutOutputs) -> Metrics:
     """Metrics of responses with step labels."""
     predicted = predicted_steps(held_out)
     logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
@@ -131,8 +131,10 @@ def step_figures(held_out: HeldOut) -> Figures:
     count = errors["with_error"] + errors["without_error"]
     right = float(errors["found"] + errors["kept"])
     return {
-        **class_figures(both.log_softmax(dim=1), wrong, ("right", "wrong"), key="step_accuracy"),
-        "first_errors": errors | {"accuracy": share(right, count)},
+        **compute_class_metrics(
+            both.log_softmax(dim=1), wrong, ("right", "wrong"), key="step_accuracy"
+        ),
+        "first_errors": errors | {"accuracy": fraction(right, count)},
         "calibration": calibrate(both, wrong),
     }
 
@@ -143,18 +145,20 @@ def response_lengths(
     """Tokens of each response before truncation."""
     lengths = [len(sequence) for sequence in row.sequences]
     if max(lengths) >= config.data.max_length:
-        (full,) = encode_rows([example], labels, chat, max_length=UNCUT)
+        (full,) = encode_rows([example], labels, chat, max_length=UNLIMITED)
         lengths = [len(sequence) for sequence in full.sequences]
     prompt = len(chat.encode_prompt(example.prompt)) if example.prompt else 0
     return [length - prompt for length in lengths]
 
 
-def pair_figures(scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]) -> Figures:
+def compute_pair_metrics(
+    scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
+) -> Metrics:
     """Metrics of pairs, the better response first."""
     differences = [chosen - rejected for chosen, rejected in scores]
     logits = torch.tensor([[difference, 0.0] for difference in differences])
     return {
-        "accuracy": share(sum(map(in_order, differences)), len(differences)),
+        "accuracy": fraction(sum(map(order_credit, differences)), len(differences)),
         "calibration": calibrate(logits, torch.zeros(len(logits), dtype=torch.int64)),
         "length": length_bias(
             [(*of_row, (1.0, 0.0)) for of_row in zip(scores, lengths, strict=True)]
@@ -162,37 +166,37 @@ def pair_figures(scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[i
     }
 
 
-def single_figures(
-    labels: Labels, held_out: HeldOut, scores: Sequence[Sequence[float]] | None
-) -> Figures:
+def compute_single_metrics(
+    labels: Labels, held_out: HeldOutOutputs, scores: Sequence[Sequence[float]] | None
+) -> Metrics:
     """Metrics of single responses with a label."""
     targets = held_out.targets
-    figures: Figures = {}
+    metrics: Metrics = {}
     if labels.kind == "classes":
-        logprobs = held_out.first.log_softmax(dim=1)
-        figures |= class_figures(logprobs, targets.long(), labels.classes)
-        figures["calibration"] = calibrate(logprobs, targets.long())
+        logprobs = held_out.first_outputs.log_softmax(dim=1)
+        metrics |= compute_class_metrics(logprobs, targets.long(), labels.classes)
+        metrics["calibration"] = calibrate(logprobs, targets.long())
     if labels.kind != "classes" and scores is not None:
         values = torch.tensor(scores).squeeze(1)
-        figures["concordance"] = concordance(values, targets)
-        figures["spearman"] = spearman(values, targets)
+        metrics["concordance"] = concordance(values, targets)
+        metrics["spearman"] = spearman(values, targets)
     if labels.kind == "scalar":
-        numbers = held_out.first.squeeze(1)
+        numbers = held_out.first_outputs.squeeze(1)
         numbers = numbers if labels.loss == "mse" else numbers.sigmoid()
-        figures["mean_error"] = (numbers - targets).abs().mean().item() * labels.std
-    return figures
+        metrics["mean_error"] = (numbers - targets).abs().mean().item() * labels.std
+    return metrics
 
 
-def class_figures(
+def compute_class_metrics(
     logprobs: Float[Tensor, "N C"], classes: Tensor, names: Sequence[str], *, key: str = "accuracy"
-) -> Figures:
+) -> Metrics:
     """The class report, with the accuracy as a fraction with its interval under `key`."""
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
-    return {key: share(float(right), len(classes)), **report}
+    return {key: fraction(float(right), len(classes)), **report}
 
 
-def probe_figures(
+def compute_probe_metrics(
     scorer: Scorer,
     labels: Labels,
     examples: Sequence[Example],
@@ -200,7 +204,7 @@ def probe_figures(
     config: RewardConfig,
     *,
     std: float,
-) -> Figures:
+) -> Metrics:
     """Scores of good responses after a change, by kind of change.
 
     Returns:
@@ -211,7 +215,7 @@ def probe_figures(
     rows = [Row((sequence,)) for changed in probed for sequence in changed]
     if not rows:
         return {}
-    scores = score_outputs(compute_outputs(scorer, rows, config).first, labels)
+    scores = score_outputs(compute_outputs(scorer, rows, config).first_outputs, labels)
     original, *changed = scores.view(-1, 1 + len(PROBES)).T
     return {
         name: {
@@ -237,54 +241,54 @@ def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> l
         return []
     text = example.chosen[0].content
     half = response[: (len(response) - 1) // 2]
-    found = [
+    versions = [
         full,
         Encoded.untrained(full.input_ids[:-1]),
         Encoded.untrained([*full.input_ids[:start], *half, response[-1]]),
         chat.encode(example.prompt, (Message("assistant", f"{text} {text}"),)),
     ]
-    return found if max(map(len, found)) <= max_length else []
+    return versions if max(map(len, versions)) <= max_length else []
 
 
 def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
     """The rows whose response is good: chosen, of the best class, or with a high label."""
-    if labels.kind not in SINGLE:
+    if labels.kind not in SINGLE_KINDS:
         return examples
     targets = [get_target(example, labels) for example in examples]
     if labels.kind == "classes":
         best = max(range(len(labels.values)), key=lambda index: labels.values[index])
         return [row for row, target in zip(examples, targets, strict=True) if target == best]
-    least = sorted(targets)[len(targets) // 2]
-    return [row for row, target in zip(examples, targets, strict=True) if target >= least]
+    median = sorted(targets)[len(targets) // 2]
+    return [row for row, target in zip(examples, targets, strict=True) if target >= median]
 
 
 def describe_steps(
     example: Example, row: Row, logits: Sequence[Sequence[float]], separator: str
-) -> Figures:
+) -> Metrics:
     """A row with the probability that each labelled step is right."""
     labelled = [index for index, label in enumerate(example.step_labels) if label is not None]
     probabilities: list[float | None] = [None] * len(example.steps)
     # Truncated rows have lost their first steps.
     for index, (logit,) in zip(reversed(labelled), reversed(logits), strict=False):
         probabilities[index] = torch.tensor(logit).sigmoid().item()
-    (steps,) = predicted_steps(HeldOut([row], [logits]))
+    (steps,) = predicted_steps(HeldOutOutputs([row], [logits]))
     return {
         **_describe_prompt(example),
         "steps": split_steps(example, separator),
         "labels": list(example.step_labels),
         "probabilities": probabilities,
-        "right": steps.first_found == steps.first_error,
+        "right": steps.first_predicted_error == steps.first_error,
     }
 
 
 def describe_row(
     labels: Labels,
-    held_out: HeldOut,
+    held_out: HeldOutOutputs,
     index: int,
     example: Example,
     lengths: Sequence[int],
     scores: Sequence[Sequence[float]] | None,
-) -> Figures:
+) -> Metrics:
     """A row with its scores and its prediction."""
     line = _describe_prompt(example) | {
         "responses": [
@@ -309,15 +313,15 @@ def describe_row(
     return line
 
 
-def _describe_prompt(example: Example) -> Figures:
+def _describe_prompt(example: Example) -> Metrics:
     return {"origin": example.origin, "prompt": [turn.turn for turn in example.prompt]}
 
 
-MICRO_BATCH = 16
+MICRO_BATCH_SIZE = 16
 """Dialogues per micro-batch."""
 
 
-def measure_model(config: LabConfig) -> Measured:
+def measure_model(config: LabConfig) -> Measurement:
     """Measure the model at `config.path`.
 
     Raises:
@@ -330,7 +334,7 @@ def measure_model(config: LabConfig) -> Measured:
     chat = resolve_format(tokenizer, "auto")
     settings = RewardConfig(
         data=DataConfig(max_length=min(config.max_length, context_length(base_model(model)))),
-        micro_batch_size=MICRO_BATCH,
+        micro_batch_size=MICRO_BATCH_SIZE,
         step_separator=getattr(model.config, "step_separator", "\n"),
     )
     labels = read_labels(model.config, examples, settings)
@@ -338,7 +342,7 @@ def measure_model(config: LabConfig) -> Measured:
     if not rows:
         raise DataError(
             f"data_path {config.data_path}: none of its {len(examples)} rows has"
-            f" {NEEDS[labels.kind]}, which a model trained on {labels.kind} needs"
+            f" {REQUIRED[labels.kind]}, which a model trained on {labels.kind} needs"
         )
     if labels.kind == "classes":
         require_listed(rows, labels.classes, "the model's classes")
@@ -356,10 +360,12 @@ def read_examples(config: LabConfig) -> list[Example]:
     rows = source.eval or source.train
     if config.fields:
         check_columns([row.columns for row in rows], config.fields)
-    known = None if config.fields else named_set(source.name)
+    named = None if config.fields else named_set(source.name)
     kept = RowColumns(labels=True)
-    found = [known.read(row) if known else read_row(row, config.fields, kept=kept) for row in rows]
-    return [row for row in found if row]
+    examples = [
+        named.read(row) if named else read_row(row, config.fields, kept=kept) for row in rows
+    ]
+    return [row for row in examples if row]
 
 
 def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:

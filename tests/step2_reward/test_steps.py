@@ -22,7 +22,7 @@ from pipeline.models.hf.load import load_classifier
 from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
 from step2_reward.lab.__main__ import main as measure
-from step2_reward.lab.figures import PredictedSteps, first_errors, step_figures
+from step2_reward.lab.figures import PredictedSteps, first_errors, summarize_steps
 from step2_reward.labels import Labels
 from step2_reward.objectives import StepObjective
 from step2_reward.rows import Row as LabelledRow
@@ -104,7 +104,7 @@ def test_first_errors_match_hand_computed_values() -> None:
         PredictedSteps((), ()),  # all steps were truncated
     ]
 
-    errors, figures = first_errors(rows), step_figures(rows)
+    errors, figures = first_errors(rows), summarize_steps(rows)
 
     counts = {"with_error": 3, "found": 1, "without_error": 2, "kept": 1}
     assert {name: errors[name] for name in counts} == counts
