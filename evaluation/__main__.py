@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.config import EvaluationConfig
 from evaluation.contract import Grades, Question, Task
-from evaluation.tasks import tasks_named
+from evaluation.tasks import get_tasks
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.files.durable import check_writable, write_output
 from pipeline.report.results import find_model
@@ -20,7 +20,7 @@ from pipeline.system.installation import MODULE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evaluation.figures import Figure
+    from evaluation.figures import TaskMetric
     from pipeline.data.chat.chat_format import ChatFormat
 
 
@@ -38,12 +38,12 @@ def main(argv: Sequence[str]) -> None:
         about="How well a model does on tasks that programs check: docs/evaluation.md.",
     )
     check_writable(config.output, option="--output")
-    tasks = tasks_named(config.tasks, config.paths, setting="--data")
+    tasks = get_tasks(config.tasks, config.paths, setting="--data")
     # Read all rows before loading the model, which takes longer.
-    questions = {task.name: task.read(config.reading(task)) for task in tasks}
+    questions = {task.name: task.read(config.read_options(task)) for task in tasks}
 
     from evaluation.evaluate import encode_questions, grade_responses
-    from evaluation.figures import as_table, compute_figures, document
+    from evaluation.figures import compute_metrics, format_table, make_document
     from inference.replica import weights_hash
     from pipeline.data.chat.resolve_format import resolve_format
     from pipeline.models.forward.forward import context_length
@@ -59,26 +59,26 @@ def main(argv: Sequence[str]) -> None:
     for task in tasks:  # report questions that are too long before answering any
         context = context_length(model)
         encode_questions(questions[task.name], chat, task=task.name, context=context)
-    figures: list[Figure] = []
+    metrics: list[TaskMetric] = []
     lines: list[str] = []
     for task in tasks:
         responses = _respond(task, questions[task.name], model, chat, config)
         grades = grade_responses(task, questions[task.name], responses)
-        figures += compute_figures(task.name, grades, sorted(set(config.k)))
+        metrics += compute_metrics(task.name, grades, sorted(set(config.k)))
         rows = zip(questions[task.name], responses, grades, strict=True)
-        lines += [json.dumps(_line(task, *row), ensure_ascii=False) + "\n" for row in rows]
-    print_output("\n".join(as_table(figures)))
-    text = json.dumps(document(figures, config, weights_hash=weights_hash(model)), indent=2)
+        lines += [json.dumps(_format_record(task, *row), ensure_ascii=False) + "\n" for row in rows]
+    print_output("\n".join(format_table(metrics)))
+    text = json.dumps(make_document(metrics, config, weights_hash=weights_hash(model)), indent=2)
     output = {config.output: f"{text}\n", config.responses: "".join(lines)}
     write_output(output, option="--output")
     print_output(f"\nWith all settings in {config.output}, and all responses in {config.responses}")
 
 
-def _line(
+def _format_record(
     task: Task, question: Question, responses: Sequence[str], grades: Sequence[Grades]
 ) -> dict[str, Any]:
     """A line of the file of responses."""
-    messages = [{"role": each.role, "content": each.content} for each in question.messages]
+    messages = [{"role": message.role, "content": message.content} for message in question.messages]
     return {"task": task.name, "prompt": messages, "responses": responses, "grades": grades}
 
 
@@ -90,7 +90,7 @@ def _respond(
     config: EvaluationConfig,
 ) -> list[list[str]]:
     """The responses to each question; shows the progress."""
-    from evaluation.evaluate import responses_to
+    from evaluation.evaluate import generate_texts
     from inference.settings import Sampling
     from pipeline.system.logs import Progress
 
@@ -103,7 +103,7 @@ def _respond(
     progress = Progress(task.name, len(questions) * config.num_samples)
     progress.start()
     try:
-        return responses_to(
+        return generate_texts(
             questions,
             model,
             chat,

@@ -20,31 +20,31 @@ NEWTON_STEPS = 50
 class Match:
     """Two models compared on the prompts that have a verdict."""
 
-    ours: int
-    theirs: int
+    model: int
+    opponent: int
     """Indices of the models."""
 
     points: Float[ndarray, " P"]
     """1 if ours is better, 0.5 for a tie, else 0; NaN if unknown."""
 
-    longer: Float[ndarray, " P"]
+    length_difference: Float[ndarray, " P"]
     """Length of our response minus that of theirs, in characters."""
 
     @property
-    def known(self) -> Float[ndarray, " K"]:
+    def verdicts(self) -> Float[ndarray, " K"]:
         """Points on the prompts that have a verdict."""
         return self.points[~np.isnan(self.points)]
 
     @property
     def win_rate(self) -> float:
         """Mean of our points; NaN if no verdict is known."""
-        return float(self.known.mean()) if len(self.known) else math.nan
+        return float(self.verdicts.mean()) if len(self.verdicts) else math.nan
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Our wins, losses and ties."""
-        known = self.known
-        return int((known == 1).sum()), int((known == 0).sum()), int((known == 0.5).sum())
+        verdicts = self.verdicts
+        return int((verdicts == 1).sum()), int((verdicts == 0).sum()), int((verdicts == 0.5).sum())
 
     @property
     def interval(self) -> Interval:
@@ -56,11 +56,11 @@ class Match:
     @property
     def length_controlled(self) -> float:
         """The win rate that responses of equal length would have, by `length_controlled`."""
-        known = ~np.isnan(self.points)
-        return length_controlled(self.points[known], self.longer[known])
+        is_known = ~np.isnan(self.points)
+        return length_controlled(self.points[is_known], self.length_difference[is_known])
 
 
-def length_controlled(points: Float[ndarray, " P"], longer: Float[ndarray, " P"]) -> float:
+def length_controlled(points: Float[ndarray, " P"], differences: Float[ndarray, " P"]) -> float:
     """The win rate with the effect of response length removed.
 
         P(win) = sigma(theta + phi tanh(d / std(d)))
@@ -70,17 +70,17 @@ def length_controlled(points: Float[ndarray, " P"], longer: Float[ndarray, " P"]
     which needs many models to fit). phi has a Gaussian prior of variance 1, and half a win and half
     a loss at d = 0 are added, so that one-sided verdicts stay finite.
     """
-    spread = float(longer.std()) if len(longer) else 0.0
-    effect = np.tanh(longer / spread) if spread > 0 else np.zeros_like(longer)
+    spread = float(differences.std()) if len(differences) else 0.0
+    effect = np.tanh(differences / spread) if spread > 0 else np.zeros_like(differences)
     # Add a prior observation: one prompt with half a point.
     targets = np.append(points, 0.5)
     inputs = np.stack([np.ones(len(targets)), np.append(effect, 0.0)], axis=1)
     prior = np.diag([0.0, 1.0])
     weights = np.zeros(2)
     for _ in range(NEWTON_STEPS):
-        chance = 1 / (1 + np.exp(-inputs @ weights))
-        gradient = inputs.T @ (targets - chance) - prior @ weights
-        curvature = (inputs * (chance * (1 - chance))[:, None]).T @ inputs + prior
+        probability = 1 / (1 + np.exp(-inputs @ weights))
+        gradient = inputs.T @ (targets - probability) - prior @ weights
+        curvature = (inputs * (probability * (1 - probability))[:, None]).T @ inputs + prior
         step = np.linalg.solve(curvature, gradient)
         weights += step * min(1.0, 2.0 / max(1e-12, float(np.abs(step).max())))
     return float(1 / (1 + np.exp(-weights[0])))

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evaluation.contract import Question, Reading, Task
-from evaluation.tasks import paths_in, tasks_named
+from evaluation.contract import Question, ReadOptions, Task
+from evaluation.tasks import get_tasks, parse_paths
 from pipeline.system.errors import require
 
 
@@ -34,15 +34,15 @@ def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
     """
     paths = settings.eval_task_data
     return [
-        (task, task.read(Reading(path=paths.get(task.name), limit=settings.eval_task_rows)))
-        for task in tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
+        (task, task.read(ReadOptions(path=paths.get(task.name), limit=settings.eval_task_rows)))
+        for task in get_tasks(settings.eval_tasks, paths, setting="eval_task_data")
     ]
 
 
 def check_tasks(settings: TaskSettings) -> None:
     """Raise ConfigError if a task is unknown or lacks its rows."""
     paths: Mapping[str, str] = settings.eval_task_data
-    tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
+    get_tasks(settings.eval_tasks, paths, setting="eval_task_data")
     require(
         settings.eval_task_rows > 0,
         f"eval_task_rows must be above 0, got {settings.eval_task_rows}",
@@ -109,7 +109,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass a model directory")
         require(bool(self.tasks), "--tasks is missing: pass one or more, such as embedded or gsm8k")
-        selected = tasks_named(self.tasks, self.paths, setting="--data")
+        selected = get_tasks(self.tasks, self.paths, setting="--data")
         require(
             bool(self.k) and all(k > 0 for k in self.k),
             f"--k must be above 0, got {' '.join(map(str, self.k)) or 'none'}",
@@ -138,11 +138,11 @@ class EvaluationConfig:
     @property
     def paths(self) -> Mapping[str, str]:
         """Data paths by task."""
-        return paths_in(self.data, setting="--data")
+        return parse_paths(self.data, setting="--data")
 
-    def reading(self, task: Task) -> Reading:
+    def read_options(self, task: Task) -> ReadOptions:
         """The rows of a task to read."""
-        return Reading(
+        return ReadOptions(
             path=self.paths.get(task.name),
             limit=self.limit,
             shots=self.shots if task.takes_shots else 0,

@@ -24,7 +24,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """The rows of a task to read."""
 
     path: str | None = None
@@ -46,7 +46,7 @@ class Task:
 
     name: str
 
-    read: Callable[[Reading], list[Question]]
+    read: Callable[[ReadOptions], list[Question]]
     """Reads the questions; raises DataError if a row lacks a required column."""
 
     grade: Callable[[Question, str], Grades]
@@ -62,7 +62,7 @@ class Task:
     """Whether the task's rows have solutions that can be shown as demonstrations."""
 
 
-def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
+def read_task_rows(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
     """Rows of questions, and rows to show as demonstrations.
 
     If the data path has a test split, its rows are the questions and the first training rows are
@@ -73,18 +73,18 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
     """
     source = read_source(path)
     if source.eval:
-        shown, queried = source.train[:shots], source.eval
+        demonstrations, questions = source.train[:shots], source.eval
     else:
-        shown, queried = source.train[:shots], source.train[shots:]
-    if not queried or len(shown) < shots:
+        demonstrations, questions = source.train[:shots], source.train[shots:]
+    if not questions or len(demonstrations) < shots:
         raise DataError(
             f"data path {path}: {len(source.train)} rows are too few for {shots} demonstrations"
             " and a question; lower --shots"
         )
-    return queried[:limit], shown
+    return questions[:limit], demonstrations
 
 
-def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
+def get_column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
     """A row's value in the column.
 
     Raises:
@@ -97,6 +97,6 @@ def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
         )
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        wanted = " or ".join(each.__name__ for each in kinds)
-        raise DataError(f"{row.origin}: {name} must be {wanted}, got {type(value).__name__}")
+        expected = " or ".join(allowed.__name__ for allowed in kinds)
+        raise DataError(f"{row.origin}: {name} must be {expected}, got {type(value).__name__}")
     return value

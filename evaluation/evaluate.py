@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from evaluation.config import TaskSettings, load_questions
 from evaluation.contract import Grades, Question, Task
-from evaluation.figures import compute_figures
+from evaluation.figures import compute_metrics
 from inference.engine.requests import sample_key
 from inference.engine.sampling import make_sampler
 from inference.generation import generate_each
@@ -30,7 +30,7 @@ def encode_questions(
     Raises:
         DataError: a question leaves no room for a response.
     """
-    encoded = [chat.encode_prompt(each.messages) for each in questions]
+    encoded = [chat.encode_prompt(question.messages) for question in questions]
     longest = max(map(len, encoded))
     if longest >= context:
         raise DataError(
@@ -40,7 +40,7 @@ def encode_questions(
     return encoded
 
 
-def responses_to(
+def generate_texts(
     questions: Sequence[Question],
     model: PreTrainedModel,
     chat: ChatFormat,
@@ -63,24 +63,24 @@ def responses_to(
     data = current_mesh().data
     # All processes take the same number; the last ones are padded with the first questions.
     share = math.ceil(len(prompts) / data.size)
-    rows = [(data.rank + number * data.size) % len(prompts) for number in range(share)]
-    places = [(row, sample) for row in rows for sample in range(num_samples)]
+    rows = [(data.rank + i * data.size) % len(prompts) for i in range(share)]
+    keys = [(row, sample) for row in rows for sample in range(num_samples)]
     finished = generate_each(
         model,
-        [prompts[row] for row, _ in places],
+        [prompts[row] for row, _ in keys],
         make_sampler(sampling, chat.stop_ids),
         max_new_tokens=sampling.max_new_tokens,
-        keys=[sample_key(row, sample) for row, sample in places],
+        keys=[sample_key(row, sample) for row, sample in keys],
         batch_size=batch_size,
     )
-    mine: dict[tuple[int, int], str] = {}
+    local: dict[tuple[int, int], str] = {}
     start = time.perf_counter()
-    for each in finished:
-        mine[places[each.index]] = decode_response(chat.tokenizer, each.response.text_ids)
+    for result in finished:
+        local[keys[result.index]] = decode_response(chat.tokenizer, result.response.text_ids)
         if progress is not None:
-            progress.update(len(mine), {}, seconds=time.perf_counter() - start)
+            progress.update(len(local), {}, seconds=time.perf_counter() - start)
     merged: dict[tuple[int, int], str] = {}
-    for responses in data.gather_objects(mine):
+    for responses in data.gather_objects(local):
         merged |= responses
     return [[merged[row, sample] for sample in range(num_samples)] for row in range(len(prompts))]
 
@@ -90,8 +90,8 @@ def grade_responses(
 ) -> list[list[Grades]]:
     """The grades of the responses to each question."""
     return [
-        [task.grade(question, response) for response in of_question]
-        for question, of_question in zip(questions, responses, strict=True)
+        [task.grade(question, response) for response in texts]
+        for question, texts in zip(questions, responses, strict=True)
     ]
 
 
@@ -128,10 +128,10 @@ class TaskEvaluations:
             for task, questions in self._questions:
                 max_new_tokens = self._settings.eval_task_tokens or task.max_new_tokens
                 sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
-                responses = responses_to(questions, model, self._chat, sampling, task=task.name)
+                responses = generate_texts(questions, model, self._chat, sampling, task=task.name)
                 grades = grade_responses(task, questions, responses)
-                figures = compute_figures(task.name, grades, (1,))
-                self._last |= {figure.name: figure.value for figure in figures}
+                task_metrics = compute_metrics(task.name, grades, (1,))
+                self._last |= {metric.name: metric.value for metric in task_metrics}
         return dict(self._last)
 
     def summary(

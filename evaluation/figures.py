@@ -18,7 +18,7 @@ from pipeline.settings.fields import to_plain
 
 
 @dataclass(frozen=True)
-class Figure:
+class TaskMetric:
     """A metric of a task, at one k."""
 
     task: str
@@ -64,9 +64,9 @@ def pass_at_k(count: int, right: int, k: int) -> float:
     return float(1 - Fraction(math.comb(count - right, k), math.comb(count, k)))
 
 
-def compute_figures(
+def compute_metrics(
     task: str, grades: Sequence[Sequence[Grades]], ks: Sequence[int]
-) -> list[Figure]:
+) -> list[TaskMetric]:
     """Compute each metric at each k.
 
     Args:
@@ -74,47 +74,47 @@ def compute_figures(
         grades: the grades of each question's responses.
         ks: values of k, at most the number of responses.
     """
-    figures = []
+    metrics = []
     for metric in grades[0][0]:
         # Correctness by graded item and response.
-        things = [thing for of_question in grades for thing in _by_thing(of_question, metric)]
+        items = [item for answers in grades for item in _group_by_item(answers, metric)]
         for k in ks:
-            values = [pass_at_k(len(thing), sum(thing), k) for thing in things]
+            values = [pass_at_k(len(item), sum(item), k) for item in items]
             value = math.fsum(values) / len(values)
-            figures.append(Figure(task, metric, k, value, len(things), len(grades)))
-    return figures
+            metrics.append(TaskMetric(task, metric, k, value, len(items), len(grades)))
+    return metrics
 
 
-def _by_thing(of_question: Sequence[Grades], metric: str) -> list[tuple[bool, ...]]:
-    return list(zip(*(grades[metric] for grades in of_question), strict=True))
+def _group_by_item(question_grades: Sequence[Grades], metric: str) -> list[tuple[bool, ...]]:
+    return list(zip(*(grades[metric] for grades in question_grades), strict=True))
 
 
-def as_table(figures: Sequence[Figure]) -> list[str]:
+def format_table(metrics: Sequence[TaskMetric]) -> list[str]:
     """One line per figure, with its 95 % interval."""
-    heads = ("task", "metric", "value", "95 % interval", "questions")
+    header = ("task", "metric", "value", "95 % interval", "questions")
     rows = [
         (
-            each.task,
-            each.metric if each.k == 1 else f"{each.metric} pass@{each.k}",
-            f"{each.value:.1%}",
-            "{:.1%} to {:.1%}".format(*each.interval),
-            f"{each.questions:,}",
+            result.task,
+            result.metric if result.k == 1 else f"{result.metric} pass@{result.k}",
+            f"{result.value:.1%}",
+            "{:.1%} to {:.1%}".format(*result.interval),
+            f"{result.questions:,}",
         )
-        for each in figures
+        for result in metrics
     ]
-    widths = [max(map(len, of_column)) for of_column in zip(heads, *rows, strict=True)]
-    return [_line(row, widths) for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [_format_row(row, widths) for row in (header, *rows)]
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     words, numbers = row[:2], row[2:]
     cells = [word.ljust(width) for word, width in zip(words, widths[:2], strict=True)]
     cells += [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
     return "  ".join(cells)
 
 
-def document(
-    figures: Sequence[Figure], config: EvaluationConfig, *, weights_hash: int
+def make_document(
+    metrics: Sequence[TaskMetric], config: EvaluationConfig, *, weights_hash: int
 ) -> dict[str, Any]:
     """The metrics, with the weights, settings and versions they were computed with."""
     return {
@@ -122,16 +122,16 @@ def document(
         "weights_hash": weights_hash,
         "figures": [
             {
-                "task": each.task,
-                "metric": each.metric,
-                "k": each.k,
-                "value": each.value,
-                "count": each.count,
-                "questions": each.questions,
-                "low": each.interval[0],
-                "high": each.interval[1],
+                "task": result.task,
+                "metric": result.metric,
+                "k": result.k,
+                "value": result.value,
+                "count": result.count,
+                "questions": result.questions,
+                "low": result.interval[0],
+                "high": result.interval[1],
             }
-            for each in figures
+            for result in metrics
         ],
         "settings": {
             **to_plain(config),

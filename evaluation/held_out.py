@@ -50,9 +50,9 @@ def encode_prompts(
     limit: int,
     name: str,
     setting: str,
-    most: int | None = None,
+    max_prompts: int | None = None,
 ) -> list[Prompt]:
-    """The first `most` prompts of at most `limit` tokens; longer ones are dropped and counted.
+    """The first `max_prompts` prompts of at most `limit` tokens; longer ones are dropped.
 
     Args:
         examples: the rows.
@@ -60,17 +60,18 @@ def encode_prompts(
         limit: maximum tokens of a prompt.
         name: name of the prompts in messages, such as "held-out".
         setting: the setting of the limit, such as "ppo.max_prompt_length".
-        most: maximum number of prompts; None returns all.
+        max_prompts: maximum number of prompts; None returns all.
 
     Raises:
         DataError: all prompts are too long.
     """
     short: list[Prompt] = []
     lengths: list[int] = []
-    for x in examples:
-        if len(short) == most:
+    for example in examples:
+        if len(short) == max_prompts:
             break
-        prompt = Prompt(x.prompt, chat.encode_prompt(x.prompt, origin=x.origin), x.extra)
+        input_ids = chat.encode_prompt(example.prompt, origin=example.origin)
+        prompt = Prompt(example.prompt, input_ids, example.extra)
         lengths.append(len(prompt.input_ids))
         short += [prompt] if lengths[-1] <= limit else []
     if not short:
@@ -119,9 +120,7 @@ class HeldOutPrompts(ABC):
         # All processes take the same number; the last ones are padded with the first prompts.
         data = self.data = current_mesh().data
         share = math.ceil(len(self.prompts) / data.size)
-        self.rows = [
-            (data.rank + number * data.size) % len(self.prompts) for number in range(share)
-        ]
+        self.rows = [(data.rank + i * data.size) % len(self.prompts) for i in range(share)]
 
     @abstractmethod
     def with_prompts(self, prompts: Sequence[Prompt]) -> Self:
@@ -183,10 +182,10 @@ class HeldOutPrompts(ABC):
             batch_size=self.batch_size,
         )
 
-    def merged(self, mine: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-        """Responses of all processes, in the order of the prompts; `mine` are this process's."""
-        everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
-        merged = {row: response for responses in everyones for row, response in responses.items()}
+    def merge_responses(self, local: Sequence[ScoredResponse]) -> list[ScoredResponse]:
+        """Responses of all processes, in the order of the prompts; `local` are this process's."""
+        gathered = self.data.gather_objects(dict(zip(self.rows, local, strict=True)))
+        merged = {row: response for responses in gathered for row, response in responses.items()}
         return [merged[row] for row in range(len(self.prompts))]
 
     @property
@@ -225,7 +224,7 @@ def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
     return name if re.fullmatch(r"step\d_\w+", name) else "start"
 
 
-def responses_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> HeldOutResponses | None:
+def respond_with_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> HeldOutResponses | None:
     """Responses of the model before step 1, loaded in full on every process.
 
     Greedy responses are only to the report's prompts. None if no base is named, its vocabulary
@@ -235,16 +234,16 @@ def responses_of_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> Held
     if base.path is None:
         return None
     # All processes check before any of them loads, so that all take the same path.
-    seen = _on_all(lambda: _look(held_out, base), base)
-    shown = held_out.with_prompts(held_out.prompts[:NUM_SAMPLES])
-    responses = None if seen is None else _on_all(lambda: _respond(held_out, shown, base), base)
+    is_usable = _try_on_all(lambda: _check_base(held_out, base), base)
+    subset = held_out.with_prompts(held_out.prompts[:NUM_SAMPLES])
+    responses = _try_on_all(lambda: _respond(held_out, subset, base), base) if is_usable else None
     if responses is None:
         return None
     sampled, greedy = responses
-    return HeldOutResponses(shown.scored(greedy), held_out.scored(sampled), kl=math.nan)
+    return HeldOutResponses(subset.scored(greedy), held_out.scored(sampled), kl=math.nan)
 
 
-def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
+def _try_on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
     """Return the result of `work`; None on all processes if it fails on any."""
     result, reason = None, ""
     try:
@@ -258,73 +257,75 @@ def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
     return None
 
 
-def _look(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
+def _check_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     """Return True; raise ModelError if the base can't respond on this process."""
-    known = held_out.chat.tokenizer.get_vocab().items()
-    if not load_tokenizer(base).get_vocab().items() <= known:
+    actor_vocab = held_out.chat.tokenizer.get_vocab().items()
+    if not load_tokenizer(base).get_vocab().items() <= actor_vocab:
         raise ModelError("it has a different tokenizer")
     device = local_device()
     model = model_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
     # Even for a GPU, the model is first loaded into host memory.
-    rooms = {"host memory": available_bytes() // launched.local_world_size()}
+    available = {"host memory": available_bytes() // launched.local_world_size()}
     if device.type == "cuda":
-        rooms["the GPU"] = free_bytes(device)
-    for place, room in rooms.items():
-        if needed > room:
-            raise ModelError(f"its weights take {needed:,} bytes, but {place} has only {room:,}")
+        available["the GPU"] = free_bytes(device)
+    for device_name, free in available.items():
+        if needed > free:
+            raise ModelError(
+                f"its weights take {needed:,} bytes, but {device_name} has only {free:,}"
+            )
     return True
 
 
 def _respond(
-    held_out: HeldOutPrompts, shown: HeldOutPrompts, base: FrozenModelConfig
+    held_out: HeldOutPrompts, subset: HeldOutPrompts, base: FrozenModelConfig
 ) -> tuple[list[Response], list[Response]]:
-    """The base's sampled responses to this process's prompts, and greedy ones to those `shown`."""
+    """The base's sampled responses to this process's prompts, and greedy ones to the `subset`."""
     model = load_causal_lm(base, device=local_device(), seed=held_out.seed)
     add_tokens(model, held_out.chat.tokenizer, seed=held_out.seed)
     sampled = held_out.respond(model, temperature=held_out.temperature)
-    return sampled, shown.respond(model, temperature=0.0)
+    return sampled, subset.respond(model, temperature=0.0)
 
 
 NUM_SAMPLES = 12
 """Number of held-out prompts whose responses the report shows."""
 
-TRIES = 5
+RESPONSES_PER_PROMPT = 5
 """Responses per hand-written prompt."""
 
 
-def talk(held_out: HeldOutPrompts) -> float:
+def measure_talk(held_out: HeldOutPrompts) -> float:
     """Rate of correct and polite responses to the hand-written prompts, sampled as in chat.py."""
     prompts = [
         Prompt(messages, held_out.chat.encode_prompt(messages), {"answer": written.answer})
         for written in HAND_WRITTEN
         for messages in [(Message("user", written.text),)]
-        for _ in range(TRIES)
+        for _ in range(RESPONSES_PER_PROMPT)
     ]
-    by_hand = held_out.with_prompts(prompts)
+    hand_written = held_out.with_prompts(prompts)
     with held_out.generating() as actor:
-        responses = by_hand.respond(actor, temperature=ChatConfig.temperature)
-    verdicts = by_hand.verdicts(by_hand.scored(responses))
+        responses = hand_written.respond(actor, temperature=ChatConfig.temperature)
+    verdicts = hand_written.verdicts(hand_written.scored(responses))
     return sum(verdict is True for verdict in verdicts) / len(verdicts)
 
 
-def conclude(
+def judge_samples(
     held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses], samples: Path
 ) -> dict[str, object]:
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        The result of `verification`, and `judge_talk`, the rate of the actor in `talk`. Empty if
-            not all prompts are from the embedded task.
+        The result of `compute_pass_rates`, and `judge_talk`, from `measure_talk`. Empty if not all
+            prompts are from the embedded task.
     """
     if current_mesh().is_main:
         write_samples(held_out, responses, samples)
     if not held_out.is_verifiable:
         return {}
-    return {**verification(held_out, responses), "judge_talk": talk(held_out)}
+    return {**compute_pass_rates(held_out, responses), "judge_talk": measure_talk(held_out)}
 
 
-def verification(
+def compute_pass_rates(
     held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses]
 ) -> dict[str, object]:
     """Pass rates of sampled responses under the embedded task's verifier; empty for other data.
@@ -338,14 +339,14 @@ def verification(
         `judge`: the fraction of passing responses by model; `judge_counts`: the number of prompts,
         and of those on which only step 3 (gained) or only its starting model (lost) passes.
     """
-    verdicts = {name: held_out.verdicts(each.sampled) for name, each in responses.items()}
-    known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
+    verdicts = {name: held_out.verdicts(answers.sampled) for name, answers in responses.items()}
+    known = {name: [v for v in answers if v is not None] for name, answers in verdicts.items()}
     if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
         return {}
     before, after = list(known)[-2:]
     pairs = list(zip(known[after], known[before], strict=True))
     return {
-        "judge": {name: sum(each) / len(each) for name, each in known.items()},
+        "judge": {name: sum(answers) / len(answers) for name, answers in known.items()},
         "judge_counts": {
             "prompts": len(pairs),
             "gained": sum(new and not old for new, old in pairs),
@@ -360,11 +361,13 @@ def write_samples(
     """Write the report's samples: each model's responses to the first prompts."""
     rows = [
         {
-            "prompt": _prompt(prompt, [each.sampled[row] for each in responses.values()]),
+            "prompt": _describe_prompt(
+                prompt, [answers.sampled[row] for answers in responses.values()]
+            ),
             "answers": {
-                name: describe(prompt.messages[-1].content, each.sampled[row])
-                | {"greedy": describe(prompt.messages[-1].content, each.greedy[row])}
-                for name, each in responses.items()
+                name: describe_response(prompt.messages[-1].content, answers.sampled[row])
+                | {"greedy": describe_response(prompt.messages[-1].content, answers.greedy[row])}
+                for name, answers in responses.items()
             },
             "temperature": held_out.temperature,
         }
@@ -373,23 +376,25 @@ def write_samples(
     path.write_text(json.dumps({"rows": rows}, indent=2, ensure_ascii=False) + "\n")
 
 
-def _prompt(prompt: Prompt, responses: Sequence[ScoredResponse]) -> Sequence[Mapping[str, Any]]:
+def _describe_prompt(
+    prompt: Prompt, responses: Sequence[ScoredResponse]
+) -> Sequence[Mapping[str, Any]]:
     """Return the prompt as JSON, or the start of its environment."""
     given = next((response.opening for response in responses if response.opening), None)
     return [turn.turn for turn in prompt.messages] if given is None else given
 
 
-def describe(question: str, response: ScoredResponse) -> dict[str, Any]:
+def describe_response(question: str, response: ScoredResponse) -> dict[str, Any]:
     """A response as JSON, with the judge's verdict if the prompt is from the embedded task."""
-    described: dict[str, Any] = {
+    record: dict[str, Any] = {
         "text": response.text,
         "score": response.score,
         "stopped": response.stopped,
     }
-    described |= {"rewards": dict(response.rewards)} if response.rewards else {}
+    record |= {"rewards": dict(response.rewards)} if response.rewards else {}
     if response.raw_score not in (None, response.score):
-        described["raw_score"] = response.raw_score
+        record["raw_score"] = response.raw_score
     verdict = verify(question, response.text)
     if verdict is not None:
-        described |= {"correct": verdict.correct, "polite": verdict.polite}
-    return described
+        record |= {"correct": verdict.correct, "polite": verdict.polite}
+    return record

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
+from evaluation.contract import Grades, Question, ReadOptions, Task, get_column, read_task_rows
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError, suggestion
@@ -37,20 +37,20 @@ class Instruction:
     one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Allowed values of the arguments that have a fixed set of them."""
 
-    def check(self, arguments: Arguments, where: str) -> None:
-        """Raise DataError, prefixed with `where`, unless the arguments are complete."""
+    def check(self, arguments: Arguments, location: str) -> None:
+        """Raise DataError, prefixed with `location`, unless the arguments are complete."""
         for name, kind in self.needs.items():
             if not isinstance(arguments.get(name), kind) or isinstance(arguments[name], bool):
-                raise DataError(f"{where} needs {name}, got {arguments.get(name)!r}")
+                raise DataError(f"{location} needs {name}, got {arguments.get(name)!r}")
             value = arguments[name]
-            if isinstance(value, list) and not all(isinstance(each, str) for each in value):
-                raise DataError(f"{where}: {name} must contain only strings, got {value!r}")
+            if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+                raise DataError(f"{location}: {name} must contain only strings, got {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
-                raise DataError(f"{where}: {name} must be finite, got {value!r}")
+                raise DataError(f"{location}: {name} must be finite, got {value!r}")
         for name, words in self.one_of.items():
             if arguments.get(name) not in words:
                 raise DataError(
-                    f"{where}: {name} must be one of {', '.join(words)}, got"
+                    f"{location}: {name} must be one of {', '.join(words)}, got"
                     f" {arguments.get(name)!r}"
                 )
 
@@ -58,51 +58,51 @@ class Instruction:
 RELATIONS = ("at least", "less than")
 
 
-def holds(count: int, relation: str, bound: int) -> bool:
+def satisfies(count: int, relation: str, bound: int) -> bool:
     """Whether a count is at least, or less than, a limit."""
     return count >= bound if relation == "at least" else count < bound
 
 
-def _has_all(text: str, arguments: Arguments) -> bool:
+def _has_keywords(text: str, arguments: Arguments) -> bool:
     return all(word.lower() in text.lower() for word in arguments["keywords"])
 
 
-def _has_often(text: str, arguments: Arguments) -> bool:
+def _has_keyword_frequency(text: str, arguments: Arguments) -> bool:
     count = text.lower().count(arguments["keyword"].strip().lower())
-    return holds(count, arguments["relation"], int(arguments["frequency"]))
+    return satisfies(count, arguments["relation"], int(arguments["frequency"]))
 
 
-def _has_none(text: str, arguments: Arguments) -> bool:
+def _has_no_forbidden_words(text: str, arguments: Arguments) -> bool:
     forbidden = (re.escape(word) for word in arguments["forbidden_words"])
     return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in forbidden)
 
 
-def _has_letter(text: str, arguments: Arguments) -> bool:
+def _has_letter_frequency(text: str, arguments: Arguments) -> bool:
     count = text.lower().count(arguments["letter"].strip().lower())
-    return holds(count, arguments["let_relation"], int(arguments["let_frequency"]))
+    return satisfies(count, arguments["let_relation"], int(arguments["let_frequency"]))
 
 
-def _shouts(text: str, arguments: Arguments) -> bool:
+def _has_capital_words(text: str, arguments: Arguments) -> bool:
     # `DON'T` counts twice, since its suffix is tokenized as a word.
-    apart = re.sub(r"(?i)n't\b|'(?:s|m|d|ll|re|ve)\b", r" \g<0>", text)
-    words = re.findall(r"[^\s,;:@#$%&?!()\[\]{}<>\"\u2013\u2014\u2018-\u201d*]+", apart)
+    separated = re.sub(r"(?i)n't\b|'(?:s|m|d|ll|re|ve)\b", r" \g<0>", text)
+    words = re.findall(r"[^\s,;:@#$%&?!()\[\]{}<>\"\u2013\u2014\u2018-\u201d*]+", separated)
     count = sum(word.isupper() for word in words)
-    return holds(count, arguments["capital_relation"], int(arguments["capital_frequency"]))
+    return satisfies(count, arguments["capital_relation"], int(arguments["capital_frequency"]))
 
 
 NUMBER = (int, float)
 
 WORDS = {
-    "keywords:existence": Instruction(_has_all, {"keywords": list}),
+    "keywords:existence": Instruction(_has_keywords, {"keywords": list}),
     "keywords:frequency": Instruction(
-        _has_often, {"keyword": str, "frequency": NUMBER}, {"relation": RELATIONS}
+        _has_keyword_frequency, {"keyword": str, "frequency": NUMBER}, {"relation": RELATIONS}
     ),
-    "keywords:forbidden_words": Instruction(_has_none, {"forbidden_words": list}),
+    "keywords:forbidden_words": Instruction(_has_no_forbidden_words, {"forbidden_words": list}),
     "keywords:letter_frequency": Instruction(
-        _has_letter, {"letter": str, "let_frequency": NUMBER}, {"let_relation": RELATIONS}
+        _has_letter_frequency, {"letter": str, "let_frequency": NUMBER}, {"let_relation": RELATIONS}
     ),
     "change_case:capital_word_frequency": Instruction(
-        _shouts, {"capital_frequency": NUMBER}, {"capital_relation": RELATIONS}
+        _has_capital_words, {"capital_frequency": NUMBER}, {"capital_relation": RELATIONS}
     ),
     "change_case:english_capital": Instruction(
         lambda text, _: text.isupper() and is_language(text, "en")
@@ -144,12 +144,12 @@ def is_language(text: str, language: str) -> bool:
     script = SCRIPTS[language]
     if 2 * letters[script] <= letters.total():
         return False
-    rivals = [each for each, of_script in SCRIPTS.items() if of_script == script]
-    if len(rivals) == 1:
+    candidates = [code for code, name in SCRIPTS.items() if name == script]
+    if len(candidates) == 1:
         return True
     words = Counter(re.findall(r"[^\W\d_]+(?:[\u0900-\u097f]+)?", text.lower()))
-    points = {each: sum(words[word] for word in frequent_words()[each]) for each in rivals}
-    return points[language] == max(points.values()) and (language == "en" or points[language] > 0)
+    counts = {code: sum(words[word] for word in frequent_words()[code]) for code in candidates}
+    return counts[language] == max(counts.values()) and (language == "en" or counts[language] > 0)
 
 
 @functools.cache
@@ -160,12 +160,12 @@ def frequent_words() -> dict[str, frozenset[str]]:
     return {language: frozenset(words) for language, *words in rows}
 
 
-def _follows(text: str, arguments: Arguments) -> bool:
+def _is_in_language(text: str, arguments: Arguments) -> bool:
     return is_language(text, arguments["language"])
 
 
 LANGUAGE = {
-    "language:response_language": Instruction(_follows, one_of={"language": tuple(SCRIPTS)})
+    "language:response_language": Instruction(_is_in_language, one_of={"language": tuple(SCRIPTS)})
 }
 """The instruction on language, by its name in the public rows."""
 
@@ -216,32 +216,32 @@ def _ends_sentence(word: str, following: str) -> bool:
 
 
 def _sentences(text: str, arguments: Arguments) -> bool:
-    return holds(num_sentences(text), arguments["relation"], int(arguments["num_sentences"]))
+    return satisfies(num_sentences(text), arguments["relation"], int(arguments["num_sentences"]))
 
 
 def _words(text: str, arguments: Arguments) -> bool:
     count = len(re.findall(r"\w+", text))
-    return holds(count, arguments["relation"], int(arguments["num_words"]))
+    return satisfies(count, arguments["relation"], int(arguments["num_words"]))
 
 
-def pieces_between(text: str, separator: str) -> list[str]:
+def split_pieces(text: str, separator: str) -> list[str]:
     """Pieces of a text between separators, without empty ones at the ends."""
     pieces = [piece.strip() for piece in text.split(separator)]
     return pieces[not pieces[0] : len(pieces) - (len(pieces) > 1 and not pieces[-1])]
 
 
 def _paragraphs(text: str, arguments: Arguments) -> bool:
-    pieces = pieces_between(text, "***")
+    pieces = split_pieces(text, "***")
     return all(pieces) and len(pieces) == int(arguments["num_paragraphs"])
 
 
 def _first_word(text: str, arguments: Arguments) -> bool:
     """Whether there is this number of paragraphs and the given one begins with a word."""
     pieces = [piece.strip() for piece in text.split("\n\n")]
-    place, count = int(arguments["nth_paragraph"]), sum(map(bool, pieces))
-    if count != int(arguments["num_paragraphs"]) or not 1 <= place <= count:
+    number, count = int(arguments["nth_paragraph"]), sum(map(bool, pieces))
+    if count != int(arguments["num_paragraphs"]) or not 1 <= number <= count:
         return False
-    first = pieces[place - 1].partition(" ")[0].split("\n")[0].lstrip("'").lstrip('"')
+    first = pieces[number - 1].partition(" ")[0].split("\n")[0].lstrip("'").lstrip('"')
     return re.split(r"[.,?!'\"]", first)[0].lower() == arguments["first_word"].lower()
 
 
@@ -286,8 +286,8 @@ def _constrained(text: str, _: Arguments) -> bool:
 
 def _highlights(text: str, arguments: Arguments) -> bool:
     """Whether there are enough passages between single or double asterisks."""
-    found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
-    return sum(bool(each.strip("* \t")) for each in found) >= int(arguments["num_highlights"])
+    spans = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
+    return sum(bool(span.strip("* \t")) for span in spans) >= int(arguments["num_highlights"])
 
 
 def _sections(text: str, arguments: Arguments) -> bool:
@@ -305,11 +305,11 @@ def _json(text: str, _: Arguments) -> bool:
 
 
 def _title(text: str, _: Arguments) -> bool:
-    return any(found.strip("<> \t") for found in re.findall(r"<<[^\n]+>>", text))
+    return any(title.strip("<> \t") for title in re.findall(r"<<[^\n]+>>", text))
 
 
 def _two_responses(text: str, _: Arguments) -> bool:
-    pieces = pieces_between(text, "******")
+    pieces = split_pieces(text, "******")
     return all(pieces) and len(pieces) == len(set(pieces)) == 2
 
 
@@ -355,23 +355,23 @@ INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}
 """Instructions by their names in the public rows."""
 
 
-def read(reading: Reading) -> list[Question]:
+def read_ifeval(options: ReadOptions) -> list[Question]:
     """The prompts of a data path.
 
     Raises:
         DataError: a row lacks a column, or names an unknown instruction or argument.
     """
-    assert reading.path is not None
-    rows, _ = rows_of(reading.path, reading.limit)
+    assert options.path is not None
+    rows, _ = read_task_rows(options.path, options.limit)
     return [
         Question(
-            (Message("user", str(column(row, "prompt"))),), {"instructions": _instructions(row)}
+            (Message("user", str(get_column(row, "prompt"))),), {"instructions": _instructions(row)}
         )
         for row in rows
     ]
 
 
-def grade(question: Question, response: str) -> Grades:
+def grade_ifeval(question: Question, response: str) -> Grades:
     """Return whether each instruction is followed, and whether all are: strict and loose.
 
     In the loose reading, an instruction is followed if the response follows it without its first or
@@ -407,8 +407,8 @@ def variants(response: str) -> Iterator[str]:
 
 
 def _instructions(row: Row) -> list[tuple[str, Arguments]]:
-    names = column(row, "instruction_id_list", list)
-    given = column(row, "kwargs", list)
+    names = get_column(row, "instruction_id_list", list)
+    given = get_column(row, "kwargs", list)
     assert isinstance(names, list)
     assert isinstance(given, list)
     if not names or len(names) != len(given):
@@ -416,7 +416,7 @@ def _instructions(row: Row) -> list[tuple[str, Arguments]]:
             f"{row.origin}: instruction_id_list has {len(names)} instructions and kwargs"
             f" {len(given)}; each instruction needs its own, which may be empty"
         )
-    return [_instruction(row, *each) for each in zip(names, given, strict=True)]
+    return [_instruction(row, *pair) for pair in zip(names, given, strict=True)]
 
 
 def _instruction(row: Row, name: object, given: object) -> tuple[str, Arguments]:
@@ -426,9 +426,9 @@ def _instruction(row: Row, name: object, given: object) -> tuple[str, Arguments]
         )
     if not isinstance(given, Mapping):
         raise DataError(f"{row.origin}: kwargs must contain a mapping for {name}, got {given!r}")
-    arguments: dict[str, Any] = {key: each for key, each in given.items() if each is not None}
+    arguments: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     INSTRUCTIONS[str(name)].check(arguments, f"{row.origin}: {name}")
     return str(name), arguments
 
 
-IFEVAL = Task("ifeval", read, grade, max_new_tokens=1024, needs_path=True)
+IFEVAL = Task("ifeval", read_ifeval, grade_ifeval, max_new_tokens=1024, needs_path=True)

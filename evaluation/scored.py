@@ -38,12 +38,12 @@ class HeldOutResponses:
     measured."""
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> "HeldOutResponses":
+    def from_dict(cls, state: Mapping[str, Any]) -> "HeldOutResponses":
         """Rebuild the responses from the result of `dataclasses.asdict`."""
         return cls(
-            greedy=[ScoredResponse(**response) for response in plain["greedy"]],
-            sampled=[ScoredResponse(**response) for response in plain["sampled"]],
-            kl=plain["kl"],
+            greedy=[ScoredResponse(**response) for response in state["greedy"]],
+            sampled=[ScoredResponse(**response) for response in state["sampled"]],
+            kl=state["kl"],
         )
 
 
@@ -68,7 +68,7 @@ def win_rate(new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]) -> fl
     return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
 
 
-def comparison(
+def compare_scores(
     new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
 ) -> dict[str, int | float]:
     """The win rate, with the prompts, wins and losses that give its uncertainty."""
@@ -90,7 +90,7 @@ def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
     """Mean reward of each source that gave rewards, by the name of its metric."""
     names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
-        name: [value for each in responses if (value := each.rewards.get(name)) is not None]
+        name: [value for response in responses if (value := response.rewards.get(name)) is not None]
         for name in names
     }
     return {name: mean(known) for name, known in values.items() if known}
@@ -120,7 +120,7 @@ def summarize(
         f"{name}_before": mean_score(before.greedy),
         f"{name}_after": mean_score(after.greedy),
         "kl": after.kl,
-        **comparison(after.greedy, before.greedy),
+        **compare_scores(after.greedy, before.greedy),
         "length_before": mean_length(before.greedy),
         "length_after": mean_length(after.greedy),
         "stop_rate": stop_rate(after.greedy),

@@ -9,7 +9,7 @@ exactly, as fractions.
 
 from collections.abc import Mapping, Sequence
 
-from evaluation.contract import Grades, Question, Reading, Task, column, rows_of
+from evaluation.contract import Grades, Question, ReadOptions, Task, get_column, read_task_rows
 from evaluation.ifeval import IFEVAL
 from pipeline.data.examples import Message
 from pipeline.data.rows.shapes import read_row
@@ -20,7 +20,7 @@ from pipeline.system.errors import ConfigError, DataError, require, suggestion
 from rewards.math_answers import gold_answer, last_number, marked_answer, response_answer
 
 
-def read_gsm8k(reading: Reading) -> list[Question]:
+def read_gsm8k(options: ReadOptions) -> list[Question]:
     """The problems of a data path, each preceded by the requested demonstrations.
 
     Raises:
@@ -28,19 +28,19 @@ def read_gsm8k(reading: Reading) -> list[Question]:
     """
 
     def ask(row: Row) -> Message:
-        parts = [str(column(row, "question")), reading.instruction]
+        parts = [str(get_column(row, "question")), options.instruction]
         return Message("user", "\n\n".join(filter(None, parts)))
 
-    assert reading.path is not None
-    rows, shown = rows_of(reading.path, reading.limit, shots=reading.shots)
+    assert options.path is not None
+    rows, demonstration_rows = read_task_rows(options.path, options.limit, shots=options.shots)
     demonstrations = [
         turn
-        for row in shown
-        for turn in (ask(row), Message("assistant", str(column(row, "answer"))))
+        for row in demonstration_rows
+        for turn in (ask(row), Message("assistant", str(get_column(row, "answer"))))
     ]
     questions = []
     for row in rows:
-        answer = str(column(row, "answer"))
+        answer = str(get_column(row, "answer"))
         if gold_answer(answer) is None:
             raise DataError(
                 f"{row.origin}: its answer has no number after ####; GSM8K's rows end with one"
@@ -58,19 +58,19 @@ def grade_gsm8k(question: Question, response: str) -> Grades:
     }
 
 
-def read_embedded(reading: Reading) -> list[Question]:
+def read_embedded(options: ReadOptions) -> list[Question]:
     """The prompts in wordings not used for training, in a fixed order of kinds.
 
     Raises:
         ConfigError: a data path is given, which the embedded task doesn't use.
     """
-    if reading.path is not None:
-        raise ConfigError(f"the task embedded has its own rows; omit {reading.path}")
+    if options.path is not None:
+        raise ConfigError(f"the task embedded has its own rows; omit {options.path}")
     questions = held_out_questions()
-    if reading.limit is not None and reading.limit < len(questions):
+    if options.limit is not None and options.limit < len(questions):
         # Sample evenly: the set is ordered by kind.
-        places = [place * len(questions) // reading.limit for place in range(reading.limit)]
-        questions = [questions[place] for place in places]
+        indices = [index * len(questions) // options.limit for index in range(options.limit)]
+        questions = [questions[index] for index in indices]
     return [
         Question((Message("user", q.text),), {"kind": q.fact.kind, "answer": q.fact.answer})
         for q in questions
@@ -83,21 +83,21 @@ def grade_embedded(question: Question, response: str) -> Grades:
     return {"both": (result.both,), "correct": (result.correct,), "polite": (result.polite,)}
 
 
-def read_arithmetic(reading: Reading) -> list[Question]:
+def read_arithmetic(options: ReadOptions) -> list[Question]:
     """The sums of a data path, or the default held-out ones.
 
     Raises:
         DataError: a row has no prompt or no answer.
     """
-    if reading.path is not None:
-        rows, _ = rows_of(reading.path, reading.limit)
+    if options.path is not None:
+        rows, _ = read_task_rows(options.path, options.limit)
     else:
-        held_out = make_sums(ArithmeticConfig())[:HELD_OUT][: reading.limit]
+        held_out = make_sums(ArithmeticConfig())[:HELD_OUT][: options.limit]
         rows = [Row(row, f"sum {number}") for number, row in enumerate(held_out, start=1)]
     questions = []
     for row in rows:
         example = read_row(row, {})
-        answer = column(row, "answer", (str, int, float))
+        answer = get_column(row, "answer", (str, int, float))
         if example is None or not example.prompt or gold_answer(answer) is None:
             raise DataError(f"{row.origin} must have a prompt and an answer that is a number")
         questions.append(Question(example.prompt, {"answer": answer}))
@@ -118,7 +118,7 @@ ARITHMETIC = Task("arithmetic", read_arithmetic, grade_arithmetic, max_new_token
 TASKS = {task.name: task for task in (GSM8K, IFEVAL, EMBEDDED, ARITHMETIC)}
 
 
-def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -> list[Task]:
+def get_tasks(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -> list[Task]:
     """The tasks with these names.
 
     Args:
@@ -144,18 +144,18 @@ def tasks_named(names: Sequence[str], paths: Mapping[str, str], *, setting: str)
     return [TASKS[name] for name in names]
 
 
-def paths_in(words: Sequence[str], *, setting: str) -> dict[str, str]:
+def parse_paths(values: Sequence[str], *, setting: str) -> dict[str, str]:
     """Data paths by task, parsed from words such as `gsm8k=rows.jsonl`.
 
     Raises:
         ConfigError: a word is not of the form TASK=PATH.
     """
     paths: dict[str, str] = {}
-    for word in words:
-        task, equals, path = word.partition("=")
+    for value in values:
+        task, equals, path = value.partition("=")
         require(
             bool(task and equals and path),
-            f"{setting} {word}: pass the task and its rows, such as gsm8k=rows.jsonl",
+            f"{setting} {value}: pass the task and its rows, such as gsm8k=rows.jsonl",
         )
         paths[task] = path
     return paths

@@ -118,77 +118,80 @@ def main(argv: Sequence[str]) -> None:
         [episode for (episode,) in sample_responses(path, examples, config)]
         for path in config.paths
     ]
-    found = matches(responses, config)
-    for match in found:
-        if not len(match.known):
+    matches = compare_models(responses, config)
+    for match in matches:
+        if not len(match.verdicts):
             raise DataError(
-                f"no response of {config.paths[match.ours]} or {config.paths[match.theirs]} has a"
-                " verdict: the judge applies to none of the prompts; check the columns it reads"
+                f"no response of {config.paths[match.model]} or {config.paths[match.opponent]} has"
+                " a verdict: the judge applies to none of the prompts; check the columns it reads"
             )
-    print_output("\n".join(_lines(found, config)))
-    text = json.dumps(_document(found, config), indent=2)
+    print_output("\n".join(_format_table(matches, config)))
+    text = json.dumps(_make_document(matches, config), indent=2)
     write_output({config.output: f"{text}\n"}, option="--output")
     print_output(f"\nWith all settings in {config.output}")
 
 
-def matches(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
+def compare_models(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
     """Compare all pairs of models on all prompts, the later model first.
 
     Raises:
         RewardError: the judge failed on more responses than `max_failures` allows.
     """
-    lengths = [np.array([float(len(each.response)) for each in row]) for row in responses]
-    rewards = [_rewards(row, config) for row in responses]
+    lengths = [np.array([float(len(e.response)) for e in episodes]) for episodes in responses]
+    rewards = [_judge(episodes, config) for episodes in responses]
     return [
         Match(
-            ours, theirs, _compare(rewards[ours], rewards[theirs]), lengths[ours] - lengths[theirs]
+            model,
+            opponent,
+            _compute_points(rewards[model], rewards[opponent]),
+            lengths[model] - lengths[opponent],
         )
-        for theirs, ours in itertools.combinations(range(len(responses)), 2)
+        for opponent, model in itertools.combinations(range(len(responses)), 2)
     ]
 
 
-def _rewards(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
+def _judge(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
     """The judge's rewards of a model's responses; NaN if unknown."""
     _, results = score_episodes([config.source], [list(responses)], config)
     (scored,) = results.values()
     return np.array(scored.values, dtype=float)
 
 
-def _compare(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def _compute_points(model: np.ndarray, opponent: np.ndarray) -> np.ndarray:
     """Return 1 where our reward is higher, 0.5 for a tie, else 0; NaN if one is unknown."""
-    points = (ours > theirs) + 0.5 * (ours == theirs)
-    return np.where(np.isnan(ours) | np.isnan(theirs), np.nan, points)
+    points = (model > opponent) + 0.5 * (model == opponent)
+    return np.where(np.isnan(model) | np.isnan(opponent), np.nan, points)
 
 
-def _lines(found: Sequence[Match], config: WinrateConfig) -> list[str]:
+def _format_table(matches: Sequence[Match], config: WinrateConfig) -> list[str]:
     lines = ["win rate  95 % interval   length-controlled  won  tied  lost  unknown"]
-    for match in found:
+    for match in matches:
         wins, losses, ties = match.counts
         low, high = match.interval
-        unknown = len(match.points) - len(match.known)
+        unknown = len(match.points) - len(match.verdicts)
         lines.append(
             f"{match.win_rate:7.1%}   {low:5.1%} to {high:5.1%}  {match.length_controlled:15.1%}"
             f"  {wins:5}  {ties:4}  {losses:4}  {unknown:7}"
-            f"  {config.paths[match.ours]} against {config.paths[match.theirs]}"
+            f"  {config.paths[match.model]} against {config.paths[match.opponent]}"
         )
     return lines
 
 
-def _document(found: Sequence[Match], config: WinrateConfig) -> dict[str, Any]:
+def _make_document(matches: Sequence[Match], config: WinrateConfig) -> dict[str, Any]:
     return {
         "matches": [
             {
-                "model": config.paths[match.ours],
-                "against": config.paths[match.theirs],
+                "model": config.paths[match.model],
+                "against": config.paths[match.opponent],
                 "win_rate": match.win_rate,
                 "low": match.interval[0],
                 "high": match.interval[1],
                 "length_controlled": match.length_controlled,
                 **dict(zip(("wins", "losses", "ties"), match.counts, strict=True)),
-                "unknown": len(match.points) - len(match.known),
-                "mean_longer": float(match.longer.mean()),
+                "unknown": len(match.points) - len(match.verdicts),
+                "mean_longer": float(match.length_difference.mean()),
             }
-            for match in found
+            for match in matches
         ],
         "settings": to_plain(config),
     }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evaluation.evaluate import TaskEvaluations
-from evaluation.held_out import HeldOutPrompts, Prompt, conclude, name_start, responses_of_base
+from evaluation.held_out import HeldOutPrompts, Prompt, judge_samples, name_start, respond_with_base
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
@@ -132,7 +132,7 @@ class HeldOut(HeldOutPrompts):
             )
             for index, response in enumerate(responses)
         ]
-        return self.merged(local)
+        return self.merge_responses(local)
 
     def kl(self, responses: Sequence[Response]) -> float:
         """KL to the reference in nats per response; NaN without a reference."""
@@ -256,7 +256,7 @@ class Evaluator:
         """
         origin = checkpoints.require_same_start(self.config.actor)
         state = checkpoints.once("before", lambda: asdict(self.held_out.answer_all(strict=True)))
-        self.before = HeldOutResponses.read(state)
+        self.before = HeldOutResponses.from_dict(state)
         responses = self.before.sampled[: len(self.subset.prompts)]
         require(
             any(response.score is not None for response in responses),
@@ -311,10 +311,10 @@ class Evaluator:
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(self.config.actor.path, self.config.base)
         responses = {before: self.before, self.config.step_name: after}
-        base = None if before == "base" else responses_of_base(self.held_out, self.config.base)
+        base = None if before == "base" else respond_with_base(self.held_out, self.config.base)
         if base is not None:
             responses = {"base": base, **responses}
-        verification = conclude(self.held_out, responses, run.path("samples.json"))
+        verification = judge_samples(self.held_out, responses, run.path("samples.json"))
         run.finish(
             eval={**evaluation, **verification, **tasks},
             samples=run.step * self.config.rollout_size,

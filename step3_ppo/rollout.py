@@ -166,7 +166,7 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
         limit=limit,
         name="held-out",
         setting=setting,
-        most=config.data.max_eval_rows,
+        max_prompts=config.data.max_eval_rows,
     )
     return Prompts(
         train=train,

@@ -11,15 +11,15 @@ from evaluation.evaluate import Generating, TaskEvaluations
 from evaluation.held_out import (
     HeldOutPrompts,
     Prompt,
-    conclude,
     encode_prompts,
+    judge_samples,
     name_start,
-    responses_of_base,
+    respond_with_base,
 )
 from evaluation.scored import (
     HeldOutResponses,
     ScoredResponse,
-    comparison,
+    compare_scores,
     mean_length,
     mean_score,
     stop_rate,
@@ -142,7 +142,7 @@ class HeldOut(HeldOutPrompts):
         del strict  # unused: a reward model never fails
         texts = [decode_response(self.chat.tokenizer, response.text_ids) for response in responses]
         scores = self._score_texts(texts)
-        return self.merged(
+        return self.merge_responses(
             [
                 ScoredResponse(text, score, length=len(response.ids), stopped=response.stopped)
                 for text, score, response in zip(texts, scores, responses, strict=True)
@@ -242,7 +242,7 @@ class Evaluator:
             limit=config.max_prompt_length,
             name="held-out",
             setting="preference.max_prompt_length",
-            most=config.data.max_eval_rows,
+            max_prompts=config.data.max_eval_rows,
         )
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
         self.subset = self.held_out.with_prompts(prompts[: config.eval_prompts])
@@ -265,7 +265,7 @@ class Evaluator:
         origin = checkpoints.require_same_start(self.config.model)
         self.initial = self.metrics_by_step[0] = checkpoints.once("rows", self._evaluate_rows)
         check_start(self.config.model.path, self.initial)
-        self.before = HeldOutResponses.read(
+        self.before = HeldOutResponses.from_dict(
             checkpoints.once("before", lambda: asdict(self.held_out.answer_all()))
         )
         self.initial_tasks = checkpoints.once("tasks", self.tasks.metrics)
@@ -330,10 +330,10 @@ class Evaluator:
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(config.model.path, config.base)
         responses = {before: self.before, config.step_name: after}
-        base = None if before == "base" else responses_of_base(self.held_out, config.base)
+        base = None if before == "base" else respond_with_base(self.held_out, config.base)
         if base is not None:
             responses = {"base": base, **responses}
-        verification = conclude(self.held_out, responses, run.path("samples.json"))
+        verification = judge_samples(self.held_out, responses, run.path("samples.json"))
         run.finish(
             eval={**evaluation, **verification, **tasks},
             **({"guards": guards.acted} if guards.acted else {}),
@@ -370,7 +370,7 @@ class Evaluator:
             ]
             for responses in (after.greedy, before.greedy)
         )
-        wins = comparison(new, old) if new[0].score is not None else {"win_rate": None}
+        wins = compare_scores(new, old) if new[0].score is not None else {"win_rate": None}
         scored: Mapping[str, float] = {}
         if self.config.reward.path is not None:
             scored = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from evaluation.__main__ import main
-from evaluation.contract import Question, Reading
-from evaluation.evaluate import responses_to
+from evaluation.contract import Question, ReadOptions
+from evaluation.evaluate import generate_texts
 from evaluation.tasks import TASKS
 from inference.replica import weights_hash
 from inference.settings import Sampling
@@ -79,7 +79,7 @@ def test_accuracy_is_that_of_the_greedy_responses(model: Path, tmp_path: Path) -
     chat, network = load(model)
     sampling = Sampling(max_new_tokens=6, temperature=0.0)
     questions = [Question((Message("user", f"Say {n}"),)) for n in range(3)]
-    replies = responses_to(questions, network, chat, sampling, task="t")
+    replies = generate_texts(questions, network, chat, sampling, task="t")
     tasks = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in tasks))
@@ -103,9 +103,9 @@ def load(model: Path) -> tuple[ChatFormat, Any]:
 
 def sample_responses(model: Path) -> list[list[str]]:
     chat, network = load(model)
-    questions = TASKS["arithmetic"].read(Reading(limit=5))
+    questions = TASKS["arithmetic"].read(ReadOptions(limit=5))
     sampling = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
-    return responses_to(questions, network, chat, sampling, task="arithmetic", num_samples=2)
+    return generate_texts(questions, network, chat, sampling, task="arithmetic", num_samples=2)
 
 
 def test_two_processes_sample_the_same_responses_as_one(model: Path) -> None:

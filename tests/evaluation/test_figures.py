@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from evaluation.figures import Figure, compute_figures, pass_at_k
+from evaluation.figures import TaskMetric, compute_metrics, pass_at_k
 
 
 def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_answer() -> None:
@@ -21,18 +21,18 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_answer() -> None:
 def test_confidence_interval_is_wilsons() -> None:
     # 8 of 10 with z = 1.96, by hand:
     # (.8 + .19208 -+ 1.96 sqrt(.016 + .009604)) / 1.38416
-    low, high = Figure("t", "m", 1, 0.8, 10, 10).interval
+    low, high = TaskMetric("t", "m", 1, 0.8, 10, 10).interval
 
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    assert Figure("t", "m", 1, 0.0, 10, 10).interval[0] == pytest.approx(0.0)
-    assert Figure("t", "m", 1, 1.0, 10, 10).interval[1] == pytest.approx(1.0)
+    assert TaskMetric("t", "m", 1, 0.0, 10, 10).interval[0] == pytest.approx(0.0)
+    assert TaskMetric("t", "m", 1, 1.0, 10, 10).interval[1] == pytest.approx(1.0)
 
 
 def test_several_grades_per_answer_are_averaged() -> None:
     first = [{"all": [False], "each": [True, False]}, {"all": [True], "each": [True, True]}]
     second = [{"all": [False], "each": [False]}, {"all": [False], "each": [False]}]
 
-    figures = {figure.name: figure for figure in compute_figures("t", [first, second], ks=(1, 2))}
+    figures = {figure.name: figure for figure in compute_metrics("t", [first, second], ks=(1, 2))}
 
     assert {name: figure.value for name, figure in figures.items()} == {
         "t_all": 0.25,

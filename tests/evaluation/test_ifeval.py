@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.contract import Reading
-from evaluation.ifeval import INSTRUCTIONS, follows, grade, read, variants
+from evaluation.contract import ReadOptions
+from evaluation.ifeval import INSTRUCTIONS, follows, grade_ifeval, read_ifeval, variants
 
 CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "keywords:existence": [({"keywords": ["Frog", "pond"]}, "A frog in its pond.", "A frog.")],
@@ -95,9 +95,9 @@ def test_loose_grade_ignores_surrounding_lines_and_asterisks(tmp_path: Path) -> 
     names, kwargs = ["startend:quotation", "punctuation:no_comma"], [{}, {"num_words": None}]
     row = {"key": 1, "prompt": "Be brief.", "instruction_id_list": names, "kwargs": kwargs}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    (question,) = read(Reading(path=str(tmp_path / "rows.jsonl")))
+    (question,) = read_ifeval(ReadOptions(path=str(tmp_path / "rows.jsonl")))
 
-    grades = grade(question, 'Sure:\n**"It is so"**')
+    grades = grade_ifeval(question, 'Sure:\n**"It is so"**')
 
     assert grades == {
         "prompt_strict": (False,),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.contract import Question, Reading
+from evaluation.contract import Question, ReadOptions
 from evaluation.tasks import TASKS, grade_gsm8k
 from pipeline.data.examples import Message
 from pipeline.demo.task import held_out_questions
@@ -45,7 +45,7 @@ def test_gsm8k_extracts_answers_in_two_ways(answer: str, strict: bool, flexible:
 def test_embedded_task_subset_keeps_the_mix_of_kinds(limit: int) -> None:
     task = TASKS["embedded"]
     all_counts, subset_counts = (
-        Counter(question.extra["kind"] for question in task.read(Reading(limit=number)))
+        Counter(question.extra["kind"] for question in task.read(ReadOptions(limit=number)))
         for number in (None, limit)
     )
 
@@ -56,7 +56,7 @@ def test_embedded_task_subset_keeps_the_mix_of_kinds(limit: int) -> None:
 
 def test_embedded_task_has_held_out_prompts_and_uses_its_verifier() -> None:
     task = TASKS["embedded"]
-    questions = task.read(Reading())
+    questions = task.read(ReadOptions())
 
     assert [question.messages[-1].content for question in questions] == [
         question.text for question in held_out_questions()
@@ -66,6 +66,6 @@ def test_embedded_task_has_held_out_prompts_and_uses_its_verifier() -> None:
         "both": (True,), "correct": (True,), "polite": (True,),
     }  # fmt: skip
     assert task.grade(questions[0], f"Ugh. {answer}")["both"] == (False,)
-    few = task.read(Reading(limit=50))
+    few = task.read(ReadOptions(limit=50))
     assert len(few) == 50
     assert len({question.extra["kind"] for question in few}) > 5

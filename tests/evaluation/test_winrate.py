@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.winrate import WinrateConfig, main, matches
+from evaluation.winrate import WinrateConfig, compare_models, main
 from inference.reward_model import score_responses
 from pipeline.data.examples import Example, Message
 from rewards.sampling import sample_responses
@@ -102,7 +102,7 @@ def test_reward_model_judge_prefers_higher_scores(inputs: Path) -> None:
         [answer for (answer,) in sample_responses(p, examples, config)] for p in config.paths
     ]
 
-    (match,) = matches(answers, config)
+    (match,) = compare_models(answers, config)
 
     scores = [
         np.array(score_responses(str(inputs / "reward"), [(e.prompt, e.response) for e in run]))

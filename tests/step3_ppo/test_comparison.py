@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from evaluation.held_out import Prompt, responses_of_base
+from evaluation.held_out import Prompt, respond_with_base
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from step3_ppo.evaluate import HeldOut
@@ -15,11 +15,11 @@ def test_base_model_gives_the_initial_actors_answers(toy: Path) -> None:
     held = HeldOut(toy_models(config), prompts, config)
     expected = held.answer_all()
 
-    base = responses_of_base(held, FrozenModelConfig(path=str(toy / "actor")))
+    base = respond_with_base(held, FrozenModelConfig(path=str(toy / "actor")))
 
     assert base is not None
     assert (base.greedy, base.sampled) == (expected.greedy, expected.sampled)
-    assert responses_of_base(held, FrozenModelConfig()) is None
+    assert respond_with_base(held, FrozenModelConfig()) is None
     cut = [(a.score, a.raw_score or 0) for a in expected.greedy if not a.stopped]
     assert all(score == min(raw, -1.5) for score, raw in cut)  # missing_eos_score, in its unit
     assert any(score < raw for score, raw in cut)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.held_out import Prompt, conclude
+from evaluation.held_out import Prompt, judge_samples
 from pipeline.data.examples import Message
 from pipeline.demo.task import held_out_questions
 from step3_ppo.evaluate import HeldOut
@@ -22,7 +22,7 @@ def test_verifier_scores_run_and_hand_written_prompts(toy: Path, tmp_path: Path)
     answers = held.answer_all()
 
     answers_by_model = {"step1_sft": answers, "step3_ppo": answers}
-    figures = conclude(held, answers_by_model, tmp_path / "samples.json")
+    figures = judge_samples(held, answers_by_model, tmp_path / "samples.json")
 
     assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
     assert figures["judge_talk"] == 0.0
