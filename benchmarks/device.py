@@ -47,7 +47,7 @@ def emit(part: str, *, ok: bool = True, **figures: Any) -> None:  # noqa: ANN401
 
 
 @contextmanager
-def attempt(part: str, **figures: Any) -> Iterator[None]:  # noqa: ANN401
+def report_errors(part: str, **figures: Any) -> Iterator[None]:  # noqa: ANN401
     """Context that reports an error as a failed row and continues.
 
     CUDA errors are raised again: the process can't use the GPU after one.
@@ -83,13 +83,13 @@ class Fallbacks(logging.Handler):
         emit("kernels used", ok=ok, loaded=loaded, fallbacks=self.messages)
 
 
-def wait() -> None:
+def synchronize() -> None:
     """Synchronize with the GPU, if there is one."""
     if GPU:
         torch.cuda.synchronize()
 
 
-def take_peak() -> int:
+def pop_peak_bytes() -> int:
     """Return the peak bytes that PyTorch has reserved since the last call; 0 without a GPU."""
     peak = torch.cuda.max_memory_reserved() if GPU else 0
     if GPU:
@@ -99,12 +99,12 @@ def take_peak() -> int:
 
 def time_call(call: Callable[[], object], *, count: int = 1) -> float:
     """Mean seconds of `count` calls, including the GPU's work."""
-    wait()
-    began = time.perf_counter()
+    synchronize()
+    start = time.perf_counter()
     for _ in range(count):
         call()
-    wait()
-    return (time.perf_counter() - began) / count
+    synchronize()
+    return (time.perf_counter() - start) / count
 
 
 def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -156,7 +156,7 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / median_seconds([lambda: target.copy_(source)])
 
 
-def show(file: Path) -> int:
+def print_rows(file: Path) -> int:
     """Print a line for each row; return 1 if one is not ok, else 0."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows:
@@ -164,15 +164,15 @@ def show(file: Path) -> int:
         values = (f"{row[n]:.4g}" if isinstance(row[n], float) else row[n] for n in names)
         text = ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
         print(f"{'ok' if row['ok'] else 'WRONG':5} {row['part']}: {text}"[:220])
-    right = sum(row["ok"] for row in rows)
-    print(f"{right} of {len(rows)} rows are ok")
-    return int(right < len(rows))
+    num_ok = sum(row["ok"] for row in rows)
+    print(f"{num_ok} of {len(rows)} rows are ok")
+    return int(num_ok < len(rows))
 
 
 def main(argv: Sequence[str]) -> int:
     """Report software and peak rates, or show the rows of a file."""
     if argv[:1] == ["--show"]:
-        return show(Path(argv[1]))
+        return print_rows(Path(argv[1]))
     kernels = cache_directory()
     side = 8192 if GPU else 256
     left, right = torch.randn(2, side, side, device=DEVICE).bfloat16()

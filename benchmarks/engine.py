@@ -55,13 +55,13 @@ Rounds = dict[str, list[dict[str, float]]]
 
 MIB = 2**20
 
-TRY_DEEPSPEED = "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"
-TRY_ADAM = "from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; import torch;" + (
+IMPORT_DEEPSPEED = "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"
+BUILD_ADAM = "from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; import torch;" + (
     "Adam([torch.nn.Parameter(torch.zeros(8))])"
 )
 
 
-def batches(args: argparse.Namespace, rank: int) -> list[Tensor]:
+def make_batches(args: argparse.Namespace, rank: int) -> list[Tensor]:
     """Random token ids, the same in every system."""
     generator = torch.Generator().manual_seed(1000 + rank)
     shape = (args.steps + WARM_UP + 2, args.micro_batch, args.sequence)
@@ -75,12 +75,12 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
         step(batch)
     reset_peak_rss()
     seconds: list[float] = []
-    processor: list[float] = []
+    cpu_seconds: list[float] = []
     for batch in ids[WARM_UP:-2]:
         dist.barrier()
-        start, used = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         step(batch)
-        processor.append(time.process_time() - used)
+        cpu_seconds.append(time.process_time() - cpu_start)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     rss = peak_rss()
@@ -89,14 +89,14 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
     peak = measure_peak_bytes(lambda: step(ids[-1]))
     return {
         "seconds": statistics.median(seconds),
-        "cpu_seconds": statistics.median(processor),
+        "cpu_seconds": statistics.median(cpu_seconds),
         "bytes": after,
         "peak_bytes": peak,
         "peak_rss": rss,
     }
 
 
-def run_inside(args: argparse.Namespace) -> None:
+def run_worker(args: argparse.Namespace) -> None:
     """Measure one system on the processes that torchrun started; rank 0 writes the result."""
     torch.set_num_threads(1)
     if args.system in DEEPSPEED:
@@ -107,12 +107,12 @@ def run_inside(args: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     model = build_model(tiny=args.tiny)
     step = make_step(args.system, model, args.precisions[0], args.deepspeed_adam)
-    figures = measure(step, batches(args, dist.get_rank()))
+    metrics = measure(step, make_batches(args, dist.get_rank()))
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, figures)
+    dist.all_gather_object(gathered, metrics)
     if dist.get_rank() == 0:
         tokens = args.micro_batch * args.sequence * len(gathered)
-        worst = {key: max(row[key] for row in gathered) for key in figures}
+        worst = {key: max(row[key] for row in gathered) for key in metrics}
         args.output.write_text(json.dumps({"tokens": tokens / worst["seconds"], **worst}))
     dist.barrier()
     # Skip interpreter shutdown, where gloo's threads sometimes abort.
@@ -125,19 +125,19 @@ def find_deepspeed(python: str | None) -> tuple[str, str] | None:
     if python is None:
         print("skipping DeepSpeed: set --deepspeed-python to an interpreter that has it")
         return None
-    found = call([python, "-c", TRY_DEEPSPEED])
-    if found.returncode != 0:
-        print(f"skipping DeepSpeed: {python} can't import it ({last_line(found.stderr)})")
+    imported = run_command([python, "-c", IMPORT_DEEPSPEED])
+    if imported.returncode != 0:
+        print(f"skipping DeepSpeed: {python} can't import it ({last_line(imported.stderr)})")
         return None
-    versions = "DeepSpeed {} with torch {}".format(*found.stdout.split()[-2:])
-    built = call([python, "-c", TRY_ADAM])
-    if built.returncode != 0:
-        print(f"DeepSpeedCPUAdam can't be built ({last_line(built.stderr)}); torch's fused AdamW")
+    versions = "DeepSpeed {} with torch {}".format(*imported.stdout.split()[-2:])
+    build = run_command([python, "-c", BUILD_ADAM])
+    if build.returncode != 0:
+        print(f"DeepSpeedCPUAdam can't be built ({last_line(build.stderr)}); torch's fused AdamW")
         return versions, "torch"
     return versions, "deepspeed"
 
 
-def call(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run to completion in a fixed environment; a different one makes DeepSpeed rebuild."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # DeepSpeed builds with the ninja from the interpreter's environment.
@@ -163,45 +163,48 @@ def run(
         command += ["--steps", str(args.steps), "--micro-batch", str(args.micro_batch)]
         command += ["--sequence", str(args.sequence), "--output", str(result)]
         command += ["--tiny"] if args.tiny else []
-        done = call(command)
+        done = run_command(command)
         if done.returncode != 0:
             print(f"skipping {system} in {precision}, which failed:\n{done.stderr}", flush=True)
             return None
         return json.loads(result.read_text())
 
 
-def ratios(rounds: Rounds, system: str, peer: str, *, of: str = "tokens") -> list[float]:
+def compute_ratios(rounds: Rounds, system: str, peer: str, *, key: str = "tokens") -> list[float]:
     """Ratio to the peer's figure, round by round."""
     pairs = zip(rounds.get(system, []), rounds.get(peer, []), strict=False)
-    return [ours[of] / theirs[of] for ours, theirs in pairs]
+    return [a[key] / b[key] for a, b in pairs]
 
 
-def show(values: list[float]) -> str:
+def format_range(values: list[float]) -> str:
     """Median and range."""
     middle = f"{statistics.median(values):.2f}" if values else ""
     return f"{middle} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else middle
 
 
-def table(rounds: Rounds) -> str:
+def format_table(rounds: Rounds) -> str:
     """A Markdown table with one row per system; ratios are the system's tokens/s to the peer's."""
-    same = "DeepSpeed's stage"
+    peer_stage = "DeepSpeed's stage"
     columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
-    columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [f"x {same}", f"bytes / {same}"]
+    columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [
+        f"x {peer_stage}",
+        f"bytes / {peer_stage}",
+    ]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    for system, figures in rounds.items():
-        tokens = [each["tokens"] for each in figures]
-        weights = [
-            statistics.median(each[key] for each in figures) / MIB
+    for system, metrics in rounds.items():
+        tokens = [r["tokens"] for r in metrics]
+        sizes = [
+            statistics.median(r[key] for r in metrics) / MIB
             for key in ("bytes", "peak_bytes", "peak_rss")
         ]
         row = [system, f"{statistics.median(tokens):,.0f}"]
         row.append(f"{min(tokens):,.0f} to {max(tokens):,.0f}")
-        row.append(f"{1e3 * statistics.median(each['cpu_seconds'] for each in figures):,.0f}")
-        row += [*(f"{each:,.0f}" for each in weights)]
-        row += [show(ratios(rounds, system, peer)) for peer in (*DDP, *FSDP2)]
+        row.append(f"{1e3 * statistics.median(r['cpu_seconds'] for r in metrics):,.0f}")
+        row += [*(f"{size:,.0f}" for size in sizes)]
+        row += [format_range(compute_ratios(rounds, system, peer)) for peer in (*DDP, *FSDP2)]
         peer = system.replace("ours", "deepspeed") if system in OURS else ""
-        row.append(show(ratios(rounds, system, peer)))
-        row.append(show(ratios(rounds, system, peer, of="bytes")))
+        row.append(format_range(compute_ratios(rounds, system, peer)))
+        row.append(format_range(compute_ratios(rounds, system, peer, key="bytes")))
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
@@ -212,14 +215,14 @@ def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[s
     for number in range(args.rounds):
         for system in list(rounds):
             load = os.getloadavg()[0]
-            figures = run(args, system, precision, adam)
-            if figures is None:
+            metrics = run(args, system, precision, adam)
+            if metrics is None:
                 del rounds[system]
                 continue
-            rounds[system].append({**figures, "load": load})
+            rounds[system].append({**metrics, "load": load})
             print(
-                f"round {number + 1}, {precision}, {system}: {figures['tokens']:,.0f} tokens/s,"
-                f" {figures['bytes'] / MIB:.0f} MiB, load before {load:.2f}",
+                f"round {number + 1}, {precision}, {system}: {metrics['tokens']:,.0f} tokens/s,"
+                f" {metrics['bytes'] / MIB:.0f} MiB, load before {load:.2f}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -247,21 +250,21 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.system:
-        run_inside(args)
+        run_worker(args)
     if args.quick:
         args.rounds, args.steps = 1, 5
     wanted = list(args.systems or SYSTEMS)
-    found = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
-    adam = args.deepspeed_adam or (found[1] if found else "torch")
-    if found is None:
+    deepspeed = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
+    adam = args.deepspeed_adam or (deepspeed[1] if deepspeed else "torch")
+    if deepspeed is None:
         wanted = [system for system in wanted if system not in DEEPSPEED]
     else:
-        print(f"{found[0]}, Adam of {adam}")
+        print(f"{deepspeed[0]}, Adam of {adam}")
     for precision in args.precisions:
         # fp32 weights have no separate masters, so both variants are the same.
         systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
         rounds = compare(args, precision, adam, systems)
-        print(f"\n{precision}\n\n{table(rounds)}\n", flush=True)
+        print(f"\n{precision}\n\n{format_table(rounds)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import OPTForCausalLM
 
-from benchmarks.device import DEVICE, GPU, Fallbacks, attempt, emit, take_peak, time_call
+from benchmarks.device import DEVICE, GPU, Fallbacks, emit, pop_peak_bytes, report_errors, time_call
 from benchmarks.engine_systems import engine_step, step_with_masters
-from benchmarks.ppo_gpu import opt
+from benchmarks.ppo_gpu import opt_config
 from pipeline.system.torch_process import use_expandable_segments
 
 PLAIN = "plain"
@@ -43,7 +43,7 @@ def measure(system: str, *, tiny: bool, steps: int) -> float:
     """Median seconds per step of OPT-1.3B, or if `tiny` of two narrow layers."""
     torch.manual_seed(0)
     with DEVICE:
-        model: Any = OPTForCausalLM(opt(64 if tiny else 2048, use_cache=False))
+        model: Any = OPTForCausalLM(opt_config(64 if tiny else 2048, use_cache=False))
         ids = torch.randint(0, 512, (2, 32) if tiny else (8, 512))
     model.to(torch.bfloat16).train()
     if system == PLAIN:
@@ -54,7 +54,7 @@ def measure(system: str, *, tiny: bool, steps: int) -> float:
         step = engine_step(model, stage, **offload)
     for _ in range(WARM_UP):
         step(ids)
-    take_peak()
+    pop_peak_bytes()
     return statistics.median(time_call(partial(step, ids)) for _ in range(steps))
 
 
@@ -72,11 +72,11 @@ def main(argv: Sequence[str]) -> None:
     fallbacks = Fallbacks()
     seconds: dict[str, float] = {}
     for system in args.systems:
-        with attempt("engine", system=system):
+        with report_errors("engine", system=system):
             steps = 2 if args.tiny or "optimizer" in system else args.steps
             seconds[system] = measure(system, tiny=args.tiny, steps=steps)
             over = seconds[system] / seconds.get(PLAIN, float("nan")) - 1
-            emit("engine", system=system, seconds=seconds[system], over=over, peak=take_peak())
+            emit("engine", system=system, seconds=seconds[system], over=over, peak=pop_peak_bytes())
         gc.collect()
         if GPU:
             torch.cuda.empty_cache()

@@ -96,9 +96,9 @@ def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: 
 
 def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
     if precision == "fp32" or not masters:
-        return _ddp_alone(model, precision)
+        return _ddp_without_masters(model, precision)
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-    return step_with_masters(_wrap(model.to(torch.bfloat16)), masters)
+    return step_with_masters(_wrap_ddp(model.to(torch.bfloat16)), masters)
 
 
 def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
@@ -121,17 +121,17 @@ def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
     return step
 
 
-def _wrap(model: nn.Module) -> nn.Module:
+def _wrap_ddp(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     # The model's only buffers are rotary embedding constants, which need no broadcast.
     return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def _ddp_alone(model: nn.Module, precision: Precision) -> Step:
+def _ddp_without_masters(model: nn.Module, precision: Precision) -> Step:
     if precision == "bf16":
         model.to(torch.bfloat16)
-    wrapped = _wrap(model)
+    wrapped = _wrap_ddp(model)
     return _plain_step(wrapped)
 
 

@@ -54,7 +54,7 @@ BATCHES = (1, 8, 32)
 
 
 @dataclass(frozen=True)
-class Course:
+class RequestSizes:
     """Sizes of the requests to both sides."""
 
     longest: int = 128
@@ -64,15 +64,15 @@ class Course:
     """Number of prompts in the case with responses of varied lengths."""
 
 
-TINY = Course(longest=8, shortest=3, batches=(1,), spread=3)
+TINY = RequestSizes(longest=8, shortest=3, batches=(1,), spread=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 """Clocks by name; with one thread, processor time is meaningful even on a shared machine."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-HEAD = ("precision", "prompts", "responses", "transformers", "ours", "ratio", "spread")
-HEAD += ("replayed", "same")
+HEADER = ("precision", "prompts", "responses", "transformers", "ours", "ratio", "spread")
+HEADER += ("replayed", "same")
 
 Responses = list[list[int]]
 
@@ -94,7 +94,7 @@ class RowLengths(StoppingCriteria):
         return cast("torch.BoolTensor", done)
 
 
-def answer_with_transformers(
+def generate_with_transformers(
     model: Any,  # noqa: ANN401  # `generate` is untyped
     prompts: Responses,
     lengths: Sequence[int],
@@ -117,7 +117,7 @@ def answer_with_transformers(
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def answer_with_ours(
+def generate_with_engine(
     model: PreTrainedModel,
     prompts: Responses,
     lengths: Sequence[int],
@@ -135,7 +135,7 @@ def answer_with_ours(
         stop_when=lambda index, ids: len(ids) == lengths[index],
         passes=passes,
     )
-    responses = {each.index: each.response.ids for each in finished}
+    responses = {result.index: result.response.ids for result in finished}
     return [responses[row] for row in range(len(prompts))]
 
 
@@ -177,7 +177,7 @@ def main(argv: Sequence[str]) -> None:
     print(
         f"{args.threads} threads, {device.type}, {args.clock} time; load before: {os.getloadavg()}"
     )
-    print(f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", sep="\n")
+    print(f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|", sep="\n")
     with tempfile.TemporaryDirectory() as directory:
         if args.opt:
             save_models(Path(directory), tiny=args.tiny)
@@ -186,33 +186,35 @@ def main(argv: Sequence[str]) -> None:
             args.batches, args.longest, args.prompt = sizes
         elif args.model is None:
             save_llama(directory)
-        for row in measured(args.model or Path(directory), device, args):
+        for row in measure_cases(args.model or Path(directory), device, args):
             cells = format_line(row)
             print(f"| {' | '.join(cells)} |", flush=True)
             if args.opt:
-                emit("generation", **dict(zip(HEAD, cells, strict=True)))
+                emit("generation", **dict(zip(HEADER, cells, strict=True)))
     if args.opt:
         fallbacks.report()
     print(f"load after: {os.getloadavg()}")
 
 
-def measured(
+def measure_cases(
     directory: Path, device: torch.device, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Measure every case in every precision."""
-    course = TINY if args.tiny else Course()
+    request_sizes = TINY if args.tiny else RequestSizes()
     if args.model is not None:
-        course = Course(longest=args.longest, batches=args.batches or BATCHES, spread=0)
+        request_sizes = RequestSizes(
+            longest=args.longest, batches=args.batches or BATCHES, spread=0
+        )
     generator = torch.Generator().manual_seed(0)
     for precision in args.precisions:
-        theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[precision])
-        theirs.to(device)
+        peer: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[precision])
+        peer.to(device)
         config = FrozenModelConfig(path=str(directory), precision=precision)
         ours = load_causal_lm(config, device=device)
-        for count in filter(None, (*course.batches, course.spread)):
-            spread = torch.linspace(course.shortest, course.longest, count).long()
+        for count in filter(None, (*request_sizes.batches, request_sizes.spread)):
+            spread = torch.linspace(request_sizes.shortest, request_sizes.longest, count).long()
             mixed = spread[torch.randperm(count, generator=generator)].tolist()
-            lengths = mixed if count == course.spread else [course.longest] * count
+            lengths = mixed if count == request_sizes.spread else [request_sizes.longest] * count
             prompts = (
                 torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
                 if args.model is None
@@ -220,12 +222,17 @@ def measured(
             )
             passes = PassCounts()
             sides = [
-                partial(answer_with_transformers, theirs, prompts, lengths),
+                partial(generate_with_transformers, peer, prompts, lengths),
                 partial(
-                    answer_with_ours, ours, prompts, lengths, passes, slots=course.spread or count
+                    generate_with_engine,
+                    ours,
+                    prompts,
+                    lengths,
+                    passes,
+                    slots=request_sizes.spread or count,
                 ),
             ]
-            (slow, fast), (expected, got) = compare(
+            (slow, fast), (expected, actual) = compare(
                 sides, rounds=args.rounds, clock=CLOCKS[args.clock]
             )
             yield {
@@ -234,7 +241,7 @@ def measured(
                 "transformers": slow,
                 "ours": fast,
                 "replayed": passes.replayed / (passes.replayed + passes.eager),
-                "same": sum(a == b for a, b in zip(expected, got, strict=True)),
+                "same": sum(a == b for a, b in zip(expected, actual, strict=True)),
             }
 
 

@@ -65,9 +65,13 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
     for batch, length in shapes:
         for model, (heads, kv_heads, size) in HEADS.items():
             num_bytes = 4 * batch * length * kv_heads * size
-            each = -(-length // PAGE)
-            pages = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
-            shape = (batch * each, kv_heads, PAGE, size)
+            pages_per_row = -(-length // PAGE)
+            pages = (
+                torch.randperm(batch * pages_per_row, device=DEVICE)
+                .int()
+                .view(batch, pages_per_row)
+            )
+            shape = (batch * pages_per_row, kv_heads, PAGE, size)
             caches = [
                 [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
                 for _ in range(1 if tiny else -(-BEYOND_CACHE // num_bytes))
@@ -79,7 +83,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
             ours = [
                 partial(decode_attention, query, *cache, scores, longest=length) for cache in caches
             ]
-            live = [
+            references = [
                 partial(
                     F.scaled_dot_product_attention,
                     query[:, :, None],
@@ -92,7 +96,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
             yield {
                 "attention": f"{model}, {batch} x {length}",
                 "ours": seconds,
-                "pytorch": median_seconds(live),
+                "pytorch": median_seconds(references),
                 "share": num_bytes / bandwidth / seconds,
             }
 

@@ -17,20 +17,20 @@ def live_bytes() -> float:
     """
     gc.collect()
     maps = psutil.Process().memory_maps(grouped=False)
-    shared = [each for each in maps if each.path.startswith("/memfd:")]
-    ranges = [[int(end, 16) for end in each.addr.split("-")] for each in shared]
+    shared = [item for item in maps if item.path.startswith("/memfd:")]
+    ranges = [[int(end, 16) for end in item.addr.split("-")] for item in shared]
     sizes: dict[int, int] = {}
-    for each in gc.get_objects():
-        if not issubclass(type(each), Tensor) or hasattr(each, "_local_tensor"):
+    for item in gc.get_objects():
+        if not issubclass(type(item), Tensor) or hasattr(item, "_local_tensor"):
             continue  # the local shard of a DTensor is listed separately
-        tensors = [each, each.grad] if each.is_leaf else [each]
+        tensors = [item, item.grad] if item.is_leaf else [item]
         for tensor in tensors:
             if tensor is None or hasattr(tensor, "_local_tensor"):
                 continue
             storage = tensor.untyped_storage()
             if not any(start <= storage.data_ptr() < end for start, end in ranges):
                 sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values()) + sum(each.pss for each in shared)
+    return sum(sizes.values()) + sum(item.pss for item in shared)
 
 
 def measure_peak_bytes(step: Callable[[], None]) -> float:

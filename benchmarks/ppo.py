@@ -222,23 +222,25 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
     }
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
 
-    def engine(model: Any, lr: float | None) -> Any:  # noqa: ANN401
+    def make_engine(model: Any, lr: float | None) -> Any:  # noqa: ANN401
         adam = None
         if lr is not None:
             adam = DeepSpeedCPUAdam(model.parameters(), lr=lr, betas=(0.9, 0.95))
         return deepspeed.initialize(model=model, optimizer=adam, config=settings)[0]
 
-    def causal(lr: float | None) -> Any:  # noqa: ANN401
-        return engine(AutoModelForCausalLM.from_pretrained(directory / "actor"), lr)
+    def make_causal_lm(lr: float | None) -> Any:  # noqa: ANN401
+        return make_engine(AutoModelForCausalLM.from_pretrained(directory / "actor"), lr)
 
-    def scorer(lr: float | None) -> Any:  # noqa: ANN401
-        return engine(RewardModel(AutoModel.from_pretrained(directory / "critic"), tokenizer), lr)
+    def make_reward_model(lr: float | None) -> Any:  # noqa: ANN401
+        return make_engine(
+            RewardModel(AutoModel.from_pretrained(directory / "critic"), tokenizer), lr
+        )
 
     engines = SimpleNamespace(
-        actor=causal(ACTOR_LR),
-        ref=causal(None),
-        critic=scorer(CRITIC_LR),
-        reward=scorer(None),
+        actor=make_causal_lm(ACTOR_LR),
+        ref=make_causal_lm(None),
+        critic=make_reward_model(CRITIC_LR),
+        reward=make_reward_model(None),
         tokenizer=tokenizer,
     )
     args = SimpleNamespace(
@@ -256,20 +258,20 @@ def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -
     ids = torch.tensor(json.loads((directory / "prompt_ids.json").read_text()))
     times: list[Times] = []
     for number in range(iterations):
-        began = time.perf_counter()
+        start = time.perf_counter()
         rows = torch.arange(number * BATCH, (number + 1) * BATCH) % len(ids)
         prompts = ids[rows]
         experience = trainer.generate_experience(prompts, torch.ones_like(prompts), number)
-        experienced = time.perf_counter()
+        experience_end = time.perf_counter()
         trainer.train_rlhf(experience)
-        ended = time.perf_counter()
+        end = time.perf_counter()
         assert experience["input_ids"].shape == (BATCH, PROMPT + ANSWER)
         times.append(
             {
-                "iteration": ended - began,
+                "iteration": end - start,
                 "generation": trainer.generate_time,
-                "experience": experienced - began - trainer.generate_time,
-                "training": ended - experienced,
+                "experience": experience_end - start - trainer.generate_time,
+                "training": end - experience_end,
             }
         )
     return times
@@ -283,7 +285,7 @@ SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
 }
 
 
-def run_inside(args: argparse.Namespace) -> None:
+def run_worker(args: argparse.Namespace) -> None:
     """Run one side and print its median iteration as one line of JSON."""
     times = SIDES[args.side](args.directory, args.iterations, args.precision)[WARM_UP:]
     median = {name: statistics.median(row[name] for row in times) for name in times[0]}
@@ -311,22 +313,25 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
 OURS = ("ours", "ours, grpo")
 
 
-def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+def format_table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """A Markdown table, with the ratios of our samples per second to each peer's, by method."""
     from benchmarks.kernels import show_ratios
 
     head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for side, rounds in figures.items():
-        seconds = statistics.median(each["iteration"] for each in rounds)
+        seconds = statistics.median(row["iteration"] for row in rounds)
         phases = [
-            f"{statistics.median(each[phase] for each in rounds):.3f} s"
+            f"{statistics.median(row[phase] for row in rounds):.3f} s"
             for phase in PHASES
             if phase in rounds[0]
         ]
         cells = [side, f"{seconds:.3f} s", *(phases or [""] * len(PHASES))]
         cells.append(f"{BATCH / seconds:.1f}")
-        times = {name: [each["iteration"] for each in of] for name, of in figures.items()}
+        times = {
+            name: [row["iteration"] for row in rounds_of_side]
+            for name, rounds_of_side in figures.items()
+        }
         cells += ["" if side in OURS else show_ratios(times[side], times[ours]) for ours in OURS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -348,7 +353,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.side:
-        run_inside(args)
+        run_worker(args)
         return
     sides = [*OURS, "trl"]
     if args.deepspeed_python and args.deepspeed_chat:
@@ -363,7 +368,7 @@ def main(argv: Sequence[str]) -> None:
                 values.append(run_side(args, side, Path(scratch)))
                 seconds = values[-1]["iteration"]
                 print(f"round {number + 1}, {side}: {seconds:.3f} s per iteration", flush=True)
-    print(f"\n{table(figures)}")
+    print(f"\n{format_table(figures)}")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.device import GPU, Fallbacks, attempt, emit
-from benchmarks.ppo_gpu import iterate, load, save_models
+from benchmarks.device import GPU, Fallbacks, emit, report_errors
+from benchmarks.ppo_gpu import iterate, load_ppo, save_models
 from pipeline.config import LoraConfig, OptimConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.parallel.process_group import process_group
@@ -59,7 +59,7 @@ CASES: Mapping[str, Settings] = {
 def iterate_case(name: str, directory: Path, vocabulary: int) -> dict[str, Any]:
     """Run two iterations of a case; return the metrics of the second."""
     kernels = "required" if GPU else "auto"
-    config, models = load(
+    config, models = load_ppo(
         directory,
         trained={"kernels": kernels, "optim": adam(), **CASES[name]},
         iterations=2,
@@ -81,20 +81,20 @@ def main(argv: Sequence[str]) -> None:
     use_expandable_segments()
     fallbacks, replays, replay = Fallbacks(), [0], torch.cuda.CUDAGraph.replay
 
-    def count(graph: torch.cuda.CUDAGraph) -> None:
+    def count_replay(graph: torch.cuda.CUDAGraph) -> None:
         replays[0] += 1
         replay(graph)
 
-    torch.cuda.CUDAGraph.replay = count
+    torch.cuda.CUDAGraph.replay = count_replay
     with tempfile.TemporaryDirectory() as scratch, process_group(watch_processes):
         vocabulary = save_models(Path(scratch), tiny=True)
         for number, name in enumerate(names, start=1):
             replays[0] = 0
             try:
-                with attempt("ppo", case=name):
-                    found = iterate_case(name, Path(scratch), vocabulary)
-                    ok = not found["skipped"] and (not GPU or replays[0] >= ANSWER // 2)
-                    emit("ppo", ok=ok, case=name, **found, replayed=replays[0])
+                with report_errors("ppo", case=name):
+                    metrics = iterate_case(name, Path(scratch), vocabulary)
+                    ok = not metrics["skipped"] and (not GPU or replays[0] >= ANSWER // 2)
+                    emit("ppo", ok=ok, case=name, **metrics, replayed=replays[0])
             except Exception:  # run the remaining cases in a new process
                 if number == len(names):
                     raise

@@ -39,10 +39,10 @@ from benchmarks.device import (
     Row,
     copy_bandwidth,
     emit,
+    pop_peak_bytes,
     profile,
-    take_peak,
+    synchronize,
     time_call,
-    wait,
 )
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Request
@@ -74,7 +74,7 @@ GENERATION_SHARE = 0.45
 OVER_PLAN = 1.15
 
 
-def opt(width: int, **settings: Any) -> OPTConfig:  # noqa: ANN401
+def opt_config(width: int, **settings: Any) -> OPTConfig:  # noqa: ANN401
     """Settings of an OPT without dropout, of 24 layers, or of two if `width` is 64."""
     sizes = {
         "hidden_size": width,
@@ -112,16 +112,18 @@ def save_models(directory: Path, *, tiny: bool, model: str = MODELS[0]) -> int:
     torch.manual_seed(0)
     with DEVICE:
         large, small = (64, 64) if tiny else (2048, 1024)
-        actor = OPTForCausalLM(opt(large, **common)) if is_opt else Qwen2ForCausalLM(qwen())
+        actor = OPTForCausalLM(opt_config(large, **common)) if is_opt else Qwen2ForCausalLM(qwen())
         like_350m = {"word_embed_proj_dim": small if tiny else 512, "do_layer_norm_before": tiny}
-        reward = OPTForSequenceClassification(opt(small, num_labels=1, **like_350m, **common))
+        reward = OPTForSequenceClassification(
+            opt_config(small, num_labels=1, **like_350m, **common)
+        )
     for name, module in {"actor": actor, "reward": reward}.items():
         module.to(torch.bfloat16).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     return vocabulary
 
 
-def load(
+def load_ppo(
     directory: Path,
     *,
     trained: Row,
@@ -154,27 +156,27 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
     """
     count, size = config.rollout_size, config.group_size
     shape = (count // size, config.max_prompt_length)
-    drawn = torch.randint(3, vocabulary, shape, generator=torch.Generator().manual_seed(step))
-    prompts = drawn.repeat_interleave(size, dim=0).tolist()
-    wait()
-    take_peak()
+    random_ids = torch.randint(3, vocabulary, shape, generator=torch.Generator().manual_seed(step))
+    prompts = random_ids.repeat_interleave(size, dim=0).tolist()
+    synchronize()
+    pop_peak_bytes()
     clock, peaks = Clock(), Row()
 
-    def end(phase: str) -> None:
-        wait()
+    def end_phase(phase: str) -> None:
+        synchronize()
         clock.end(phase)
-        peaks[phase] = take_peak()
+        peaks[phase] = pop_peak_bytes()
 
     keys = range(step * count, (step + 1) * count)
     responses = generate_responses(models, prompts, config, keys=keys)
-    end("generation")
+    end_phase("generation")
     experience = score_responses(models, prompts, responses, config)
     assert experience.score is not None
     score = score_to_reward(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
-    end("experience")
+    end_phase("experience")
     updates = update_policy(models, rollout, config, step=step, forward=experience.forward)
-    end("training")
+    end_phase("training")
     gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().max().item()
     check_rollout_gap(rollout_gap(experience), models, max_gap=gap)
     metrics, seconds = updates.metrics(), sum(clock.seconds.values())
@@ -184,7 +186,8 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
         "sync": models.hybrid_engine.seconds,
         **clock.seconds,
         "generation_share": clock.seconds["generation"] / seconds,
-        "tokens_per_second": sum(len(each.ids) for each in responses) / clock.seconds["generation"],
+        "tokens_per_second": sum(len(response.ids) for response in responses)
+        / clock.seconds["generation"],
         "gap": gap,
         **{name: metrics[name] for name in ("ratio_error", "actor_grad_norm", "skipped")},
         "peaks": peaks,
@@ -194,7 +197,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
     """Report iterations; return their medians, and the planned and reserved memory."""
     prompt, answer = (16, 8) if args.tiny else (PROMPT, ANSWER)
-    config, models = load(
+    config, models = load_ppo(
         directory,
         trained={},
         iterations=args.iterations + 1,
@@ -207,7 +210,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
     machine = detect_machine(processes=1, world=1, gpus=["0"] if GPU else [])
     planned = step_memory(config, machine=machine).peak("device")
     engines = models.trained.values()
-    trained = sum(each.numel() for engine in engines for each in engine.model.parameters())
+    trained = sum(param.numel() for engine in engines for param in engine.model.parameters())
     rounds: list[Row] = []
     for step in range(1, args.iterations + 2):
         row = iterate(models, config, step=step, vocabulary=vocabulary)
@@ -216,12 +219,12 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
         emit("iteration", method=args.method, model=args.model, step=step, **row)
         rounds.append(row)
     names = [name for name in rounds[0] if name != "peaks"]
-    found = {name: statistics.median(row[name] for row in rounds[1:]) for name in names}
+    result = {name: statistics.median(row[name] for row in rounds[1:]) for name in names}
     reserved = max(max(row["peaks"].values()) for row in rounds)
     if args.method == "ppo":
         measure_decoding(models, prompt, args)
         measure_training(models, prompt + answer, args)
-    return found | {"planned": planned, "reserved": reserved}
+    return result | {"planned": planned, "reserved": reserved}
 
 
 def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> None:
@@ -256,13 +259,13 @@ def measure_training(models: Models, length: int, args: argparse.Namespace) -> N
     emit("optimizer step", seconds=time_call(models.actor.step))
 
 
-def gates(found: Row) -> dict[str, bool]:
+def check_gates(result: Row) -> dict[str, bool]:
     """Return whether each requirement is met."""
     return {
-        f"{SEQUENCES_PER_SECOND:.0f} sequences/s": found["sequences_per_second"]
+        f"{SEQUENCES_PER_SECOND:.0f} sequences/s": result["sequences_per_second"]
         >= SEQUENCES_PER_SECOND,
-        f"generation {GENERATION_SHARE:.0%}": found["generation_share"] <= GENERATION_SHARE,
-        f"a peak of {OVER_PLAN} of the plan": found["reserved"] <= OVER_PLAN * found["planned"],
+        f"generation {GENERATION_SHARE:.0%}": result["generation_share"] <= GENERATION_SHARE,
+        f"a peak of {OVER_PLAN} of the plan": result["reserved"] <= OVER_PLAN * result["planned"],
     }
 
 
@@ -288,11 +291,11 @@ def main(argv: Sequence[str]) -> int:
     fallbacks = Fallbacks()
     with tempfile.TemporaryDirectory() as scratch, process_group(watch_processes):
         vocabulary = save_models(Path(scratch), tiny=args.tiny, model=args.model)
-        found = measure(Path(scratch), vocabulary, args)
+        result = measure(Path(scratch), vocabulary, args)
     fallbacks.report()
     gated = not args.tiny and args.model == MODELS[0] and args.method == "ppo"
-    missed = [name for name, holds in gates(found).items() if not holds] if gated else []
-    emit("median", ok=not missed, method=args.method, **found, missed=missed)
+    missed = [name for name, is_met in check_gates(result).items() if not is_met] if gated else []
+    emit("median", ok=not missed, method=args.method, **result, missed=missed)
     return 1 if missed else 0
 
 

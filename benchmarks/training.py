@@ -214,7 +214,7 @@ def compare(args: argparse.Namespace) -> None:
                 figures: dict[str, list[float]] = {"trl": [], "ours": []}
                 for _ in range(args.rounds):
                     for side, values in figures.items():
-                        values.append(one_side(args, directory, task, precision, side)[unit])
+                        values.append(run_side(args, directory, task, precision, side)[unit])
                     ratios.append(figures["ours"][-1] / figures["trl"][-1])
                 theirs, ours = (statistics.median(figures[side]) for side in ("trl", "ours"))
                 name = "tokens/s" if unit == "tokens" else "pairs/s"
@@ -225,7 +225,7 @@ def compare(args: argparse.Namespace) -> None:
                 )
 
 
-def one_side(
+def run_side(
     args: argparse.Namespace, model: str, task: str, precision: str, side: str
 ) -> dict[str, float]:
     """Run one side in a separate process; return its metrics."""
