@@ -84,7 +84,7 @@ def run_train(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.faults
-def test_diverged_pipeline_stops_and_resumes_with_lower_learning_rate(tmp_path: Path) -> None:
+def test_pipeline_stops_at_divergence_and_resumes_at_a_lower_rate(tmp_path: Path) -> None:
     out = tmp_path / "out"
     short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")
 

@@ -24,7 +24,7 @@ STEPS = 7
 def program_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's program, a model and a text file."""
     directory = tmp_path_factory.mktemp("home")
-    (program,) = re.findall(r"```python\n# run_finetune\.py.*?\n(.*?)```", PAGE, re.DOTALL)
+    (program,) = re.findall(r"```python\n# finetune\.py.*?\n(.*?)```", PAGE, re.DOTALL)
     (directory / "finetune.py").write_text(program)
     (directory / "texts.txt").write_text("\n".join(LINES))
     tokenizer = byte_level(bos=True)

@@ -38,7 +38,7 @@ def saved_steps(out: Path) -> list[int]:
         ("eio", "Input/output error"),
     ],
 )
-def test_failed_save_of_one_rank_is_reported_and_retried(
+def test_save_error_on_one_rank_is_reported_and_retried(
     action: str, reason: str, inputs: Path, reference: Path, tmp_path: Path
 ) -> None:
     config = small_job(inputs, "sft", output_dir=tmp_path, max_steps=STEPS)

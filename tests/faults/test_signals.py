@@ -112,7 +112,7 @@ def test_second_ctrl_c_aborts_a_hanging_step(inputs: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.faults), signal.SIGTERM]
 )
-def test_signal_before_all_ranks_enter_the_loop_is_no_failure(
+def test_signal_before_the_training_loop_is_no_failure(
     number: signal.Signals, inputs: Path, tmp_path: Path
 ) -> None:
     with Forked(signal_job(inputs, tmp_path), fault="steps.begin:1:1:hang") as job:
