@@ -89,10 +89,9 @@ class TokenBytes:
 
     def get(self, token: int) -> bytes:
         """Return the bytes that a token adds to text; empty for a special or unknown token."""
-        value = self._cache.get(token)
-        if value is None:
-            value = self._cache[token] = self._decode(token)
-        return value
+        if token not in self._cache:
+            self._cache[token] = self._decode(token)
+        return self._cache[token]
 
     def _decode(self, token: int) -> bytes:
         if token in self.special or token >= len(self.tokenizer):

@@ -14,7 +14,7 @@ from pipeline.system.logs import configure_logging
 if TYPE_CHECKING:
     from inference.ratings import RatingsFile
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+REQUIRED_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,18 +33,18 @@ def main(argv: Sequence[str]) -> None:
         about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
         " docs/serving.md.",
     )
-    for name in NEEDED:
+    for name in REQUIRED_PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f'the package {name} is missing: pip install "rlhf-pipeline[serve]"')
     keys = read_keys(config)
 
-    from inference.serve.models import load_models, paths_to_serve, reward_of_run
+    from inference.serve.models import collect_models, find_run_reward, load_models
     from inference.serve.server import listen, serve
     from inference.serve.state import State
 
-    paths = paths_to_serve(config)
+    paths = collect_models(config)
     configure_logging(is_main=True)
-    reward = config.reward or (reward_of_run(config.run) if config.run else None)
+    reward = config.reward or (find_run_reward(config.run) if config.run else None)
     with closing(listen(config)) as listener:  # before the slow loading of models
         models, served_reward = load_models(config, paths, reward)
         state = State(config, keys, models, reward=served_reward, ratings=_open_ratings(config))

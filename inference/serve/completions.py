@@ -15,24 +15,24 @@ from inference.engine.requests import Request, sample_key
 from inference.engine.sampling import Sampler, TokenLogprobs
 from inference.serve.http import (
     DONE,
-    SIGN_OF_LIFE,
+    KEEP_ALIVE,
     ApiError,
-    event,
+    cancel_on_disconnect,
+    format_event,
     json_response,
     read_body,
-    stream,
-    until_gone,
+    stream_response,
 )
 from inference.serve.models import ServedModel
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
-from inference.serve.state import State, client_of, get_state
+from inference.serve.state import State, get_client, get_state
 from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 """Maximum responses per request."""
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON can't represent."""
 
 
@@ -40,40 +40,41 @@ async def chat_completions(request: HttpRequest) -> Response:
     """Respond to a dialogue, at once or as a stream."""
     fields, ignored = read_request(ChatRequest, await read_body(request))
     # Tokenize on a thread: a long text would delay other clients' streams.
-    reply = await asyncio.to_thread(ChatReply, get_state(request), fields, client_of(request))
+    reply = await asyncio.to_thread(ChatReply, get_state(request), fields, get_client(request))
     return await _respond(reply, request, ignored)
 
 
 async def completions(request: HttpRequest) -> Response:
     """Continue one or more prompts, at once or as a stream."""
     fields, ignored = read_request(CompletionRequest, await read_body(request))
-    reply = await asyncio.to_thread(TextReply, get_state(request), fields, client_of(request))
-    await until_gone(request.receive, reply.score_prompts())
+    reply = await asyncio.to_thread(TextReply, get_state(request), fields, get_client(request))
+    await cancel_on_disconnect(request.receive, reply.score_prompts())
     return await _respond(reply, request, ignored)
 
 
 async def _respond(reply: "ChatReply | TextReply", request: HttpRequest, ignored: str) -> Response:
     headers = {"x-ignored-fields": ignored} if ignored else {}
     if not reply.fields.stream:
-        return json_response(await until_gone(request.receive, _complete(reply)), headers=headers)
+        content = await cancel_on_disconnect(request.receive, _complete(reply))
+        return json_response(content, headers=headers)
     events = _events(reply)
     await anext(events)  # so that an early error sets the status
-    return stream(events, headers)
+    return stream_response(events, headers)
 
 
 async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
     pieces: dict[int, Piece] = {}
-    if reply.wanted:
+    if reply.requests:
         broker = reply.state.broker
         job = reply.job(streams=False)
         with broker.open(job):
             async for new in broker.pieces(job):
                 pieces |= {piece.row: piece for piece in new}
     choices = [
-        reply.choice(number, pieces.get(number, Piece(number, finish="length")))
+        reply.make_choice(number, pieces.get(number, Piece(number, finish="length")))
         for number in range(reply.num_rows)
     ]
-    return reply.object(choices, reply.kind) | {"usage": count_usage(reply, pieces)}
+    return reply.make_object(choices, reply.kind) | {"usage": count_usage(reply, pieces)}
 
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
@@ -83,25 +84,25 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
     with_usage = {"usage": None} if reply.fields.wants_usage else {}
 
     def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
-        return reply.object(choices, reply.chunk_kind) | with_usage
+        return reply.make_object(choices, reply.chunk_kind) | with_usage
 
     with ExitStack() as stack:
         broker, job = reply.state.broker, None
-        if reply.wanted:
+        if reply.requests:
             job = reply.job(streams=True)
             stack.enter_context(broker.open(job))
         yield b""
-        for choice in reply.openings(rows):
-            yield event(chunk(choice))
+        for choice in reply.initial_chunks(rows):
+            yield format_event(chunk(choice))
         if job is not None:
             async for pieces in broker.pieces(job):
-                parts = b"" if pieces else SIGN_OF_LIFE
+                parts = b"" if pieces else KEEP_ALIVE
                 for piece in pieces:
                     seen.setdefault(piece.row, Piece(piece.row)).join(piece)
-                    parts += event(chunk(reply.part(rows[piece.row], piece)))
+                    parts += format_event(chunk(reply.make_chunk(rows[piece.row], piece)))
                 yield parts
     if reply.fields.wants_usage:
-        yield event(chunk() | {"usage": count_usage(reply, seen)})
+        yield format_event(chunk() | {"usage": count_usage(reply, seen)})
     yield DONE
 
 
@@ -134,11 +135,11 @@ class Reply:
         self.returns_ids = bool(fields.return_token_ids)
         self.prompts: list[list[int]] = []
         self.stops = fields.stops
-        self.wanted: list[list[Request]] = []
+        self.requests: list[list[Request]] = []
         """Requests for the responses to each prompt; empty if the prompts are only scored."""
 
     @property
-    def num_prompt(self) -> int:
+    def num_prompt_tokens(self) -> int:
         """Number of tokens in all prompts."""
         return sum(map(len, self.prompts))
 
@@ -147,7 +148,7 @@ class Reply:
         """Number of responses."""
         return len(self.prompts) * self.per_prompt
 
-    def object(self, choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    def make_object(self, choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
         return {
             "id": self.id,
@@ -159,7 +160,7 @@ class Reply:
             "choices": choices,
         }
 
-    def end(self, piece: Piece) -> dict[str, Any]:
+    def finish_fields(self, piece: Piece) -> dict[str, Any]:
         """The last fields of a choice."""
         ids = {"token_ids": piece.ids} if self.returns_ids else {}
         return {"finish_reason": piece.finish, **ids}
@@ -167,15 +168,13 @@ class Reply:
     def job(self, *, streams: bool) -> Job:
         """A job that generates the responses."""
         return Job(
-            self.served.name,
-            self.wanted,
-            self.client,
+            *(self.served.name, self.requests, self.client),
             stops=self.stops,
             continues=not self.starts_text,
             streams=streams,
         )
 
-    def want(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
+    def prepare(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
         """Set the responses to generate.
 
         The samples are those that `python -m inference.generate` draws for the same rows and seed.
@@ -187,13 +186,13 @@ class Reply:
         if self.per_prompt > config.max_n:
             message = f"n must be at most {config.max_n}, got {self.per_prompt}"
             raise ApiError(400, message, param="n")
-        if self.num_rows > MOST_ROWS:
-            raise ApiError(400, f"a request can have at most {MOST_ROWS} responses", param="n")
-        sampler = _sampler(fields, self.served, self.seed)
+        if self.num_rows > MAX_ROWS:
+            raise ApiError(400, f"a request can have at most {MAX_ROWS} responses", param="n")
+        sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt)
             length = self._length(fields, len(prompt), max_tokens)
-            self.wanted.append(
+            self.requests.append(
                 [
                     Request(
                         tuple(prompt),
@@ -208,10 +207,10 @@ class Reply:
             )
 
     def _length(self, fields: SamplingFields, num_prompt: int, max_tokens: int | None) -> int:
-        room = self.served.context - num_prompt
-        default = min(self.state.config.max_tokens_default, room)
+        max_length = self.served.context - num_prompt
+        default = min(self.state.config.max_tokens_default, max_length)
         length = default if max_tokens is None else max_tokens
-        if length > room:
+        if length > max_length:
             raise ApiError(
                 400,
                 f"the prompt has {num_prompt} tokens and {length} are requested, but the context"
@@ -228,8 +227,8 @@ class Reply:
         return length
 
 
-def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) -> None:
-    """Reject a prompt that is empty, leaves no room for `after` tokens or has unknown token ids.
+def check_prompt(served: ServedModel, prompt: Sequence[int], *, min_room: int = 1) -> None:
+    """Reject a prompt that is empty, leaves no room for `min_room` tokens or has unknown ids.
 
     Raises:
         ApiError: the prompt is refused.
@@ -243,7 +242,7 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) 
             f" {served.vocabulary - 1}; use its tokenizer",
             param="prompt",
         )
-    if served.context - len(prompt) < after:
+    if served.context - len(prompt) < min_room:
         raise ApiError(
             400,
             f"the prompt has {len(prompt)} tokens, but {served.name} has a context of"
@@ -253,7 +252,7 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], *, after: int = 1) 
         )
 
 
-def _sampler(fields: SamplingFields, served: ServedModel, seed: int) -> Sampler:
+def _make_sampler(fields: SamplingFields, served: ServedModel, seed: int) -> Sampler:
     return Sampler(
         temperature=1.0 if fields.temperature is None else fields.temperature,
         seed=seed,
@@ -263,24 +262,24 @@ def _sampler(fields: SamplingFields, served: ServedModel, seed: int) -> Sampler:
         repetition_penalty=fields.repetition_penalty or 1.0,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_bias(fields.logit_bias or {}, served),
+        logit_bias=_parse_bias(fields.logit_bias or {}, served),
         min_new_tokens=fields.min_tokens or 0,
         stop_ids=tuple(served.chat.stop_ids),
     )
 
 
-def _bias(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
+def _parse_bias(values: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
     bias: dict[int, float] = {}
-    for word, value in given.items():
-        is_token = word.isascii() and word.isdigit() and len(word) < 10
-        if not is_token or int(word) >= served.vocabulary:
+    for token, value in values.items():
+        is_token = token.isascii() and token.isdigit() and len(token) < 10
+        if not is_token or int(token) >= served.vocabulary:
             raise ApiError(
                 400,
-                f"logit_bias: {word[:32]} is not a token id of {served.name}; they are 0 to"
+                f"logit_bias: {token[:32]} is not a token id of {served.name}; they are 0 to"
                 f" {served.vocabulary - 1}",
                 param="logit_bias",
             )
-        bias[int(word)] = value
+        bias[int(token)] = value
     return tuple(sorted(bias.items()))
 
 
@@ -295,34 +294,34 @@ class ChatReply(Reply):
         continues = bool(fields.continue_final_message)
         self.starts_text = not continues
         prompt = self.served.encode_chat(
-            [each.message for each in fields.messages],
+            [item.message for item in fields.messages],
             continues=continues,
-            opens=fields.opens,
+            adds_prompt=fields.adds_prompt,
             arguments=fields.chat_template_kwargs,
         )
         self.prompts = [prompt]
         limit = fields.max_completion_tokens
-        self.want(fields, fields.max_tokens if limit is None else limit, fields.num_top)
+        self.prepare(fields, fields.max_tokens if limit is None else limit, fields.num_top)
 
-    def choice(self, number: int, piece: Piece) -> dict[str, Any]:
+    def make_choice(self, number: int, piece: Piece) -> dict[str, Any]:
         """A complete response."""
         return {
             "index": number,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
             "logprobs": self._logprobs(TextPosition(self.served, self.starts_text), piece),
-            **self.end(piece),
+            **self.finish_fields(piece),
         }
 
-    def part(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
+    def make_chunk(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
         """A part of a response in a stream."""
         return {
             "index": piece.row,
             "delta": {"content": piece.text} if piece.text else {},
             "logprobs": self._logprobs(row, piece),
-            **self.end(piece),
+            **self.finish_fields(piece),
         }
 
-    def openings(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
+    def initial_chunks(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
         """The first chunks of a stream: the role of each response."""
         for number in range(len(rows)):
             delta = {"role": "assistant", "content": "", "refusal": None}
@@ -331,16 +330,16 @@ class ChatReply(Reply):
     def _logprobs(self, row: "TextPosition", piece: Piece) -> dict[str, Any] | None:
         if not self.fields.logprobs:
             return None
-        names = self.served.token_bytes
+        vocab = self.served.token_bytes
 
         def entry(token: int, part: bytes, logprob: float) -> dict[str, Any]:
-            name = part.decode(errors="replace") if part else names.name(token)
-            return {"token": name, "logprob": max(logprob, LEAST), "bytes": list(part)}
+            name = part.decode(errors="replace") if part else vocab.name(token)
+            return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(part)}
 
         content = [
             {
                 **entry(token, part, report.logprob),
-                "top_logprobs": [entry(other, names.get(other), p) for other, p in report.top],
+                "top_logprobs": [entry(other, vocab.get(other), p) for other, p in report.top],
             }
             for token, part, report in row.tokens(piece)
         ]
@@ -355,29 +354,29 @@ class TextReply(Reply):
     def __init__(self, state: State, fields: CompletionRequest, client: str) -> None:
         super().__init__(state, fields, client)
         self.fields = fields
-        served, given = self.served, fields.prompts
+        served, prompts = self.served, fields.prompts
         self.scores: list[list[TokenLogprobs | None]] = []
         """Log-probabilities of each prompt's tokens; empty unless prompts are echoed with them."""
-        if not given:
+        if not prompts:
             raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):
             raise ApiError(
                 400, "best_of is not supported: omit it, or set it to n", param="best_of"
             )
         self.prompts = [
-            served.encode_text(each) if isinstance(each, str) else each for each in given
+            served.encode_text(item) if isinstance(item, str) else item for item in prompts
         ]
         only_scores = bool(fields.echo) and fields.max_tokens == 0
         for prompt in self.prompts:
-            check_prompt(served, prompt, after=0 if only_scores else 1)
+            check_prompt(served, prompt, min_room=0 if only_scores else 1)
         if not only_scores:
             limit = 16 if fields.max_tokens is None else fields.max_tokens  # OpenAI's default
-            self.want(fields, limit, fields.logprobs)
+            self.prepare(fields, limit, fields.logprobs)
         self.echoes: list[str] | None = None
         if fields.echo:
             self.echoes = [
-                each if isinstance(each, str) else plain_text(served.tokenizer, each)
-                for each in given
+                item if isinstance(item, str) else plain_text(served.tokenizer, item)
+                for item in prompts
             ]
 
     async def score_prompts(self) -> None:
@@ -391,7 +390,7 @@ class TextReply(Reply):
             )
             self.scores.append(scores)
 
-    def choice(self, number: int, piece: Piece) -> dict[str, Any]:
+    def make_choice(self, number: int, piece: Piece) -> dict[str, Any]:
         """A complete response, after the prompt if it is echoed."""
         index, text, logprobs = number // self.per_prompt, piece.text, None
         if self.echoes is not None:
@@ -403,19 +402,21 @@ class TextReply(Reply):
                 tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
             row = TextPosition(self.served, self.starts_text)
             logprobs = self._logprobs(row, [*tokens, *row.tokens(piece)])
-        return {"index": number, "text": text, "logprobs": logprobs, **self.end(piece)}
+        return {"index": number, "text": text, "logprobs": logprobs, **self.finish_fields(piece)}
 
-    def part(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
+    def make_chunk(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
         """A part of a response in a stream."""
         logprobs = None
         if self.fields.logprobs is not None:
             logprobs = self._logprobs(row, row.tokens(piece))
-        return {"index": piece.row, "text": piece.text, "logprobs": logprobs, **self.end(piece)}
+        choice = {"index": piece.row, "text": piece.text, "logprobs": logprobs}
+        return choice | self.finish_fields(piece)
 
-    def openings(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
+    def initial_chunks(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
         """The first chunks of a stream: the echoed prompts."""
         for number, row in enumerate(rows if self.echoes is not None else ()):
-            choice = self.choice(number, Piece(number, finish=None if self.wanted else "length"))
+            piece = Piece(number, finish=None if self.requests else "length")
+            choice = self.make_choice(number, piece)
             row.offset = len(choice["text"])
             yield choice
 
@@ -423,13 +424,13 @@ class TextReply(Reply):
         self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, TokenLogprobs | None]]
     ) -> dict[str, Any]:
         """OpenAI's logprobs object; a prompt's first token has no log-probability."""
-        names = self.served.token_bytes
+        vocab = self.served.token_bytes
         reports = [report for *_, report in tokens]
         return {
-            "tokens": [part.decode(errors="replace") or names.name(id_) for id_, part, _ in tokens],
-            "token_logprobs": [None if r is None else max(r.logprob, LEAST) for r in reports],
+            "tokens": [part.decode(errors="replace") or vocab.name(id_) for id_, part, _ in tokens],
+            "token_logprobs": [None if r is None else max(r.logprob, MIN_LOGPROB) for r in reports],
             "top_logprobs": [
-                None if r is None else {names.name(t): max(value, LEAST) for t, value in r.top}
+                None if r is None else {vocab.name(t): max(p, MIN_LOGPROB) for t, p in r.top}
                 for r in reports
             ],
             "text_offset": [row.advance(part) for _, part, _ in tokens],
@@ -449,9 +450,9 @@ def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
         prompt = row // reply.per_prompt
         reused[prompt] = min(piece.num_reused, reused.get(prompt, piece.num_reused))
     return {
-        "prompt_tokens": reply.num_prompt,
+        "prompt_tokens": reply.num_prompt_tokens,
         "completion_tokens": num_completion,
-        "total_tokens": reply.num_prompt + num_completion,
+        "total_tokens": reply.num_prompt_tokens + num_completion,
         "prompt_tokens_details": {"cached_tokens": sum(reused.values())},
     }
 
@@ -466,7 +467,7 @@ class TextPosition:
 
     offset: int = 0
     """Characters before the next token; an incomplete character doesn't count."""
-    _open: bytes = field(default=b"", repr=False)
+    _incomplete: bytes = field(default=b"", repr=False)
 
     def tokens(self, piece: Piece) -> list[tuple[int, bytes, TokenLogprobs]]:
         """Return (id, bytes, log-probabilities) of the tokens of a piece that have text."""
@@ -478,8 +479,8 @@ class TextPosition:
     def advance(self, part: bytes) -> int:
         """Move past the next token, which has these bytes; return its offset."""
         offset = self.offset
-        self._open += part
-        text = self._open.decode(errors="ignore")
+        self._incomplete += part
+        text = self._incomplete.decode(errors="ignore")
         self.offset += len(text)
-        self._open = self._open[len(text.encode()) :]
+        self._incomplete = self._incomplete[len(text.encode()) :]
         return offset

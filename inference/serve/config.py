@@ -114,15 +114,12 @@ class ServeConfig:
             "--path is missing: pass a model directory, or --run OUT for the models of a run",
         )
         require(0 <= self.port < 65536, f"port must be in [0, 65535], got {self.port}")
-        for name in ("slots", "context", "cache_gib", "prefill_chunk"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}")
         for name in (
-            *("queue", "queue_seconds", "request_seconds", "idle_seconds", "max_body_mib"),
-            *("max_tokens_default", "max_n"),
+            *("slots", "context", "cache_gib", "prefill_chunk", "queue", "queue_seconds"),
+            *("request_seconds", "idle_seconds", "max_body_mib", "max_tokens_default", "max_n"),
         ):
             value = getattr(self, name)
-            require(value > 0, f"{name} must be above 0, got {value}")
+            require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.drain_seconds >= 0, f"drain_seconds must not be below 0, got {self.drain_seconds}"
         )
@@ -149,10 +146,10 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
         ConfigError: the file can't be read or has no keys, a key is too short, or the server would
             be open to others without one.
     """
-    given = [*config.api_key, *filter(None, [os.environ.get("RLHF_API_KEY")])]
-    keys = {f"key {number}": key for number, key in enumerate(given, start=1)}
+    values = [*config.api_key, *filter(None, [os.environ.get("RLHF_API_KEY")])]
+    keys = {f"key {number}": key for number, key in enumerate(values, start=1)}
     if config.api_key_file is not None:
-        keys |= _keys_in(config.api_key_file)
+        keys |= _read_key_file(config.api_key_file)
     for name, key in keys.items():
         require(len(key) >= 8, f"--api-key: {name} is shorter than 8 characters; use a longer one")
         require(
@@ -167,7 +164,7 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
     return keys
 
 
-def _keys_in(path: Path) -> dict[str, str]:
+def _read_key_file(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -175,10 +172,10 @@ def _keys_in(path: Path) -> dict[str, str]:
         raise ConfigError(f"--api-key-file {path} can't be read: {reason}") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
-        words: Sequence[str] = line.split()
-        if not words or line.lstrip().startswith("#"):
+        fields: Sequence[str] = line.split()
+        if not fields or line.lstrip().startswith("#"):
             continue
-        require(len(words) <= 2, f"--api-key-file {path} line {number} must be KEY or NAME KEY")
-        keys[words[0] if len(words) == 2 else f"{path.name} line {number}"] = words[-1]
+        require(len(fields) <= 2, f"--api-key-file {path} line {number} must be KEY or NAME KEY")
+        keys[fields[0] if len(fields) == 2 else f"{path.name} line {number}"] = fields[-1]
     require(bool(keys), f"--api-key-file {path} has no keys; write one per line")
     return keys

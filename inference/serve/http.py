@@ -16,7 +16,7 @@ from inference.serve.config import ServeConfig
 
 T = TypeVar("T")
 
-KINDS = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -30,11 +30,11 @@ KINDS = {
 RETRY_SECONDS = 5
 """Value of `Retry-After` in responses with status 429 or 503."""
 
-LEFT = 499
+CLIENT_CLOSED = 499
 """Status of a request whose client disconnected, in logs and metrics."""
 
 DONE = b"data: [DONE]\n\n"
-SIGN_OF_LIFE = b": waiting\n\n"
+KEEP_ALIVE = b": waiting\n\n"
 
 
 class ApiError(Exception):
@@ -55,7 +55,7 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": KINDS.get(self.status, "invalid_request_error"),
+                "type": ERROR_TYPES.get(self.status, "invalid_request_error"),
                 "param": self.param,
                 "code": self.code,
             }
@@ -70,7 +70,7 @@ class ApiError(Exception):
         return json_response(self.body, status=self.status, headers=headers)
 
 
-class ClientGone(Exception):  # noqa: N818 - not an error: its request is over
+class ClientDisconnected(Exception):  # noqa: N818 - not an error: its request is over
     """The client disconnected before the response was sent."""
 
 
@@ -78,10 +78,10 @@ def json_response(
     content: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     """A response of JSON."""
-    return Response(as_json(content), status, headers, media_type="application/json")
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
-def as_json(content: object) -> bytes:
+def to_json(content: object) -> bytes:
     """Return compact JSON."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode(errors="backslashreplace")  # lone surrogates
@@ -95,12 +95,12 @@ async def read_body(request: Request) -> dict[str, Any]:
     """
     config: ServeConfig = request.app.state.server.config
     seconds = config.idle_seconds
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json")
     try:
         async with asyncio.timeout(seconds):
-            body = await _read(request, int(config.max_body_mib * 2**20))
+            body = await _read_limited(request, int(config.max_body_mib * 2**20))
     except TimeoutError:
         raise ApiError(400, f"the body was not received within {seconds:g} seconds") from None
     except ClientDisconnect:
@@ -114,7 +114,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     return content
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read_limited(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {limit:,} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > limit):
@@ -129,39 +129,39 @@ async def _read(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def event(content: object) -> bytes:
+def format_event(content: object) -> bytes:
     """A server-sent event."""
-    return b"data: " + as_json(content) + b"\n\n"
+    return b"data: " + to_json(content) + b"\n\n"
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, and cancel it as soon as the client leaves.
 
     `receive` belongs to a request whose body has been read.
 
     Raises:
-        ClientGone: the client left.
+        ClientDisconnected: the client left.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnected
         return task.result()
     finally:
-        for each in (watcher, task):
-            each.cancel()
+        for future in (watcher, task):
+            future.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await each
+                await future
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def stream(source: AsyncGenerator[bytes], headers: dict[str, str]) -> Response:
+def stream_response(source: AsyncGenerator[bytes], headers: dict[str, str]) -> Response:
     """Send events as they come; the source is closed when the client leaves.
 
     An `ApiError` of the source becomes the last event.
@@ -172,7 +172,7 @@ def stream(source: AsyncGenerator[bytes], headers: dict[str, str]) -> Response:
             async for part in source:
                 yield part
         except ApiError as error:
-            yield event(error.body)
+            yield format_event(error.body)
 
     async def close() -> None:
         await source.aclose()

@@ -31,7 +31,7 @@ class Metrics:
         self.first = Histogram(
             "vllm:time_to_first_token_seconds", "After getting a slot.", buckets=SECONDS, **by_model
         )
-        self.between = Histogram(
+        self.time_between_tokens = Histogram(
             "vllm:time_per_output_token_seconds", "Between tokens.", buckets=SECONDS, **by_model
         )
         self.ended = Counter(

@@ -35,7 +35,7 @@ from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, model_to_talk_to, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
 
-MOST_LOGITS = 2**26
+MAX_LOGITS = 2**26
 """Maximum logits of one pass over a prompt: 256 MiB of fp32, and as much again for
 log-probabilities."""
 
@@ -70,7 +70,7 @@ class ServedModel:
         messages: Sequence[Message],
         *,
         continues: bool,
-        opens: bool = True,
+        adds_prompt: bool = True,
         arguments: Mapping[str, Argument] | None = None,
     ) -> list[int]:
         """Return the token ids of a dialogue as a prompt.
@@ -78,7 +78,7 @@ class ServedModel:
         Args:
             messages: the dialogue.
             continues: whether its last turn, the assistant's, is unfinished.
-            opens: whether the generation prompt follows a user's turn.
+            adds_prompt: whether the generation prompt follows a user's turn.
             arguments: arguments of the chat template.
 
         Raises:
@@ -86,22 +86,22 @@ class ServedModel:
                 the wrong role.
         """
         answered = messages[-1].role == "assistant"
-        if (continues and not answered) or (answered and opens and not continues):
+        if (continues and not answered) or (answered and adds_prompt and not continues):
             raise ApiError(
                 400,
                 "messages must end with a user turn, or an assistant turn if"
                 " continue_final_message is true",
                 param="messages",
             )
-        chat = self._chat_with(arguments) if arguments else self.chat
+        chat = self._resolve_chat(arguments) if arguments else self.chat
         try:
             if continues or not answered:
-                return chat.encode_prompt(messages, generation_prompt=opens)
+                return chat.encode_prompt(messages, generation_prompt=adds_prompt)
             return chat.encode(messages[:-1], messages[-1:]).input_ids
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
 
-    def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
+    def _resolve_chat(self, arguments: Mapping[str, Argument]) -> ChatFormat:
         """The chat format with arguments of its template."""
         unknown = unused_names(self.chat.template, arguments)
         if unknown:
@@ -128,12 +128,12 @@ class ServedModel:
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
         """Return the log-probability of each token given the preceding ones; None for the first.
 
-        A long prompt is read once per `MOST_LOGITS` logits.
+        A long prompt is read once per `MAX_LOGITS` logits.
         """
         device = next(self.model.parameters()).device
         ids = torch.tensor(list(prompt), device=device)
         policy = Policy(self.model)
-        step = max(1, MOST_LOGITS // self.vocabulary)
+        step = max(1, MAX_LOGITS // self.vocabulary)
         result: list[TokenLogprobs | None] = [None]
         for first in range(1, len(prompt), step):
             last = min(first + step, len(prompt))
@@ -181,19 +181,19 @@ class ServedReward:
         return self.scorer.final_scores(batch).item()
 
 
-NAME = re.compile(r"[\w.:-]{1,64}")
+NAME_PATTERN = re.compile(r"[\w.:-]{1,64}")
 BASE = "base"
 
-MOST_CONTEXT = 8192
+DEFAULT_CONTEXT = 8192
 """Maximum tokens per sequence without `--context`."""
 
-LEAST_CONTEXT = 256
+MIN_CONTEXT = 256
 """Minimum tokens per sequence that must fit in memory without `--context`."""
 
-MOST_SLOTS = 32
+DEFAULT_SLOTS = 32
 """Maximum concurrent sequences without `--slots`."""
 
-CHUNK = {"cpu": 64, "cuda": 512}
+PREFILL_CHUNK = {"cpu": 64, "cuda": 512}
 """Maximum prompt tokens per step without `--prefill-chunk`."""
 
 
@@ -207,19 +207,19 @@ class ModelPath:
     seed: int = 0
     """Seed of the weights of an embedded base model."""
 
-    choose_format: str | None = None
+    template_source: str | None = None
     """Model whose chat template the initial model of a run may use."""
 
 
-def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
+def collect_models(config: ServeConfig) -> list[ModelPath]:
     """Return the models of `--path` and `--run`, with distinct names.
 
     Raises:
         ConfigError: two models have the same name.
         ModelError: the run has no model yet.
     """
-    paths = [] if config.run is None else models_of_run(config.run)
-    paths += [_named(word) for word in config.path]
+    paths = [] if config.run is None else find_run_models(config.run)
+    paths += [_parse_path(word) for word in config.path]
     names = [path.name for path in paths]
     for name in names:
         require(
@@ -229,9 +229,9 @@ def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
     return paths
 
 
-def _named(word: str) -> ModelPath:
+def _parse_path(word: str) -> ModelPath:
     name, equals, path = word.partition("=")
-    if equals and NAME.fullmatch(name) and path:
+    if equals and NAME_PATTERN.fullmatch(name) and path:
         return ModelPath(name, path)
     directory = Path(word).expanduser()
     name = directory.name or directory.resolve().name
@@ -240,17 +240,17 @@ def _named(word: str) -> ModelPath:
     return ModelPath(re.sub(r"[^\w.:-]", "-", name)[:64] or "model", word)
 
 
-def models_of_run(out: Path) -> list[ModelPath]:
+def find_run_models(out: Path) -> list[ModelPath]:
     """Return a run's models that generate: base, step 1, and step 3, the best method last.
 
     Raises:
         ModelError: no step has finished such a model.
     """
     paths: list[ModelPath] = []
-    steps = _steps(out)
+    steps = _read_steps(out)
     for name, step in steps.items():
         if not paths and step.finished and step.has("perplexity_after"):
-            paths += _base(step, str(out / name))
+            paths += _base_model(step, str(out / name))
         for directory in (out / name, out / name / "actor"):
             generates = step.has("perplexity_after") or directory.name == "actor"
             if step.finished and generates and (directory / "config.json").is_file():
@@ -262,22 +262,22 @@ def models_of_run(out: Path) -> list[ModelPath]:
     return paths
 
 
-def reward_of_run(out: Path) -> str | None:
+def find_run_reward(out: Path) -> str | None:
     """Return the path of a run's reward model, if it has one."""
-    for name, step in _steps(out).items():
+    for name, step in _read_steps(out).items():
         if step.finished and step.has("accuracy_after") and (out / name / "config.json").is_file():
             return str(out / name)
     return None
 
 
-def _steps(out: Path) -> Mapping[str, StepResult]:
+def _read_steps(out: Path) -> Mapping[str, StepResult]:
     try:
         return read_results(out).steps
     except DataError as error:
         raise ConfigError(f"--run {error}") from None
 
 
-def _base(step: StepResult, directory: str) -> list[ModelPath]:
+def _base_model(step: StepResult, directory: str) -> list[ModelPath]:
     """The model that step 1 began from; none if its settings don't name one."""
     path, seed = step.settings.get("model.path"), step.settings.get("seed")
     if not isinstance(path, str):
@@ -293,10 +293,10 @@ def load_models(
     Raises:
         UserError: there is no such model, or no room for it.
     """
-    paths = _ready(paths)
+    paths = _available(paths)
     if reward is not None:
         check_ready(reward, scores=True)
-    slots_of = plan_memory(paths, reward, config)
+    plan = plan_memory(paths, reward, config)
     served_reward = None
     if reward is not None:
         scorer, chat = load_scorer(reward)
@@ -304,7 +304,7 @@ def load_models(
         served_reward = ServedReward("reward", scorer, chat)
     models: dict[str, ServedModel] = {}
     for path in paths:
-        slots, context = slots_of[path.name]
+        slots, context = plan[path.name]
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
@@ -314,7 +314,7 @@ def load_models(
             f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
             f" {context:,} tokens ({cache} of keys and values)"
         )
-        tokenizer = _tokenizer(path)
+        tokenizer = _load_tokenizer(path)
         models[path.name] = ServedModel(
             name=path.name,
             model=model,
@@ -324,7 +324,7 @@ def load_models(
                 model,
                 num_slots=slots,
                 capacity=context,
-                chunk=config.prefill_chunk or CHUNK[model.device.type],
+                chunk=config.prefill_chunk or PREFILL_CHUNK[model.device.type],
                 reuse_prefixes=config.prefix_reuse != "off",
             ),
             num_slots=slots,
@@ -335,17 +335,14 @@ def load_models(
     return models, served_reward
 
 
-def _ready(paths: Sequence[ModelPath]) -> list[ModelPath]:
-    """The models that can be loaded: all but a run's initial model, if that is missing.
-
-    A run may have been moved to another machine, without the model it started from.
-    """
+def _available(paths: Sequence[ModelPath]) -> list[ModelPath]:
+    """The models that exist; a run's initial model may be missing on another machine."""
     ready: list[ModelPath] = []
     for path in paths:
         try:
             check_ready(path.path)
         except ModelError as error:
-            if path.choose_format is None:
+            if path.template_source is None:
                 raise
             print_notice(f"{path.name}, the run's starting model, is skipped: {error}")
         else:
@@ -363,10 +360,10 @@ def plan_memory(
         ModelError: a model has no configuration to read.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = {path.name: _on_meta(path.path, config, device) for path in paths}
+    models = {path.name: _load_on_meta(path.path, config, device) for path in paths}
     total = sum(map(_num_bytes, models.values()))
     if reward is not None:
-        total += _num_bytes(_on_meta(reward, config, device, task="classifier"))
+        total += _num_bytes(_load_on_meta(reward, config, device, task="classifier"))
     free = psutil.virtual_memory().available
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -389,12 +386,12 @@ def _plan_slots(
         config.context is None or config.context <= limit,
         f"--context {config.context} exceeds the {limit}-token context of {name}; lower it",
     )
-    context = min(limit, config.context or MOST_CONTEXT)
+    context = min(limit, config.context or DEFAULT_CONTEXT)
     if config.context is None:  # shorten it rather than fail
-        while context > LEAST_CONTEXT and count_pages(context) * page_bytes(model) > budget:
-            context = max(LEAST_CONTEXT, context // 2)
+        while context > MIN_CONTEXT and count_pages(context) * page_bytes(model) > budget:
+            context = max(MIN_CONTEXT, context // 2)
     slot = count_pages(context) * page_bytes(model)
-    slots = config.slots or max(1, min(MOST_SLOTS, budget // slot))
+    slots = config.slots or max(1, min(DEFAULT_SLOTS, budget // slot))
     if slots * slot > budget:
         needed, available = format_bytes(slots * slot, budget)
         raise ConfigError(
@@ -404,7 +401,7 @@ def _plan_slots(
     return slots, context
 
 
-def _on_meta(
+def _load_on_meta(
     path: str, config: ServeConfig, device: torch.device, *, task: Task = "causal"
 ) -> PreTrainedModel:
     settings = FrozenModelConfig(path=path, precision=config.precision)
@@ -415,14 +412,14 @@ def _num_bytes(model: nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters())
 
 
-def _tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
     A base model without a chat template uses the tokenizer of the step that trained it, if the
     vocabulary is the same, so that both models get the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
-    if path.choose_format is None or tokenizer.chat_template:
+    if path.template_source is None or tokenizer.chat_template:
         return tokenizer
-    trained = load_tokenizer(FrozenModelConfig(path=path.choose_format))
+    trained = load_tokenizer(FrozenModelConfig(path=path.template_source))
     return trained if trained.get_vocab() == tokenizer.get_vocab() else tokenizer

@@ -16,7 +16,14 @@ from starlette.types import ASGIApp
 
 from inference.ratings import RatingsFile, active_ratings, compute_agreement, read_ratings
 from inference.serve.completions import chat_completions, completions, new_id
-from inference.serve.http import LEFT, ApiError, ClientGone, json_response, read_body, until_gone
+from inference.serve.http import (
+    CLIENT_CLOSED,
+    ApiError,
+    ClientDisconnected,
+    cancel_on_disconnect,
+    json_response,
+    read_body,
+)
 from inference.serve.models import ServedModel
 from inference.serve.schema import (
     RatingRequest,
@@ -26,7 +33,7 @@ from inference.serve.schema import (
     read_request,
 )
 from inference.serve.security import AccessControl
-from inference.serve.state import State, client_of, get_state
+from inference.serve.state import State, get_client, get_state
 from pipeline import __version__
 from pipeline.system.errors import DataError
 
@@ -56,34 +63,34 @@ def build_app(state: State) -> ASGIApp:
     app = Starlette(
         routes=[*routes, *pages],
         exception_handlers={
-            ApiError: _refuse,
-            HTTPException: _refuse_route,
-            ClientGone: _leave,
-            Exception: _fail,
+            ApiError: _handle_api_error,
+            HTTPException: _handle_http_error,
+            ClientDisconnected: _handle_disconnect,
+            Exception: _handle_error,
         },
     )
     app.state.server = state
     return AccessControl(app, state, frozenset({"/health", *(route.path for route in pages)}))
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _handle_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response
 
 
-async def _leave(*_: object) -> Response:
-    return Response(status_code=LEFT)
+async def _handle_disconnect(*_: object) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
 
 
-async def _fail(*_: object) -> Response:
+async def _handle_error(*_: object) -> Response:
     return ApiError(500, "internal server error; see the server's log").response
 
 
-async def _refuse_route(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     """Reject an unknown path or method."""
     assert isinstance(error, HTTPException)
-    what = {404: "no such path", 405: f"this path does not support {request.method}"}
-    message = what.get(error.status_code, "the request can't be read")
+    messages = {404: "no such path", 405: f"this path does not support {request.method}"}
+    message = messages.get(error.status_code, "the request can't be read")
     return ApiError(error.status_code, message).response
 
 
@@ -92,22 +99,21 @@ def page_routes() -> list[Route]:
     routes: list[Route] = []
     for file in sorted(PAGE.glob("*.*")):
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
-        kind = mimetypes.guess_type(file.name)[0]
-        answer = partial(_file, file.read_bytes(), kind)
-        routes.append(Route(path, answer, methods=["GET"]))
+        content_type = mimetypes.guess_type(file.name)[0]
+        handler = partial(_serve_file, file.read_bytes(), content_type)
+        routes.append(Route(path, handler, methods=["GET"]))
     return routes
 
 
-async def _file(content: bytes, kind: str | None, _: Request) -> Response:
+async def _serve_file(content: bytes, kind: str | None, _: Request) -> Response:
     return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 async def models(request: Request) -> Response:
     """`GET /v1/models`."""
     state = get_state(request)
-    return json_response(
-        {"object": "list", "data": [_model(state, each) for each in state.models.values()]}
-    )
+    data = [_model(state, served) for served in state.models.values()]
+    return json_response({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
@@ -159,12 +165,12 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "provide either prompt or messages", param="prompt")
     if fields.messages is not None:
-        messages = [each.message for each in fields.messages]
+        messages = [item.message for item in fields.messages]
         ids = await asyncio.to_thread(
             served.encode_chat,
             messages,
-            continues=fields.opens and messages[-1].role == "assistant",
-            opens=fields.opens,
+            continues=fields.adds_prompt and messages[-1].role == "assistant",
+            adds_prompt=fields.adds_prompt,
             arguments=fields.chat_template_kwargs,
         )
     else:
@@ -183,8 +189,9 @@ async def score(request: Request) -> Response:
         raise ApiError(
             404, "no reward model is served; start the server with --reward DIR", param="model"
         )
-    dialogue = reward.encode([each.message for each in fields.messages])
-    value = await until_gone(request.receive, state.broker.call(lambda: reward.score(dialogue)))
+    dialogue = reward.encode([item.message for item in fields.messages])
+    call = state.broker.call(lambda: reward.score(dialogue))
+    value = await cancel_on_disconnect(request.receive, call)
     return json_response(
         {
             "id": new_id("score"),
@@ -239,12 +246,12 @@ async def summary(request: Request) -> Response:
     """`GET /api/ratings/summary`: the number of ratings, and the agreement of raters."""
     file = _ratings(get_state(request))
     try:
-        figures = await asyncio.to_thread(
+        statistics = await asyncio.to_thread(
             lambda: compute_agreement(active_ratings(read_ratings(file.path)))
         )
     except (DataError, KeyError, TypeError, IndexError) as error:
         raise ApiError(503, f"{file.path.name} can't be read: {error}") from None
-    return json_response({"path": file.path.name, **asdict(figures)})
+    return json_response({"path": file.path.name, **asdict(statistics)})
 
 
 def _ratings(state: State) -> RatingsFile:
@@ -255,4 +262,4 @@ def _ratings(state: State) -> RatingsFile:
 
 def _key_name(request: Request) -> str:
     """Name of the request's key, or an empty string: addresses are not stored."""
-    return client_of(request) if request.scope.get("key_name") else ""
+    return get_client(request) if request.scope.get("key_name") else ""

@@ -15,14 +15,14 @@ T = TypeVar("T", bound=BaseModel)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(max_length=256)]
-KINDS_OF_VALUES = ("str", "int", "float", "bool")
+TYPE_SUFFIXES = ("str", "int", "float", "bool")
 """Type names that pydantic appends to the name of a field with several types."""
 
 MAX_STOPS = 16
-SEED = 2**63
+SEED_LIMIT = 2**63
 """Seeds are signed 64-bit integers."""
 
-NOT_SERVED = (
+UNSUPPORTED = (
     *("tools", "functions", "tool_choice", "function_call", "response_format", "regex"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("audio", "modalities", "prediction", "web_search_options", "chat_template", "suffix"),
@@ -30,24 +30,24 @@ NOT_SERVED = (
 )
 """Fields of OpenAI and vLLM that are refused."""
 
-DEFAULTS = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type": "text"})
-"""Values of the fields in `NOT_SERVED` that have no effect and are accepted."""
+NEUTRAL_VALUES = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type": "text"})
+"""Values of the fields in `UNSUPPORTED` that have no effect and are accepted."""
 
 EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
 
 REASONS = {
     "chat_template": "templates are programs; only the model's own is used",
-    **dict.fromkeys(NOT_SERVED[:11], EXPORTS),
+    **dict.fromkeys(UNSUPPORTED[:11], EXPORTS),
 }
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """A model that does not coerce types."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A part of a message; only text is supported."""
 
     type: Literal["text"]
@@ -58,7 +58,7 @@ class ChatMessage(BaseModel):
     """One message of a dialogue."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
     tool_calls: object = None
     function_call: object = None
 
@@ -84,7 +84,7 @@ class TemplateFields(BaseModel):
     add_generation_prompt: bool | None = None
 
     @property
-    def opens(self) -> bool:
+    def adds_prompt(self) -> bool:
         """Whether the generation prompt follows a user's turn."""
         return self.add_generation_prompt is not False
 
@@ -95,7 +95,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingFields(Strict):
+class SamplingFields(StrictModel):
     """Sampling: OpenAI's fields, followed by extensions."""
 
     model: str = Field(default="", max_length=512)
@@ -105,7 +105,7 @@ class SamplingFields(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
+    seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
     max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -121,8 +121,8 @@ class SamplingFields(Strict):
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings: a response ends before them."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(each for each in given if each)
+        values = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(filter(None, values))
 
     @property
     def wants_usage(self) -> bool:
@@ -173,7 +173,7 @@ class CompletionRequest(SamplingFields):
         return list(prompt)  # pyrefly: ignore[bad-return]
 
 
-class TokenizeRequest(Strict, TemplateFields):
+class TokenizeRequest(StrictModel, TemplateFields):
     """`POST /tokenize`: a text, or a dialogue as a prompt."""
 
     model: str = ""
@@ -182,21 +182,21 @@ class TokenizeRequest(Strict, TemplateFields):
     add_special_tokens: bool = True
 
 
-class ScoreRequest(Strict):
+class ScoreRequest(StrictModel):
     """`POST /v1/score`: a dialogue that ends in the response to score."""
 
     model: str = ""
     messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
 
 
-class RatedMessage(Strict, extra="forbid"):
+class RatedMessage(StrictModel, extra="forbid"):
     """A turn of the dialogue before a rated response."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class RatedAnswer(Strict, extra="forbid"):
+class RatedAnswer(StrictModel, extra="forbid"):
     """A rated response and where it came from."""
 
     model: str = Field(max_length=512)
@@ -209,7 +209,7 @@ class RatedAnswer(Strict, extra="forbid"):
     score: float | None = None
 
 
-class RatingRequest(Strict, extra="forbid"):
+class RatingRequest(StrictModel, extra="forbid"):
     """`POST /api/ratings`: docs/rating.md."""
 
     kind: Literal["pair", "thumb", "edit"]
@@ -240,7 +240,7 @@ class RatingRequest(Strict, extra="forbid"):
         return self
 
 
-class UndoRequest(Strict):
+class UndoRequest(StrictModel):
     """`POST /api/ratings/undo`."""
 
     id: str = Field(max_length=64)
@@ -253,28 +253,28 @@ def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
     Raises:
         ApiError: a field is missing, wrong, or not served.
     """
-    for name in NOT_SERVED:
-        if name not in kind.model_fields and body.get(name) not in DEFAULTS:
+    for name in UNSUPPORTED:
+        if name not in kind.model_fields and body.get(name) not in NEUTRAL_VALUES:
             reason = REASONS.get(name, "leave it out")
             raise ApiError(400, f"{name} is not supported: {reason}", param=name)
     try:
         request = kind.model_validate(dict(body))
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _to_api_error(error) from None
     ignored = [
         re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII)
         for name, value in body.items()
-        if name not in kind.model_fields and name not in NOT_SERVED and value is not None
+        if name not in kind.model_fields and name not in UNSUPPORTED and value is not None
     ]
     return request, ", ".join(ignored[:16])
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def _to_api_error(error: ValidationError) -> ApiError:
     """The first error, as a sentence that begins with the field's name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    loc = [part for part in first["loc"] if part not in KINDS_OF_VALUES]
-    place = [part for part in loc if isinstance(part, int) or part.isidentifier()]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    loc = [part for part in first["loc"] if part not in TYPE_SUFFIXES]
+    path = [part for part in loc if isinstance(part, int) or part.isidentifier()]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     name = name.lstrip(".")[:100] or "body"
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:200]

@@ -10,18 +10,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.serve.config import LOOPBACK
-from inference.serve.http import LEFT, ApiError
+from inference.serve.http import CLIENT_CLOSED, ApiError
 from inference.serve.state import State
 
 logger = logging.getLogger(__name__)
 
-SAFE = ("GET", "HEAD", "OPTIONS")
-POLICY = (
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -50,10 +50,10 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), LEFT
+        began, status = time.perf_counter(), CLIENT_CLOSED
         headers = Headers(scope=scope)
 
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -61,13 +61,13 @@ class AccessControl:
             await send(message)
 
         try:
-            await self._answer(scope, receive, sending, headers)
+            await self._handle(scope, receive, send_with_headers, headers)
         except Exception:  # the client already has a response
             logger.exception("a request failed")
         finally:
             self._log(scope, status, time.perf_counter() - began)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         try:
             self._check_host(headers)
             allowed = self._check_origin(scope["method"], headers, scope["scheme"])
@@ -102,8 +102,9 @@ class AccessControl:
         if origin in self._config.cors:
             return True
         own = f"{scheme}://{headers.get('host', '')}"
-        cross = origin is not None and origin.lower() != own.lower()
-        if method not in SAFE and (cross or headers.get("sec-fetch-site") == "cross-site"):
+        is_cross_site = headers.get("sec-fetch-site") == "cross-site"
+        is_cross_site |= origin is not None and origin.lower() != own.lower()
+        if method not in SAFE_METHODS and is_cross_site:
             raise ApiError(
                 403, "the request comes from another page; to allow it, start with --cors ORIGIN"
             )
@@ -113,11 +114,11 @@ class AccessControl:
         """The name of the request's key; None if none is needed."""
         if not self._keys:
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        offered = given.strip().encode() if scheme.lower() == "bearer" else b""
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        token = value.strip().encode() if scheme.lower() == "bearer" else b""
         # Compare with every key, in constant time.
         names = [
-            name for name, key in self._keys.items() if hmac.compare_digest(key.encode(), offered)
+            name for name, key in self._keys.items() if hmac.compare_digest(key.encode(), token)
         ]
         if not names:
             raise ApiError(
@@ -129,7 +130,7 @@ class AccessControl:
 
     def _add_headers(self, message: Message, origin: str | None) -> None:
         headers = MutableHeaders(scope=message)
-        headers.update(HEADERS)
+        headers.update(SECURITY_HEADERS)
         if origin in self._config.cors and origin is not None:
             headers["Access-Control-Allow-Origin"] = origin
             headers["Cross-Origin-Resource-Policy"] = "cross-origin"

@@ -21,10 +21,10 @@ from pipeline.system.errors import EXIT_FAILED, ConfigError
 
 logger = logging.getLogger(__name__)
 
-HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 """Maximum bytes of a request's line and headers."""
 
-KEEP_ALIVE = 5
+KEEP_ALIVE_SECONDS = 5
 """Seconds for which an idle connection stays open."""
 
 
@@ -53,35 +53,35 @@ def listen(config: ServeConfig) -> socket.socket:
     return listener
 
 
-class ImpatientProtocol(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """Disconnects clients that are too slow to send headers or read responses."""
 
     seconds = 30.0
-    _silent: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _request_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the timer for the connection's first request."""
         super().connection_made(transport)
-        self._silent = self.loop.call_later(self.seconds, self._close_without_request)
+        self._request_timer = self.loop.call_later(self.seconds, self._close_without_request)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers, which would keep the connection in memory."""
         super().connection_lost(exc)
-        for timer in (self._silent, self._unread):
+        for timer in (self._request_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
 
     def pause_writing(self) -> None:
         """Start the timer of a client that does not read its response."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self.seconds, self.transport.abort)
+        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Cancel the timer of a client that reads its response again."""
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
 
     def _close_without_request(self) -> None:
         if self.cycle is None:
@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
     def __init__(self, state: State) -> None:
         config = state.config
         self.state = state
-        protocol = type("Protocol", (ImpatientProtocol,), {"seconds": config.idle_seconds})
+        protocol = type("Protocol", (TimeoutProtocol,), {"seconds": config.idle_seconds})
         super().__init__(
             uvicorn.Config(
                 build_app(state),
@@ -104,14 +104,14 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                h11_max_incomplete_event_size=HEADER_BYTES,
-                timeout_keep_alive=KEEP_ALIVE,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
                 ssl_certfile=str(config.tls_cert) if config.tls_cert else None,
                 ssl_keyfile=str(config.tls_key) if config.tls_key else None,
             )
         )
-        self._drain: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
         self._worker: Worker | None = None
 
     @contextmanager
@@ -119,8 +119,8 @@ class Server(uvicorn.Server):
         """Replace uvicorn's handlers: the first signal drains, a second one ends the process."""
         loop = asyncio.get_running_loop()
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._on_signal, number)
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(signum, self._on_signal, signum)
         except (ValueError, RuntimeError):  # not the main thread: the caller stops the server
             pass
         yield
@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
     async def run(self, listener: socket.socket) -> None:  # pyrefly: ignore[bad-override]
         """Answer requests until a signal, or until generation fails."""
         state = self.state
-        self._worker = Worker(state.models, failed=self._fail, metrics=state.metrics)
+        self._worker = Worker(state.models, on_failure=self._on_failure, metrics=state.metrics)
         self._worker.start()
         state.broker.worker = self._worker
         state.created = int(time.time())
@@ -140,10 +140,10 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Stop admitting requests, wait for running ones, then stop."""
         self.state.broker.draining = True
-        if self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
+        if self._drain_task is None:
+            self._drain_task = asyncio.get_running_loop().create_task(self._drain_and_stop())
 
-    async def _drain_and_end(self) -> None:
+    async def _drain_and_stop(self) -> None:
         end = time.monotonic() + self.state.config.drain_seconds
         while self.state.broker.num_open and time.monotonic() < end:
             await asyncio.sleep(0.05)
@@ -151,13 +151,13 @@ class Server(uvicorn.Server):
             logger.warning("aborting %d requests", self.state.broker.num_open)
         self.should_exit = True
 
-    def _on_signal(self, number: int) -> None:
-        if self._drain is not None:
-            os._exit(128 + number)
+    def _on_signal(self, signum: int) -> None:
+        if self._drain_task is not None:
+            os._exit(128 + signum)
         print_notice("shutting down once running requests finish; repeat to stop now")
         self.stop()
 
-    def _fail(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         self.state.broker.failure = error
         self.should_exit = True
 

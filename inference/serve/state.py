@@ -18,10 +18,10 @@ from inference.serve.worker import Job, Piece, Worker
 
 T = TypeVar("T")
 
-QUIET = 15.0
+COMMENT_SECONDS = 15.0
 """Seconds without a piece after which a stream gets a comment."""
 
-QUEUED_TOKENS = 2**22
+MAX_QUEUED_TOKENS = 2**22
 """Maximum tokens of all prompts in the server."""
 
 
@@ -66,24 +66,24 @@ class Broker:
             worker.cancel(job)
 
     async def pieces(self, job: Job) -> AsyncIterator[list[Piece]]:
-        """Yield the pieces of a job until its responses end; an empty list every `QUIET` seconds.
+        """Yield the pieces of a job until its responses end; an empty list keeps it alive.
 
         Raises:
             ApiError: the job waits too long for a slot, takes too long, or a response failed.
         """
-        left = job.num_rows
+        num_unfinished = job.num_rows
         began = time.monotonic()
-        while left:
-            pieces = await self._next(job, began)
+        while num_unfinished:
+            pieces = await self._next_pieces(job, began)
             for piece in pieces:
                 if piece.error is not None:
                     raise ApiError(500, piece.error)
-                left -= piece.finish is not None
+                num_unfinished -= piece.finish is not None
             yield pieces
 
-    async def _next(self, job: Job, began: float) -> list[Piece]:
+    async def _next_pieces(self, job: Job, began: float) -> list[Piece]:
         config, since = self._config, time.monotonic()
-        while time.monotonic() - since < QUIET:
+        while time.monotonic() - since < COMMENT_SECONDS:
             seconds = time.monotonic() - began
             limit = config.request_seconds if job.started else config.queue_seconds
             limit = min(limit, config.request_seconds)
@@ -123,11 +123,11 @@ class Broker:
         if self.failure is not None:
             raise ApiError(500, "generation has failed; the server is shutting down")
         if self.worker is None or self.draining:
-            what = "the server is shutting down" if self.draining else "the models are being loaded"
-            raise ApiError(503, f"{what}; try again later")
+            why = "the server is shutting down" if self.draining else "the models are being loaded"
+            raise ApiError(503, f"{why}; try again later")
         waiting = sum(not job.started for job in self._jobs) + self._calls
         tokens = sum(job.num_prompt_tokens for job in self._jobs)
-        if waiting >= self._config.queue or tokens + num_tokens > QUEUED_TOKENS:
+        if waiting >= self._config.queue or tokens + num_tokens > MAX_QUEUED_TOKENS:
             raise ApiError(429, f"the queue is full ({waiting} requests); try again later")
         return self.worker
 
@@ -178,7 +178,7 @@ def get_state(request: Request) -> State:
     return request.app.state.server
 
 
-def client_of(request: Request) -> str:
+def get_client(request: Request) -> str:
     """The client's name for fairness and logs: the name of its key, or its address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))

@@ -78,7 +78,7 @@ class Job:
         self.num_rows = sum(map(len, prompts))
         self.num_prompt_tokens = sum(len(requests[0].prompt) for requests in prompts)
         """Tokens of all prompts, each prompt counted once."""
-        self.left = self.num_rows
+        self.num_unfinished = self.num_rows
         """Unfinished responses; used only by the generation thread, like `tickets`."""
         self.tickets: set[Ticket] = set()
         """Requests in the batch."""
@@ -119,7 +119,7 @@ class Row:
         """Whether a stop string ended the response."""
         return self._text.stopped
 
-    def token(self, event: TokenEvent) -> Piece | None:
+    def add_token(self, event: TokenEvent) -> Piece | None:
         """Add a token; return the piece that it completes, if the job streams."""
         if self.stopped:
             return None
@@ -133,24 +133,24 @@ class Row:
             self._piece.logprobs.append(event.top_logprobs)
         if not self.job.streams or not self._piece.text:
             return None
-        return self._take()
+        return self._pop_piece()
 
-    def ended(self, event: EndEvent) -> Piece | None:
+    def finish(self, event: EndEvent) -> Piece | None:
         """Return the last piece; None if the client cancelled the response."""
         if event.reason == "cancelled" and not self.stopped:
             return None
         self._piece.text += self._text.finish()
         if event.error is not None:
-            return self.failed()
+            return self.fail()
         self._piece.finish = "stop" if self.stopped or event.reason == "stop" else "length"
-        return self._take()
+        return self._pop_piece()
 
-    def failed(self) -> Piece:
+    def fail(self) -> Piece:
         """Return the last piece of a response that failed."""
         self._piece.error = "the response could not be generated; the server's log says why"
-        return self._take()
+        return self._pop_piece()
 
-    def _take(self) -> Piece:
+    def _pop_piece(self) -> Piece:
         piece, self._piece = self._piece, Piece(self._piece.row)
         return piece
 
@@ -168,21 +168,21 @@ class Worker:
         self,
         models: Mapping[str, ServedModel],
         *,
-        failed: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException], None],
         metrics: Metrics,
     ) -> None:
         self._models = models
-        self._failed = failed
+        self._on_failure = on_failure
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._submitted: deque[Job] = deque()
         self._cancelled: deque[Job] = deque()
         self._calls: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._closed = False
         self._waiting: dict[str, list[tuple[Job, int]]] = {name: [] for name in models}
         """Jobs and the numbers of their prompts that have no slot, by model, oldest first."""
-        self._turns: dict[str, int] = {}
+        self._last_turns: dict[str, int] = {}
         """The last turn in which each client got a slot."""
         self._rows: dict[Ticket, Row] = {}
         self._jobs: set[Job] = set()
@@ -194,29 +194,29 @@ class Worker:
 
     def close(self) -> None:
         """End the thread after the current step, and wait for it."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify()
+            self._condition.notify()
         self._thread.join(timeout=30)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its pieces are put into it on the event loop."""
-        with self._changed:
+        with self._condition:
             self._submitted.append(job)
-            self._changed.notify()
+            self._condition.notify()
 
     def cancel(self, job: Job) -> None:
         """End a job's responses before their next tokens; does nothing after its end."""
-        with self._changed:
+        with self._condition:
             self._cancelled.append(job)
-            self._changed.notify()
+            self._condition.notify()
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on the thread between two steps, unless its future is cancelled first."""
         future: Future[T] = Future()
-        with self._changed:
+        with self._condition:
             self._calls.append((future, function))  # pyrefly: ignore[bad-argument-type]
-            self._changed.notify()
+            self._condition.notify()
         return future
 
     @property
@@ -227,39 +227,39 @@ class Worker:
     def _run(self) -> None:
         try:
             while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or not self.is_idle)
+                with self._condition:
+                    self._condition.wait_for(lambda: self._closed or not self.is_idle)
                     if self._closed:
                         return
                     calls, self._calls = self._calls, deque()
                 for future, function in calls:
-                    _call(future, function)
+                    _run_call(future, function)
                 self._step()
         except BaseException as error:
             logger.exception("generation failed")
-            self._on_loop(self._failed, error)
+            self._call_on_loop(self._on_failure, error)
 
     def _step(self) -> None:
         """Take changes, fill free slots, and run one step of each model."""
-        with self._changed:  # late, so that cancelled jobs get no further tokens
+        with self._condition:  # late, so that cancelled jobs get no further tokens
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for job in submitted:
             self._jobs.add(job)
             self._waiting[job.model] += ((job, number) for number in range(len(job.prompts)))
         for job in cancelled:
-            self._end(job)
+            self._cancel_job(job)
         for served in self._models.values():
             self._admit(served)
         pieces: list[tuple[Job, Piece]] = []
         busy = [served for served in self._models.values() if served.batch.busy]
         for served in busy:
             self._decode(served, pieces)
-        self._count(busy)
+        self._update_gauges(busy)
         if pieces:
-            self._on_loop(_deliver, pieces)
+            self._call_on_loop(_deliver, pieces)
 
-    def _count(self, busy: Sequence[ServedModel]) -> None:
+    def _update_gauges(self, busy: Sequence[ServedModel]) -> None:
         running = Counter(row.job.model for row in self._rows.values())
         for name, queue in self._waiting.items():
             self._metrics.running.labels(name).set(running[name])
@@ -276,9 +276,9 @@ class Worker:
         if queue:
             running = sum(row.job.model == served.name for row in self._rows.values())
         while queue and running < served.num_slots:
-            job, number = min(queue, key=lambda item: self._turns.get(item[0].client, -1))
+            job, number = min(queue, key=lambda item: self._last_turns.get(item[0].client, -1))
             queue.remove((job, number))
-            self._turns[job.client] = max(self._turns.values(), default=0) + 1
+            self._last_turns[job.client] = max(self._last_turns.values(), default=0) + 1
             job.started = True
             requests = job.prompts[number]
             first = sum(map(len, job.prompts[:number]))
@@ -288,9 +288,9 @@ class Worker:
                 job.tickets.add(ticket)
             running += len(requests)
         if not any(self._waiting.values()):
-            self._turns.clear()
+            self._last_turns.clear()
 
-    def _end(self, job: Job) -> None:
+    def _cancel_job(self, job: Job) -> None:
         """Remove a job's waiting prompts, and cancel its responses."""
         if job not in self._jobs:
             return
@@ -305,25 +305,25 @@ class Worker:
         for event in served.batch.step():
             row = self._rows[event.ticket]
             if isinstance(event, TokenEvent):
-                piece = self._token(row, event)
+                piece = self._handle_token(row, event)
                 self._count_token(row, event.ticket, now)
                 if row.stopped or (piece is not None and piece.error is not None):
                     served.batch.cancel(event.ticket)
             else:
-                piece = self._ended(row, event)
+                piece = self._handle_end(row, event)
             if piece is not None and row.job in self._jobs:
                 pieces.append((row.job, piece))
             if isinstance(event, EndEvent):
                 row.job.tickets.discard(event.ticket)
-                row.job.left -= 1
-                if not row.job.left:
+                row.job.num_unfinished -= 1
+                if not row.job.num_unfinished:
                     self._jobs.discard(row.job)
 
     def _count_token(self, row: Row, ticket: Ticket, now: float) -> None:
         name, metrics = row.job.model, self._metrics
         metrics.generated.labels(name).inc()
         if row.newest:
-            metrics.between.labels(name).observe(now - row.newest)
+            metrics.time_between_tokens.labels(name).observe(now - row.newest)
         else:
             metrics.prompt.labels(name).inc(len(ticket.request.prompt))
             metrics.queried.labels(name).inc(len(ticket.request.prompt))
@@ -331,15 +331,15 @@ class Worker:
             metrics.first.labels(name).observe(now - row.began)
         row.newest = now
 
-    def _token(self, row: Row, event: TokenEvent) -> Piece | None:
+    def _handle_token(self, row: Row, event: TokenEvent) -> Piece | None:
         """The piece that a token completes; a tokenizer's error ends only its response."""
         try:
-            return row.token(event)
+            return row.add_token(event)
         except Exception:
             logger.exception("token %d has no text", event.id)
-            return row.failed()
+            return row.fail()
 
-    def _ended(self, row: Row, event: EndEvent) -> Piece | None:
+    def _handle_end(self, row: Row, event: EndEvent) -> Piece | None:
         del self._rows[event.ticket]
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
@@ -347,16 +347,16 @@ class Worker:
         is_stopped = event.reason == "cancelled" and row.stopped
         reason = "stop" if is_stopped else event.reason
         self._metrics.ended.labels(row.job.model, reason).inc()
-        return row.ended(event)
+        return row.finish(event)
 
-    def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: the server is shutting down
             self._closed = True
 
 
-def _call(future: "Future[object]", function: Callable[[], object]) -> None:
+def _run_call(future: "Future[object]", function: Callable[[], object]) -> None:
     """Set the result of a future, unless it was cancelled."""
     if not future.set_running_or_notify_cancel():
         return

@@ -20,7 +20,7 @@ import pytest
 
 from inference.serve.command import main
 from inference.serve.config import ServeConfig
-from inference.serve.models import ModelPath, models_of_run, paths_to_serve, reward_of_run
+from inference.serve.models import ModelPath, collect_models, find_run_models, find_run_reward
 from pipeline.cli.options import run_main
 from tests.distributed import PROCESSES
 from tests.inference.serve.serving import CHAT, chat, post, request_bytes, serving
@@ -102,7 +102,7 @@ def test_models_of_a_run_are_listed_with_the_best_last(tmp_path: Path) -> None:
         (tmp_path / name / "result.json").write_text(f'{{"seconds": 1, "eval": {{"{figure}": 2}}}}')
     (tmp_path / "step1_sft" / "config.yaml").write_text("model: {path: base/dir}\nseed: 4\n")
 
-    models = models_of_run(tmp_path)
+    models = find_run_models(tmp_path)
 
     sft = str(tmp_path / "step1_sft")
     assert models == [
@@ -113,7 +113,7 @@ def test_models_of_a_run_are_listed_with_the_best_last(tmp_path: Path) -> None:
     ]
     config = ServeConfig(run=tmp_path, path=("one=a", "b/actor", "b/ema", "."))
     others = {"one": "a", "b": "b/actor", "b-ema": "b/ema", Path.cwd().name: "."}
-    assert paths_to_serve(config) == [*models, *(ModelPath(*item) for item in others.items())]
+    assert collect_models(config) == [*models, *(ModelPath(*item) for item in others.items())]
 
 
 def test_reward_model_of_a_run_is_that_of_a_finished_step2(tmp_path: Path) -> None:
@@ -122,12 +122,12 @@ def test_reward_model_of_a_run_is_that_of_a_finished_step2(tmp_path: Path) -> No
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}')
         files = {"result.json": f'{{"seconds": 1, "eval": {{"{figure}": 1}}}}', "config.json": "{}"}
         for file, text in files.items():
-            assert reward_of_run(tmp_path) is None
+            assert find_run_reward(tmp_path) is None
             (tmp_path / name / file).write_text(text)
 
-    assert reward_of_run(tmp_path) == str(tmp_path / "step2_reward")
+    assert find_run_reward(tmp_path) == str(tmp_path / "step2_reward")
     (tmp_path / "step2_reward" / "result.json").unlink()
-    assert reward_of_run(tmp_path) is None
+    assert find_run_reward(tmp_path) is None
 
 
 @pytest.mark.jobs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from inference.serve.http import as_json
+from inference.serve.http import to_json
 from inference.text import ResponseText, TokenBytes, plain_text
 from pipeline.demo.model import build_tokenizer
 from tests.pipeline.data.tokenizers import KINDS
@@ -69,6 +69,6 @@ def test_stop_string_never_appears_in_the_text() -> None:
 
 
 def test_json_is_compact_and_escapes_lone_surrogates() -> None:
-    assert as_json({"é😀": ["\ud83d", 1]}) == '{"é😀":["\\ud83d",1]}'.encode()
+    assert to_json({"é😀": ["\ud83d", 1]}) == '{"é😀":["\\ud83d",1]}'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        as_json(float("nan"))
+        to_json(float("nan"))
