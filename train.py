@@ -98,7 +98,7 @@ def train_help(*, full: bool = False) -> str:
     """Return the text of `--help`: the options that most runs need, or all options if `full`."""
     sections = [stage.section for stage in STAGES]
     options = {option.name: option for option in list_settings(Request)}
-    shown = list(options) if full else COMMON
+    names = list(options) if full else COMMON
     modules = dict.fromkeys(stage.module for stage in STAGES)
     lines = [
         f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
@@ -106,7 +106,7 @@ def train_help(*, full: bool = False) -> str:
         "Train a base language model into a chat model in three steps. Without options, train the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
         "",
-        *settings_help([options[name] for name in shown], dashes=True),
+        *settings_help([options[name] for name in names], dashes=True),
         *help_entry(
             "--config FILE ...",
             "YAML files with these options and the steps' sections, such as sft: or ppo:; later"
@@ -115,7 +115,7 @@ def train_help(*, full: bool = False) -> str:
         *help_entry("--help [all]", "Show this help; all: every option."),
     ]
     if not full:
-        others = [f"--{name.replace('_', '-')}" for name in options if name not in shown]
+        others = [f"--{name.replace('_', '-')}" for name in options if name not in names]
         lines += ["", "More options, described by --help all", *names_help(others)]
     return "\n".join(
         [

@@ -137,9 +137,9 @@ def profile(call: Callable[[], object], *, count: int) -> Row:
     seconds = time_call(call, count=count)
     if not GPU:
         return {"seconds": seconds}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         time_call(call, count=count)
-    times = {event.key[:60]: event.self_device_time_total for event in seen.key_averages()}
+    times = {event.key[:60]: event.self_device_time_total for event in trace.key_averages()}
     top = sorted(times, key=lambda name: -times[name])[:8]
     busy = sum(times.values()) / 1e6 / count
     return {

@@ -253,16 +253,16 @@ def main(argv: Sequence[str]) -> None:
         run_worker(args)
     if args.quick:
         args.rounds, args.steps = 1, 5
-    wanted = list(args.systems or SYSTEMS)
-    deepspeed = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
+    selected = list(args.systems or SYSTEMS)
+    deepspeed = find_deepspeed(args.deepspeed_python) if set(selected) & set(DEEPSPEED) else None
     adam = args.deepspeed_adam or (deepspeed[1] if deepspeed else "torch")
     if deepspeed is None:
-        wanted = [system for system in wanted if system not in DEEPSPEED]
+        selected = [system for system in selected if system not in DEEPSPEED]
     else:
         print(f"{deepspeed[0]}, Adam of {adam}")
     for precision in args.precisions:
         # fp32 weights have no separate masters, so both variants are the same.
-        systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
+        systems = [s for s in selected if precision == "bf16" or s != "ddp-bf16"]
         rounds = compare(args, precision, adam, systems)
         print(f"\n{precision}\n\n{format_table(rounds)}\n", flush=True)
 

@@ -186,7 +186,9 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
                 disable_tqdm=True,
                 use_cpu=not torch.cuda.is_available(),
             ),
-            train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(each) for each in ids]}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": [tokenizer.decode(prompt_ids) for prompt_ids in ids]}
+            ),
             processing_class=tokenizer,
             callbacks=[steps],
         )

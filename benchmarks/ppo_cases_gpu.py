@@ -29,9 +29,9 @@ SEQUENCES, PROMPT, ANSWER = 8, 16, 24
 Settings = Mapping[str, Any]
 
 
-def offload(stage: int, **places: Any) -> Settings:  # noqa: ANN401
-    """Settings of a ZeRO stage with offload; `places` are settings of `OffloadConfig`."""
-    return {"zero_stage": stage, "zero": ZeroConfig(offload=OffloadConfig(**places))}
+def offload(stage: int, **fields: Any) -> Settings:  # noqa: ANN401
+    """Settings of a ZeRO stage with offload; `fields` are settings of `OffloadConfig`."""
+    return {"zero_stage": stage, "zero": ZeroConfig(offload=OffloadConfig(**fields))}
 
 
 def adam(**settings: Any) -> OptimConfig:  # noqa: ANN401

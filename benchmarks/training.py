@@ -216,10 +216,10 @@ def compare(args: argparse.Namespace) -> None:
                     for side, values in figures.items():
                         values.append(run_side(args, directory, task, precision, side)[unit])
                     ratios.append(figures["ours"][-1] / figures["trl"][-1])
-                theirs, ours = (statistics.median(figures[side]) for side in ("trl", "ours"))
+                trl, ours = (statistics.median(figures[side]) for side in ("trl", "ours"))
                 name = "tokens/s" if unit == "tokens" else "pairs/s"
                 print(
-                    f"| {task} | {precision} | {theirs:,.1f} {name} | {ours:,.1f} {name} |"
+                    f"| {task} | {precision} | {trl:,.1f} {name} | {ours:,.1f} {name} |"
                     f" {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |",
                     flush=True,
                 )

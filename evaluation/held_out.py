@@ -81,8 +81,8 @@ def encode_prompts(
             " tokens); raise it"
         )
     if skipped := len(lengths) - len(short):
-        which = f"{name} prompts, which are longer than {setting} {limit}"
-        logger.info("skipping %d of %d %s", skipped, len(lengths), which)
+        description = f"{name} prompts, which are longer than {setting} {limit}"
+        logger.info("skipping %d of %d %s", skipped, len(lengths), description)
     return short
 
 
@@ -127,7 +127,7 @@ class HeldOutPrompts(ABC):
         """The same evaluation with different prompts."""
 
     @abstractmethod
-    def scored(
+    def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
         """Texts and scores of the responses of all processes, in the order of the prompts.
@@ -137,22 +137,22 @@ class HeldOutPrompts(ABC):
         """
 
     @abstractmethod
-    def kl(self, responses: Sequence[Response]) -> float:
+    def compute_kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
 
     def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
         """Greedy and sampled responses of the current actor.
 
         Raises:
-            RewardError: as `scored`.
+            RewardError: as `score_all`.
         """
         with self.generating() as actor:
             sampled = self.respond(actor, temperature=self.temperature)
             greedy = self.respond(actor, temperature=0.0)
         return HeldOutResponses(
-            greedy=self.scored(greedy, strict=strict),
-            sampled=self.scored(sampled, strict=strict),
-            kl=self.kl(sampled),
+            greedy=self.score_all(greedy, strict=strict),
+            sampled=self.score_all(sampled, strict=strict),
+            kl=self.compute_kl(sampled),
         )
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
@@ -189,10 +189,10 @@ class HeldOutPrompts(ABC):
         return [merged[row] for row in range(len(self.prompts))]
 
     @property
-    def counted(self) -> list[bool]:
+    def is_counted(self) -> list[bool]:
         """Whether each of this process's prompts is counted here rather than on another process."""
         size, rank = self.data.size, self.data.rank
-        return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
+        return [rank + index * size < len(self.prompts) for index in range(len(self.rows))]
 
     def verdicts(self, responses: Sequence[ScoredResponse]) -> list[bool | None]:
         """Whether each response is correct and polite; None if the prompt is not from the task."""
@@ -240,7 +240,7 @@ def respond_with_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> Held
     if responses is None:
         return None
     sampled, greedy = responses
-    return HeldOutResponses(subset.scored(greedy), held_out.scored(sampled), kl=math.nan)
+    return HeldOutResponses(subset.score_all(greedy), held_out.score_all(sampled), kl=math.nan)
 
 
 def _try_on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
@@ -305,7 +305,7 @@ def measure_talk(held_out: HeldOutPrompts) -> float:
     hand_written = held_out.with_prompts(prompts)
     with held_out.generating() as actor:
         responses = hand_written.respond(actor, temperature=ChatConfig.temperature)
-    verdicts = hand_written.verdicts(hand_written.scored(responses))
+    verdicts = hand_written.verdicts(hand_written.score_all(responses))
     return sum(verdict is True for verdict in verdicts) / len(verdicts)
 
 
@@ -380,8 +380,8 @@ def _describe_prompt(
     prompt: Prompt, responses: Sequence[ScoredResponse]
 ) -> Sequence[Mapping[str, Any]]:
     """Return the prompt as JSON, or the start of its environment."""
-    given = next((response.opening for response in responses if response.opening), None)
-    return [turn.turn for turn in prompt.messages] if given is None else given
+    opening = next((response.opening for response in responses if response.opening), None)
+    return [turn.turn for turn in prompt.messages] if opening is None else opening
 
 
 def describe_response(question: str, response: ScoredResponse) -> dict[str, Any]:

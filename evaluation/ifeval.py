@@ -400,7 +400,7 @@ def follows(response: str, name: str, arguments: Arguments) -> bool:
 def variants(response: str) -> Iterator[str]:
     """The response, also without its first line, last line or both; each also without asterisks."""
     lines = response.split("\n")
-    shorter = ("\n".join(kept).strip() for kept in (lines[1:], lines[:-1], lines[1:-1]))
+    shorter = ("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))
     for text in (response, *shorter):
         yield text
         yield text.replace("*", "")
@@ -408,25 +408,25 @@ def variants(response: str) -> Iterator[str]:
 
 def _instructions(row: Row) -> list[tuple[str, Arguments]]:
     names = get_column(row, "instruction_id_list", list)
-    given = get_column(row, "kwargs", list)
+    all_kwargs = get_column(row, "kwargs", list)
     assert isinstance(names, list)
-    assert isinstance(given, list)
-    if not names or len(names) != len(given):
+    assert isinstance(all_kwargs, list)
+    if not names or len(names) != len(all_kwargs):
         raise DataError(
             f"{row.origin}: instruction_id_list has {len(names)} instructions and kwargs"
-            f" {len(given)}; each instruction needs its own, which may be empty"
+            f" {len(all_kwargs)}; each instruction needs its own, which may be empty"
         )
-    return [_instruction(row, *pair) for pair in zip(names, given, strict=True)]
+    return [_instruction(row, *pair) for pair in zip(names, all_kwargs, strict=True)]
 
 
-def _instruction(row: Row, name: object, given: object) -> tuple[str, Arguments]:
+def _instruction(row: Row, name: object, kwargs: object) -> tuple[str, Arguments]:
     if not isinstance(name, str) or name not in INSTRUCTIONS:
         raise DataError(
             f"{row.origin}: there is no instruction {name}; {suggestion(str(name), INSTRUCTIONS)}"
         )
-    if not isinstance(given, Mapping):
-        raise DataError(f"{row.origin}: kwargs must contain a mapping for {name}, got {given!r}")
-    arguments: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(kwargs, Mapping):
+        raise DataError(f"{row.origin}: kwargs must contain a mapping for {name}, got {kwargs!r}")
+    arguments: dict[str, Any] = {key: value for key, value in kwargs.items() if value is not None}
     INSTRUCTIONS[str(name)].check(arguments, f"{row.origin}: {name}")
     return str(name), arguments
 

@@ -260,10 +260,10 @@ class StepObjective(Objective):
 
         def fit(examples: Sequence[Example]) -> list[RowFit]:
             full = [encode_steps(x, chat, config.step_separator, separators) for x in examples]
-            left = self.encode(examples, chat, config)
+            truncated = self.encode(examples, chat, config)
             return [
                 RowFit(row.num_tokens > limit, len(rest.ends or ()))
-                for row, rest in zip(full, left, strict=True)
+                for row, rest in zip(full, truncated, strict=True)
             ]
 
         return FitCheck(fit, end="beginning", empty="have no labelled step")

@@ -689,9 +689,9 @@ def _check_scores(config: PPOConfig) -> None:
         "ppo.environment runs episodes on single processes; leave ppo.inference_tp_size at 1",
     )
     for name in ("missing_eos_score", "score_clip"):
-        value, usual = getattr(config, name), getattr(type(config), name)
+        value, default = getattr(config, name), getattr(type(config), name)
         require(
-            config.uses_reward_model or value in (None, usual),
+            config.uses_reward_model or value in (None, default),
             f"ppo.{name} applies to a reward model's score, but ppo.rewards has none; other"
             " rewards are used unchanged: to penalize unfinished responses, add a source of kind"
             " length, or a function that reads `stopped`",

@@ -50,7 +50,7 @@ class EpisodeResponse(Response):
     """Responses and observations after the opening; the last is a response."""
 
     end: EpisodeEnd = "environment"
-    verdict: EnvironmentReward = field(default_factory=lambda: EnvironmentReward(Outcome()))
+    reward: EnvironmentReward = field(default_factory=lambda: EnvironmentReward(Outcome()))
     """Result of the environment's `reward` for the episode."""
 
     @property
@@ -235,7 +235,7 @@ class _EpisodeScheduler:
         """Continue with the result of a move; return the episode if it has ended."""
         episode = state.episode
         if reply.reward is not None:
-            episode.verdict = reply.reward
+            episode.reward = reply.reward
             if reply.reward.outcome.failure is not None:
                 _fail(episode, reply.reward.outcome.failure)
             return [state]
@@ -338,7 +338,7 @@ class _EpisodeScheduler:
 
 def _fail(episode: EpisodeResponse, failure: str) -> None:
     episode.end, episode.stopped = "failed", False
-    episode.verdict = EnvironmentReward(Outcome.failed(failure))
+    episode.reward = EnvironmentReward(Outcome.failed(failure))
 
 
 def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:

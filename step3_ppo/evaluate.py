@@ -104,7 +104,7 @@ class HeldOut(HeldOutPrompts):
             )
         ]
 
-    def scored(
+    def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
         """Texts and scores of the responses of all processes, in the order of the prompts.
@@ -134,13 +134,13 @@ class HeldOut(HeldOutPrompts):
         ]
         return self.merge_responses(local)
 
-    def kl(self, responses: Sequence[Response]) -> float:
+    def compute_kl(self, responses: Sequence[Response]) -> float:
         """KL to the reference in nats per response; NaN without a reference."""
         if self.config.reference_role != "reference":
             return math.nan
         experience = score_responses(self.models, self._prompt_ids(), responses, self.config)
         # The last processes' shares are padded with the first prompts, which count once.
-        counted = torch.tensor(self.counted, device=experience.mask.device)
+        counted = torch.tensor(self.is_counted, device=experience.mask.device)
         return kl_statistics(experience, counted)["kl"]
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
@@ -289,8 +289,8 @@ class Evaluator:
             return
         with self.subset.models.hybrid_engine.generating() as actor:
             responses = self.subset.respond(actor, temperature=self.config.temperature)
-        scored = self.subset.scored(responses)
-        metrics = self._get_metrics(scored, kl=self.subset.kl(responses))
+        scored = self.subset.score_all(responses)
+        metrics = self._get_metrics(scored, kl=self.subset.compute_kl(responses))
         is_eligible = metrics.get(GOLD, math.inf) >= self.min_gold
         self.best.update(-metrics["objective"], step=step, may_be_best=is_eligible)
         details = {"eval_by_prompt": self.subset.by_prompt(scored)}

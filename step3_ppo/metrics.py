@@ -195,4 +195,4 @@ def get_reward_parts(episode: EpisodeResponse, config: PPOConfig) -> dict[str, f
     """The parts of an environment's reward, by metric name."""
     source = config.environment_source
     name = "" if source is None else source.name
-    return {f"reward_{name}_{part}": value for part, value in episode.verdict.parts.items()}
+    return {f"reward_{name}_{part}": value for part, value in episode.reward.parts.items()}

@@ -192,7 +192,7 @@ class ResponseSubmitter:
     def __call__(self, index: int, response: Response) -> None:
         """Submit the response to prompt number `index` of the batch."""
         if isinstance(response, EpisodeResponse):
-            self._sources.record_outcome(index, response.verdict.outcome)
+            self._sources.record_outcome(index, response.reward.outcome)
         if not self._sources.has_programs:
             return
         self._pending[index] = response

@@ -105,12 +105,12 @@ def measure_scores(
     """
     score = compute_raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
-    ended, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
-    if ended < 2:
+    num_finished, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
+    if num_finished < 2:
         logger.warning(
             "%d of %d responses of the first rollout ended: the reward model's scores are"
             " normalized with those of unfinished responses; raise ppo.max_new_tokens",
-            ended,
+            num_finished,
             generated,
         )
         stopped = torch.ones_like(stopped)

@@ -251,8 +251,8 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
         refills += len(dead)
         batch = prompts.next_batch(dead)
         rows = _response_rows(batch.groups, config.group_size)
-        fresh = sample_and_submit(models, batch, config)
-        for row, prompt, response in zip(rows, batch.inputs, fresh, strict=True):
+        new_responses = sample_and_submit(models, batch, config)
+        for row, prompt, response in zip(rows, batch.inputs, new_responses, strict=True):
             inputs[row], responses[row] = prompt, response
         results = models.sources.results()
         prompts.drop_solved(batch, results, config)

@@ -131,7 +131,7 @@ class Update:
     metrics: dict[str, float]
     tokens: int
     """All response tokens, including those excluded from the loss."""
-    stopped: bool
+    exceeds_kl: bool
     """True if the new policy was too far from the old one, so that no update was made."""
 
 
@@ -153,7 +153,7 @@ class Updates(list[Update]):
         values["ratio_max"] = max(history["ratio_max"])
         values["ratio_error"] = history["ratio_error"][0]  # of the first update: 0 up to rounding
         values |= {name: history[name][-1] for name in ("lr", "critic_lr") if name in history}
-        values["updates"] = float(sum(not update.stopped for update in self))
+        values["updates"] = float(sum(not update.exceeds_kl for update in self))
         return values
 
 
@@ -186,7 +186,7 @@ def update_policy(
             updates.append(update)
             if step == 1 and len(updates) == 1:
                 check_first_update(update.metrics["ratio_error"], models)
-            if update.stopped:
+            if update.exceeds_kl:
                 return updates
             if ema is not None:
                 ema.update()
@@ -248,7 +248,7 @@ def update_minibatch(
     A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
     over these rows, if the models have not changed since. With `target_kl`, a minibatch whose
     approximate KL to the old policy exceeds 1.5 times the target makes no update and is marked
-    `stopped`.
+    `exceeds_kl`.
     """
     weighting, tokens = _get_weights(rollout, rows, config)
     minibatches = _split_rows(rollout, rows, config)
@@ -258,11 +258,11 @@ def update_minibatch(
         parts = [policy | value for policy, value in zip(parts, values, strict=True)]
     metrics = _reduce_metrics(parts, models, num_tokens=weighting.num_tokens)
     metrics |= models.policy_passes.metrics()
-    too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
-    if too_far:
+    exceeds_kl = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
+    if exceeds_kl:
         for engine in models.trained.values():
             engine.discard()
-        return Update(metrics, tokens, stopped=True)
+        return Update(metrics, tokens, exceeds_kl=True)
 
     metrics["skipped"] = 0.0
     if models.critic is not None:
@@ -274,7 +274,7 @@ def update_minibatch(
     actor = models.actor.step()
     metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
     metrics["skipped"] += float(actor.skipped)
-    return Update(metrics, tokens, stopped=False)
+    return Update(metrics, tokens, exceeds_kl=False)
 
 
 def _reduce_metrics(
@@ -327,8 +327,8 @@ def _backward_values(
         )
         num_clipped = values.new_zeros(())
         if config.value_clip is not None:
-            moved = (values - minibatch.old_values).abs() > config.value_clip
-            num_clipped = (moved * minibatch.counted).sum()
+            is_clipped = (values - minibatch.old_values).abs() > config.value_clip
+            num_clipped = (is_clipped * minibatch.counted).sum()
         metrics.append({"value_loss": loss.detach(), "value_clip_fraction": num_clipped})
         return loss
 

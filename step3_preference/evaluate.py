@@ -135,7 +135,7 @@ class HeldOut(HeldOutPrompts):
         """The same evaluation with different prompts."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
-    def scored(
+    def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
         """Texts and scores of the responses of all processes, in the order of the prompts."""
@@ -158,7 +158,7 @@ class HeldOut(HeldOutPrompts):
         ]
         return score_responses(reward, dialogues)
 
-    def kl(self, responses: Sequence[Response]) -> float:
+    def compute_kl(self, responses: Sequence[Response]) -> float:
         """Mean over sampled responses of log pi - log pi_ref, summed over tokens, in nats."""
         rows = [
             Encoded(
@@ -173,15 +173,15 @@ class HeldOut(HeldOutPrompts):
         with self.start.applied():
             reference = self._compute_logp(rows)
         # The last processes' shares are padded with the first prompts, which count once.
-        counted = torch.tensor(self.counted, dtype=torch.float64)
+        counted = torch.tensor(self.is_counted, dtype=torch.float64)
         total, count = self.data.sums(
-            [((policy - reference) * counted).sum().item(), sum(self.counted)]
+            [((policy - reference) * counted).sum().item(), sum(self.is_counted)]
         )
         return total / count
 
     def repetition(self, responses: Sequence[Response]) -> float:
         """Fraction of tokens in the actor's responses that end a repeated trigram."""
-        counted = [r for r, is_counted in zip(responses, self.counted, strict=True) if is_counted]
+        counted = [r for r, counts in zip(responses, self.is_counted, strict=True) if counts]
         repeated = sum(repeated_trigrams(response.ids) for response in counted)
         tokens = sum(len(response.ids) for response in counted)
         repeated, tokens = self.data.sums([repeated, tokens])
@@ -292,8 +292,8 @@ class Evaluator:
         if self.subset.prompts:
             with self.subset.generating() as actor:
                 responses = self.subset.respond(actor, temperature=self.config.temperature)
-            scored = self.subset.scored(responses)
-            metrics |= self._get_metrics(scored, kl=self.subset.kl(responses))
+            scored = self.subset.score_all(responses)
+            metrics |= self._get_metrics(scored, kl=self.subset.compute_kl(responses))
             metrics["sampled_repetition"] = self.subset.repetition(responses)
             details = self._values_by_prompt(scored)
         run.evaluated(step, {**metrics, **self.tasks.metrics()}, details=details)
@@ -322,9 +322,9 @@ class Evaluator:
         }
         exported = self.held_out.by_prompt(after.sampled)
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
-        plain = {name: each for name, each in evaluation.items() if each is not None}
-        ended = run.step if guards.stopped else run.total_steps
-        run.evaluated(ended, plain, details=details)
+        plain = {name: value for name, value in evaluation.items() if value is not None}
+        last_step = run.step if guards.stopped else run.total_steps
+        run.evaluated(last_step, plain, details=details)
         warn_if_not_improved(self.initial, rows, best, config)
         changed = best.exported_step != best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)

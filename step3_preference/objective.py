@@ -148,9 +148,9 @@ def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, f
     if not config.is_unpaired:
         return 1.0, 1.0
     balanced = (max(1.0, bad / max(1, good)), max(1.0, good / max(1, bad)))
-    given = (config.weight_chosen, config.weight_rejected)
+    configured = (config.weight_chosen, config.weight_rejected)
     first, second = (
         weight if setting == "auto" else setting
-        for setting, weight in zip(given, balanced, strict=True)
+        for setting, weight in zip(configured, balanced, strict=True)
     )
     return float(first), float(second)

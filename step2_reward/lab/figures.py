@@ -40,8 +40,10 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
     right, total = 0.0, 0
     for index in range(len(targets)):  # one row at a time, for linear memory
         above = targets > targets[index]
-        ahead = scores[above]
-        right += (ahead > scores[index]).sum().item() + 0.5 * (ahead == scores[index]).sum().item()
+        higher = scores[above]
+        right += (higher > scores[index]).sum().item() + 0.5 * (
+            higher == scores[index]
+        ).sum().item()
         total += int(above.sum())
     return right / total if total else 0.5
 

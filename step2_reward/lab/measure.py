@@ -126,16 +126,16 @@ def compute_step_metrics(held_out: HeldOutOutputs) -> Metrics:
     predicted = predicted_steps(held_out)
     logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
     wrong = torch.tensor([int(target < 0.5) for row in predicted for target in row.targets])
-    both = torch.stack([logits, torch.zeros_like(logits)], dim=1)
+    pair_logits = torch.stack([logits, torch.zeros_like(logits)], dim=1)
     errors = first_errors(predicted)
     count = errors["with_error"] + errors["without_error"]
     right = float(errors["found"] + errors["kept"])
     return {
         **compute_class_metrics(
-            both.log_softmax(dim=1), wrong, ("right", "wrong"), key="step_accuracy"
+            pair_logits.log_softmax(dim=1), wrong, ("right", "wrong"), key="step_accuracy"
         ),
         "first_errors": errors | {"accuracy": fraction(right, count)},
-        "calibration": calibrate(both, wrong),
+        "calibration": calibrate(pair_logits, wrong),
     }
 
 
@@ -160,9 +160,7 @@ def compute_pair_metrics(
     return {
         "accuracy": fraction(sum(map(order_credit, differences)), len(differences)),
         "calibration": calibrate(logits, torch.zeros(len(logits), dtype=torch.int64)),
-        "length": length_bias(
-            [(*of_row, (1.0, 0.0)) for of_row in zip(scores, lengths, strict=True)]
-        ),
+        "length": length_bias([(*row, (1.0, 0.0)) for row in zip(scores, lengths, strict=True)]),
     }
 
 
@@ -360,10 +358,10 @@ def read_examples(config: LabConfig) -> list[Example]:
     rows = source.eval or source.train
     if config.fields:
         check_columns([row.columns for row in rows], config.fields)
-    named = None if config.fields else named_set(source.name)
+    reader = None if config.fields else named_set(source.name)
     kept = RowColumns(labels=True)
     examples = [
-        named.read(row) if named else read_row(row, config.fields, kept=kept) for row in rows
+        reader.read(row) if reader else read_row(row, config.fields, kept=kept) for row in rows
     ]
     return [row for row in examples if row]
 

@@ -52,14 +52,14 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
     if accuracy is None:
         return []
     right, wrong = (report["rows"] for report in metrics["classes"])
-    most, word = max((right, "right"), (wrong, "wrong"))
-    usual = most / (right + wrong)
+    majority, word = max((right, "right"), (wrong, "wrong"))
+    baseline = majority / (right + wrong)
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     lines = [
         f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted correctly"
-        f" ({interval}); always predicting {word} would achieve {_percent(usual)}"
+        f" ({interval}); always predicting {word} would achieve {_percent(baseline)}"
     ]
-    if accuracy["low"] <= usual:
+    if accuracy["low"] <= baseline:
         lines.append("That is near chance: nothing should be optimized against this model")
     errors = metrics["first_errors"]
     parts: list[str] = []
@@ -83,11 +83,11 @@ def _describe_classes(metrics: Mapping[str, Any]) -> list[str]:
     classes = [report for report in metrics.get("classes", ()) if report["rows"]]
     if not classes:
         return []
-    what = "steps" if metrics["labels"] == "steps" else "rows"
+    unit = "steps" if metrics["labels"] == "steps" else "rows"
     worst = min(classes, key=lambda report: report["recall"])
     return [
         f"The mean recall of the classes is {_percent(metrics['macro_recall'])}; the lowest,"
-        f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} {what}"
+        f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} {unit}"
     ]
 
 
@@ -110,13 +110,13 @@ def _describe_length(metrics: Mapping[str, Any]) -> list[str]:
     if length is None:
         return []
     best = max(length["always_longer"], length["always_shorter"])
-    which = "longer" if length["always_longer"] >= length["always_shorter"] else "shorter"
-    lines = [f"Always taking the {which} response would be right in {_percent(best)} of the pairs"]
+    choice = "longer" if length["always_longer"] >= length["always_shorter"] else "shorter"
+    lines = [f"Always taking the {choice} response would be right in {_percent(best)} of the pairs"]
     longer, shorter = length["better_longer"], length["better_shorter"]
     if longer and shorter and abs(longer["value"] - shorter["value"]) > LENGTH_BIAS:
-        what = "long" if longer["value"] > shorter["value"] else "short"
+        kind = "long" if longer["value"] > shorter["value"] else "short"
         lines.append(
-            f"It favors {what} responses: {_percent(longer['value'])} of pairs are in order where"
+            f"It favors {kind} responses: {_percent(longer['value'])} of pairs are in order where"
             f" the better response is the longer one, {_percent(shorter['value'])} where it is the"
             " shorter"
         )
@@ -127,11 +127,11 @@ def _describe_probes(metrics: Mapping[str, Any]) -> list[str]:
     probes = metrics.get("probes") or {}
     lines: list[str] = []
     names = {"no_end": "lose their end", "truncated": "are cut in half", "doubled": "are repeated"}
-    for name, what in names.items():
+    for name, change in names.items():
         if name in probes and probes[name]["lower"] < 0.5:
             lines.append(
                 f"Only {_percent(probes[name]['lower'])} of good responses score lower when they"
-                f" {what}: RL will exploit that"
+                f" {change}: RL will exploit that"
             )
     return lines
 

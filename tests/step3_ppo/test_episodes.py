@@ -135,7 +135,7 @@ def test_episodes_end_at_turn_and_token_limits(toy: Path) -> None:
         assert episode.num_turns == 2
         assert not episode.stopped
         assert episode.turns[-1].role == "assistant"
-        assert episode.verdict.parts["turns"] == pytest.approx(0.2)  # both answers were scored
+        assert episode.reward.parts["turns"] == pytest.approx(0.2)  # both answers were scored
     assert {episode.end for episode in by_tokens} == {"tokens"}
     for episode in by_tokens:
         assert len(episode.sequence) - episode.sequence.trained.index(True) <= 40
@@ -174,8 +174,8 @@ def test_failed_episode_is_masked_and_others_are_unaffected(toy: Path) -> None:
         assert len(episode.ids) > 0, fault
         if episode.end == "tokens":  # its answer was truncated and not scored
             continue
-        assert episode.verdict.outcome.value is None
-        failure = episode.verdict.outcome.failure or ""
+        assert episode.reward.outcome.value is None
+        failure = episode.reward.outcome.failure or ""
         assert re.search(message, failure), (fault, failure)
     known = rewards.known.tolist()
     assert known[len(FAILURES) :] == [True] * len(healthy)
@@ -198,7 +198,7 @@ def run_shard(directory: str) -> list[tuple[list[int], float | None]]:
         for group in groups:
             episodes += run_episodes(models, config, *[{}] * 4, first=4 * group)
         models.sources.results()
-    return [(episode.sequence.input_ids, episode.verdict.outcome.value) for episode in episodes]
+    return [(episode.sequence.input_ids, episode.reward.outcome.value) for episode in episodes]
 
 
 @pytest.mark.jobs
