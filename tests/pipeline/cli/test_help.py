@@ -34,10 +34,10 @@ def test_step_help_lists_own_settings_then_common_ones_then_sections() -> None:
         return re.findall(r"^  --([\w.]+)", "\n".join(lines[start:end]), re.MULTILINE)
 
     declared = vars(PPOConfig) | vars(RewardSettings) | vars(GuardSettings)
-    own = [field.name for field in list_settings(PPOConfig) if field.name in declared]
+    names = [field.name for field in list_settings(PPOConfig) if field.name in declared]
     assert len(lines) < 220
     assert options(first, second)[0] == "method"
-    assert set(options(first, second)) <= set(own)
+    assert set(options(first, second)) <= set(names)
     assert {"kl_coef", "ema_decay", "rewards"} <= set(options(first, second))
     assert options(second, third)[:3] == ["output_dir", "seed", "max_steps"]
     roles = ("actor", "critic", "reference", "teacher", "reward", "base")

@@ -35,8 +35,8 @@ def test_pages_are_reused_after_the_last_view_is_freed() -> None:
     vector.fill_(1.0)
     address, view = vector.data_ptr(), vector[10:]
     del vector
-    other = memory.empty(1000, torch.float32)
-    assert other.data_ptr() != address
+    second = memory.empty(1000, torch.float32)
+    assert second.data_ptr() != address
     del view
 
     assert memory.empty(900, torch.float32).data_ptr() == address

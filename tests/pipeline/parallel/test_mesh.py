@@ -14,7 +14,7 @@ def describe_axes() -> dict[str, Any]:
     before = POSITION.number
     pair = mesh.tp_group(2, timeout_seconds=60.0)
     names = pair.gather_objects(mesh.world.rank)
-    alone = mesh.tp_group(1, timeout_seconds=60.0)
+    single = mesh.tp_group(1, timeout_seconds=60.0)
     uncounted = POSITION.number == before
     every_other = new_subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     return {
@@ -22,7 +22,7 @@ def describe_axes() -> dict[str, Any]:
         "data": mesh.data.ranks,
         "is_main": mesh.is_main,
         "pair": (pair.rank, pair.ranks, names),
-        "alone": alone == SELF_GROUP,
+        "alone": single == SELF_GROUP,
         "uncounted": uncounted,
         "every_other": (every_other.rank, every_other.ranks, every_other.sum(mesh.world.rank)),
         "share": every_other.shard("abcde"),

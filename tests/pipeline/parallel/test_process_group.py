@@ -57,9 +57,9 @@ with process_group(lambda _: nullcontext()):
 def test_failed_process_does_not_wait_for_its_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
-    code, _, seconds = run_program(FAILS, MASTER_PORT="29519", **alone)
+    code, _, seconds = run_program(FAILS, MASTER_PORT="29519", **environment)
 
     assert code == 3
     assert seconds < 60  # the GPU is busy for two minutes

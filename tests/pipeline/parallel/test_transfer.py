@@ -18,22 +18,22 @@ class Call(NamedTuple):
     """A send, which doesn't block, or a receive, which does."""
 
     sends: bool
-    what: TransferKind
+    kind: TransferKind
     number: int
-    other: int
+    peer: int
 
 
 def list_calls(stage: int, order: Sequence[Instruction], stages: int) -> list[Call]:
     """Return the sends and receives of a stage in a step, in order."""
     calls: list[Call] = []
-    for kind, number in order:
-        back = kind == "backward"
-        what: TransferKind = "gradients" if back else "hidden states"
+    for pass_kind, number in order:
+        back = pass_kind == "backward"
+        kind: TransferKind = "gradients" if back else "hidden states"
         before, after = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
         if 0 <= before < stages:
-            calls.append(Call(False, what, number, before))
+            calls.append(Call(False, kind, number, before))
         if 0 <= after < stages:
-            calls.append(Call(True, what, number, after))
+            calls.append(Call(True, kind, number, after))
     return calls
 
 
@@ -51,23 +51,23 @@ def count_blocked_calls(calls: list[list[Call]]) -> int:
         for stage, host in enumerate(hosts):
             while host and waiting[stage] is None:
                 call = host.popleft()
-                queues.setdefault((stage, call.what), deque()).append((stage, call))
+                queues.setdefault((stage, call.kind), deque()).append((stage, call))
                 waiting[stage] = None if call.sends else call
                 has_progress = True
-        for (stage, what), queue in queues.items():
+        for (stage, kind), queue in queues.items():
             if not queue:
                 continue
             call = queue[0][1]
-            peer_queue = queues.get((call.other, what))
+            peer_queue = queues.get((call.peer, kind))
             if not peer_queue:
                 continue
             peer_call = peer_queue[0][1]
-            if peer_call.other != stage or peer_call.sends == call.sends:
+            if peer_call.peer != stage or peer_call.sends == call.sends:
                 continue
             assert peer_call[1:3] == call[1:3], "one stage sends what the other does not expect"
             queue.popleft()
             peer_queue.popleft()
-            for process, done in ((stage, call), (call.other, peer_call)):
+            for process, done in ((stage, call), (call.peer, peer_call)):
                 if not done.sends:
                     waiting[process] = None
             has_progress = True
@@ -88,13 +88,13 @@ def exchange() -> list[list[float]]:
     stages = new_pipeline_group([(0, 1)], timeout_seconds=60.0, has_tags=False)
     groups = (stages, *stages.channels.values())
     assert len({group.process_group for group in groups}) == len(TRANSFER_KINDS) + 1
-    transfers, other = Transfers(stages), 1 - stages.rank
-    for number, what in enumerate(TRANSFER_KINDS):
+    transfers, peer = Transfers(stages), 1 - stages.rank
+    for number, kind in enumerate(TRANSFER_KINDS):
         tensor = torch.full((3,), 10.0 * stages.rank + number)
-        transfers.send(tensor, other, what)
+        transfers.send(tensor, peer, kind)
     received = [
-        transfers.receive(torch.empty(3), other, what, micro_batch=number).tolist()
-        for number, what in reversed(list(enumerate(TRANSFER_KINDS)))
+        transfers.receive(torch.empty(3), peer, kind, micro_batch=number).tolist()
+        for number, kind in reversed(list(enumerate(TRANSFER_KINDS)))
     ]
     transfers.wait()
     return received

@@ -28,11 +28,11 @@ def test_each_step_starts_from_the_output_of_the_previous_one() -> None:
 
 def test_other_models_use_rm_static_unless_data_is_given() -> None:
     default = settings("--actor-model", "facebook/opt-125m", "--reward-model", "facebook/opt-350m")
-    given = settings("--actor-model", "facebook/opt-125m", "--data-path", "a.jsonl", "b:2")
+    with_data = settings("--actor-model", "facebook/opt-125m", "--data-path", "a.jsonl", "b:2")
 
     assert all(step["data.path"] == ["Dahoas/rm-static"] for step in default.values())
     assert default["step2_reward"]["model.path"] == "facebook/opt-350m"
-    assert all(step["data.path"] == ["a.jsonl", "b:2"] for step in given.values())
+    assert all(step["data.path"] == ["a.jsonl", "b:2"] for step in with_data.values())
 
 
 def test_method_overrides_presets_and_is_overridden_by_settings(tmp_path: Path) -> None:

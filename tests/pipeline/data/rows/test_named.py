@@ -115,12 +115,12 @@ def test_row_in_the_real_schema_is_read(name: str) -> None:
 
 def test_scores_or_labels_select_the_chosen_answer() -> None:
     swapped = {**WEBGPT, "score_0": -0.5, "score_1": 1.0}
-    for name, row, other in (
+    for name, row, reversed_row in (
         ("stanfordnlp/SHP", SHP, {**SHP, "labels": 0}),
         ("openai/webgpt_comparisons", WEBGPT, swapped),
     ):
         prompt, chosen, rejected = texts(read(name, row))
-        assert texts(read(name, other)) == (prompt, rejected, chosen)
+        assert texts(read(name, reversed_row)) == (prompt, rejected, chosen)
     example = read("openai/webgpt_comparisons", swapped)
     assert example is not None
     assert example.margin == 1.5

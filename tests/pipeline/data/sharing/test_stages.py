@@ -51,13 +51,13 @@ def test_split_depends_only_on_the_data_seed(tmp_path: Path) -> None:
     random.Random(1).shuffle(rows)
     shuffled = write(tmp_path / "shuffled.jsonl", rows)
 
-    first, again, other = load(path), load(shuffled, seed=1), load(path, data_seed=1)
+    first, reordered, other_seed = load(path), load(shuffled, seed=1), load(path, data_seed=1)
 
-    assert fingerprint(first.train) == fingerprint(again.train)
-    assert prompts(first.eval) == prompts(again.eval)
-    assert fingerprint(first.train) != fingerprint(other.train)
-    assert set(prompts(first.train)) != set(prompts(other.train))
-    assert set(prompts(first.eval)) != set(prompts(other.eval))
+    assert fingerprint(first.train) == fingerprint(reordered.train)
+    assert prompts(first.eval) == prompts(reordered.eval)
+    assert fingerprint(first.train) != fingerprint(other_seed.train)
+    assert set(prompts(first.train)) != set(prompts(other_seed.train))
+    assert set(prompts(first.eval)) != set(prompts(other_seed.eval))
 
 
 def test_branches_of_a_conversation_stay_together(tmp_path: Path) -> None:

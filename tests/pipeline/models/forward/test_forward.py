@@ -58,10 +58,10 @@ def test_logprobs_of_a_batch_match_separate_sequences(family: str, tmp_path: Pat
 @pytest.mark.parametrize("family", RAGGED_FAMILIES)
 def test_responses_with_a_shared_prompt_match_full_rows(family: str, tmp_path: Path) -> None:
     path = save_to(tiny_causal_lm(family), tmp_path)
-    prompt, other, *responses = random_rows((9, 4, 3, 1, 8, 2))
+    prompt, other_prompt, *responses = random_rows((9, 4, 3, 1, 8, 2))
     rows = [
-        Encoded(before.input_ids + row.input_ids, [False] * len(before) + [True] * len(row))
-        for before, row in zip([prompt, prompt, prompt, other], responses, strict=True)
+        Encoded(row_prompt.input_ids + row.input_ids, [False] * len(row_prompt) + [True] * len(row))
+        for row_prompt, row in zip([prompt, prompt, prompt, other_prompt], responses, strict=True)
     ]
 
     def compute(batch: TokenBatch) -> list[torch.Tensor]:

@@ -161,8 +161,8 @@ def test_sharded_export_matches_one_process_bytewise(tmp_path: Path) -> None:
     expected = read_files(tmp_path / "1 at 0")
     assert "LoRA/adapter/adapter_model.safetensors" in expected
     assert expected["LoRA/model.safetensors"] != (tmp_path / "lm" / SINGLE).read_bytes()
-    for other in ("2 at 0", "2 at 3"):
-        files = read_files(tmp_path / other)
+    for directory in ("2 at 0", "2 at 3"):
+        files = read_files(tmp_path / directory)
         assert files.keys() == expected.keys()
         assert [name for name in files if files[name] != expected[name]] == []
 

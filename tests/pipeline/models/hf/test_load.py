@@ -24,11 +24,11 @@ def test_rows_of_new_tokens_depend_only_on_the_seed() -> None:
         torch.rand(seed)  # changes the random state
         add_tokens(model, tokenizer, seed=seed)
 
-    first, repeated, other = (model.get_input_embeddings().weight for model in models)
+    first, repeated, other_seed = (model.get_input_embeddings().weight for model in models)
     assert first.shape[0] == len(tokenizer)
     assert torch.equal(first[:-2], original)
     assert torch.equal(first, repeated)
-    assert not torch.equal(first[-2:], other[-2:])
+    assert not torch.equal(first[-2:], other_seed[-2:])
 
 
 def test_pickle_is_loaded_only_if_allowed(tmp_path: Path) -> None:
