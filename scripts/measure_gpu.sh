@@ -23,10 +23,10 @@ source scripts/python.sh
 # Dependencies that an image with torch, transformers, peft, cuda-bindings and pytest lacks, in the
 # versions of requirements.lock. Without `datasets`, which only reads data sets of the Hub.
 WHEELS="docstring_parser pydantic pydantic_core annotated-types typing-inspection beartype"
-LANES=3 # parts of `first` that run concurrently
+MAX_JOBS=3 # parts of `first` that run concurrently
 
 # NAME, time limit in seconds, requirement (-, gpu, or a program), alone or shared, command
-parts_of_first() {
+list_parts_first() {
   local tests="-m pytest -q -p no:cacheprovider -W default --timeout 90 tests"
   local kernels=$tests/pipeline/kernels/test_device.py nccl=test_graph_contains_nccl_collectives
   local graphs="$tests/inference/engine/test_decoder.py tests/pipeline/system/test_torch_process.py -m gpu"
@@ -43,7 +43,7 @@ nccl 40 gpu alone $graphs -k $nccl
 END
 }
 
-parts_of_speed() {
+list_parts_speed() {
   local tiny=${TINY:+--tiny}
   cat <<END
 ppo 150 - alone -m benchmarks.ppo_gpu $tiny
@@ -54,37 +54,37 @@ grpo 90 - alone -m benchmarks.ppo_gpu --model qwen2.5-1.5b --method grpo_2024 --
 END
 }
 
-row() { printf '{"part": "process", "name": "%s", "ok": %s, %s}\n' "$@" >>"$ROWS"; }
+add_row() { printf '{"part": "process", "name": "%s", "ok": %s, %s}\n' "$@" >>"$ROWS"; }
 
 run_part() { # NAME SECONDS NEEDS ALONE COMMAND
-  local name=$1 limit=$2 needs=$3 command=$5 began=$SECONDS code=0 left ok=true tests under=
+  local name=$1 limit=$2 needs=$3 command=$5 start=$SECONDS code=0 left ok=true tests under=
   case $needs in
     -) ;;
-    gpu) if [ -n "$TINY" ]; then row "$name" true '"skipped": "needs a GPU"'; return; fi ;;
+    gpu) if [ -n "$TINY" ]; then add_row "$name" true '"skipped": "needs a GPU"'; return; fi ;;
     *) under="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $needs --tool memcheck --error-exitcode 9 "
       if [ -n "$TINY" ] || ! command -v "$needs" >/dev/null; then
-        row "$name" true "\"skipped\": \"needs $needs and a GPU\""
+        add_row "$name" true "\"skipped\": \"needs $needs and a GPU\""
         return
       fi ;;
   esac
-  left=$((COURSE_SECONDS - SECONDS))
-  if [ $left -lt 8 ]; then row "$name" false '"ended": "no time was left"'; return; fi
+  left=$((SUITE_SECONDS - SECONDS))
+  if [ $left -lt 8 ]; then add_row "$name" false '"ended": "no time was left"'; return; fi
   timeout --kill-after 2 $((limit < left ? limit : left)) \
     bash -c "exec $under\"$PYTHON\" $command" >"$OUT/$name.log" 2>&1 </dev/null || code=$?
   # On a GPU, skipped tests count as failures.
   tests=$(grep -oE '[0-9]+ (passed|failed|skipped|deselected|errors?)\b.*' "$OUT/$name.log" | tail -1) || true
   if [ $code -ne 0 ] || { [ -z "$TINY" ] && [[ $tests == *skipped* ]]; }; then ok=false; fi
   if [ $code -eq 124 ] || [ $code -eq 137 ]; then code='"limit"'; fi
-  row "$name" $ok "\"ended\": $code, \"seconds\": $((SECONDS - began)), \"tests\": \"${tests//[\"=]/}\""
+  add_row "$name" $ok "\"ended\": $code, \"seconds\": $((SECONDS - start)), \"tests\": \"${tests//[\"=]/}\""
   if [ $ok = false ]; then tail -n 12 "$OUT/$name.log" | cut -c1-200 | sed "s/^/$name: /"; fi
 }
 
-run_course() { # the parts on standard input
+run_suite() { # the parts on standard input
   local name limit needs alone command
   SECONDS=0
   while read -r name limit needs alone command; do
     if [ "$alone" = alone ]; then wait; fi
-    while [ "$(jobs -rp | wc -l)" -ge "$LANES" ]; do wait -n || true; done
+    while [ "$(jobs -rp | wc -l)" -ge "$MAX_JOBS" ]; do wait -n || true; done
     run_part "$name" "$limit" "$needs" "$alone" "$command" &
     if [ "$alone" = alone ]; then wait; fi
   done
@@ -123,7 +123,7 @@ END
   du -sh .offline/*
 }
 
-use_prepared() {
+install_prepared() {
   local site cache=${RLHF_PIPELINE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rlhf-pipeline/kernels}
   if ! "$PYTHON" -c 'import beartype, docstring_parser, pydantic' 2>/dev/null; then
     site=$(mktemp -d)
@@ -136,20 +136,20 @@ use_prepared() {
   find .offline/kernels -name '*.cubin' -exec install -m 600 -t "$cache" {} +
 }
 
-COURSE=${1:-} TINY= LIST= CHOSEN=
+SUITE=${1:-} TINY= LIST= CHOSEN=
 for word in "${@:2}"; do
   case $word in --tiny) TINY=1 ;; --list) LIST=1 ;; *) CHOSEN+=" $word" ;; esac
 done
 export OUT=${OUT:-output/gpu} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-case $COURSE in
-  first) COURSE_SECONDS=285 ;;
-  speed) COURSE_SECONDS=405 ;;
+case $SUITE in
+  first) SUITE_SECONDS=285 ;;
+  speed) SUITE_SECONDS=405 ;;
   prepare) prepare; exit ;;
   *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-parts=$("parts_of_$COURSE")
+parts=$("list_parts_$SUITE")
 for name in $CHOSEN; do
-  if ! grep -q "^$name " <<<"$parts"; then echo "error: $COURSE has no part $name" >&2; exit 2; fi
+  if ! grep -q "^$name " <<<"$parts"; then echo "error: $SUITE has no part $name" >&2; exit 2; fi
 done
 if [ -n "$CHOSEN" ]; then parts=$(grep -E "^(${CHOSEN// /|}) " <<<"$parts"); fi
 if [ -n "$LIST" ]; then echo "$parts"; exit; fi
@@ -158,9 +158,9 @@ export ROWS=$OUT/rows.jsonl
 : >"$ROWS"
 if [ -n "$TINY" ]; then
   export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
-  LANES=1
+  MAX_JOBS=1
 else
   export RLHF_PIPELINE_KERNELS=${RLHF_PIPELINE_KERNELS:-required}
 fi
-if [ -d .offline ]; then use_prepared; fi
-run_course <<<"$parts"
+if [ -d .offline ]; then install_prepared; fi
+run_suite <<<"$parts"

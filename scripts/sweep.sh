@@ -30,10 +30,10 @@ for stage in ${STAGES:-0 1 2 3}; do
         [ "$lora" = off ] || settings+=("--$model.lora.rank" "$lora")
       done
       [ ! -f "$run/config.yaml" ] || rm -rf "$run"  # left by a failed combination
-      began=$SECONDS code=0
+      start=$SECONDS code=0
       bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" "$STEP" "$MODEL" "$DEPLOYMENT" "$run" "$stage" \
         ${settings[@]+"${settings[@]}"} "$@" || code=$?
-      printf '%s\t%s\t%s\t%s\t%s\n' "$stage" "$offload" "$lora" "$code" $((SECONDS - began)) \
+      printf '%s\t%s\t%s\t%s\t%s\n' "$stage" "$offload" "$lora" "$code" $((SECONDS - start)) \
         >>"$TABLE"
       [ "$code" -ne 130 ] || exit 130
     done
