@@ -1,24 +1,24 @@
 // Shows the selected view. Each view is a function that fills its element and returns its cleanup function.
 
 import { chatView } from "./chat.js";
-import { Refused, get, initialize, say, settings } from "./common.js";
+import { RequestError, get, initialize, showStatus, settings } from "./common.js";
 import { compareView, rateView } from "./compare.js";
 
 const VIEWS = { chat: chatView, compare: compareView, rate: rateView };
-let leave = () => {};
-let latest = 0;
+let cleanUp = () => {};
+let latestRequest = 0;
 
 async function show() {
-  leave();
-  leave = () => {};
+  cleanUp();
+  cleanUp = () => {};
   settings.hidePopover();
-  say("");
-  const own = ++latest;
-  const place = document.getElementById("view");
-  place.replaceChildren();
+  showStatus("");
+  const request = ++latestRequest;
+  const container = document.getElementById("view");
+  container.replaceChildren();
   try {
     const server = await get("/api/server");
-    if (own !== latest) return; // another view was selected in the meantime
+    if (request !== latestRequest) return; // another view was selected in the meantime
     settings.elements.max_tokens.placeholder = server.max_tokens;
     const [name, query] = location.hash.slice(1).split("?");
     const view = VIEWS[name] ? name : "chat";
@@ -30,10 +30,10 @@ async function show() {
       if (target === view) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
-    leave = VIEWS[view](place, server, new URLSearchParams(query)) ?? (() => {});
+    cleanUp = VIEWS[view](container, server, new URLSearchParams(query)) ?? (() => {});
   } catch (error) {
-    if (!(error instanceof Refused) && error.name !== "TypeError") throw error;
-    say(error instanceof Refused ? error.message : "the server can't be reached", true);
+    if (!(error instanceof RequestError) && error.name !== "TypeError") throw error;
+    showStatus(error instanceof RequestError ? error.message : "the server can't be reached", true);
   }
 }
 

@@ -1,31 +1,31 @@
 // A dialogue with one model: streaming, stop, regenerate, edit, and tokens tinted by log-probability.
 
-import { button, composer, drawSeed, element, length, respond, sampling, say, stored, system, tinted } from "./common.js";
+import { button, composer, drawSeed, element, formatLength, loadStored, requestResponse, samplingFields, showStatus, system, tokenSpans } from "./common.js";
 import { markdown } from "./markdown.js";
 import { thumbs } from "./ratings.js";
 
-export function chatView(place, server) {
-  let turns = stored("dialogue", []);
+export function chatView(container, server) {
+  let turns = loadStored("dialogue", []);
   let running = null;
   const names = server.models.map((model) => model.id);
   const picker = element("select", { "aria-label": "Model" }, ...names.map((name) => element("option", {}, name)));
-  const last = localStorage.getItem("model");
-  picker.value = names.includes(last) ? last : (names.at(-1) ?? "");
+  const lastModel = localStorage.getItem("model");
+  picker.value = names.includes(lastModel) ? lastModel : (names.at(-1) ?? "");
   picker.addEventListener("change", () => localStorage.setItem("model", picker.value));
   const showTokens = element("input", { type: "checkbox", onchange: () => draw() });
-  const talk = element("div", { class: "talk", role: "log", "aria-label": "Dialogue" });
+  const transcript = element("div", { class: "talk", role: "log", "aria-label": "Dialogue" });
   const hint = "Message: Enter sends, Shift+Enter starts a new line";
-  const { input, sender, bar } = composer("Message", hint, "Send", send, () => running);
+  const { input, sendButton, bar } = composer("Message", hint, "Send", send, () => running);
 
-  place.append(
+  container.append(
     element(
       "div",
       { class: "row bar talk-bar" },
       picker,
-      button("New dialogue", () => change([])),
+      button("New dialogue", () => setTurns([])),
       element("label", { class: "check" }, showTokens, "Show tokens"),
     ),
-    talk,
+    transcript,
     bar,
   );
   draw();
@@ -35,7 +35,7 @@ export function chatView(place, server) {
     localStorage.setItem("dialogue", JSON.stringify(turns));
   }
 
-  function change(next) {
+  function setTurns(next) {
     running?.abort();
     turns = next;
     save();
@@ -49,41 +49,41 @@ export function chatView(place, server) {
 
   function draw() {
     const hint = "Nothing is stored outside this browser until you rate a response.";
-    talk.replaceChildren(...turns.map(drawTurn));
-    if (!turns.length) talk.append(element("p", { class: "hint" }, hint));
-    place.scrollTop = place.scrollHeight;
+    transcript.replaceChildren(...turns.map(drawTurn));
+    if (!turns.length) transcript.append(element("p", { class: "hint" }, hint));
+    container.scrollTop = container.scrollHeight;
   }
 
-  function drawTurn(turn, at) {
+  function drawTurn(turn, index) {
     const isUser = turn.role === "user";
     const text = element("div", { class: "text" }, ...content(turn));
     const tools = element("div", { class: "row tools" });
-    if (isUser) tools.append(button("Edit", () => edit(at)));
+    if (isUser) tools.append(button("Edit", () => edit(index)));
     else {
       tools.append(button("Copy", () => navigator.clipboard?.writeText(turn.content.trim())));
-      if (at === turns.length - 1) tools.append(button("Regenerate", () => again(at)));
-      if (server.ratings && turn.answer) tools.append(thumbs(messages(at), turn.answer));
+      if (index === turns.length - 1) tools.append(button("Regenerate", () => regenerate(index)));
+      if (server.ratings && turn.answer) tools.append(thumbs(messages(index), turn.answer));
     }
     const { model, finish } = turn.answer ?? {};
-    const why = finish === "length" ? ` · ${length(turn.answer)}` : finish === "stopped" ? " · stopped" : "";
-    const who = isUser ? "You" : `${model ?? ""}${why}`;
-    return element("div", { class: `turn ${turn.role}` }, element("div", { class: "who" }, who), text, tools);
+    const ending = finish === "length" ? ` · ${formatLength(turn.answer)}` : finish === "stopped" ? " · stopped" : "";
+    const speaker = isUser ? "You" : `${model ?? ""}${ending}`;
+    return element("div", { class: `turn ${turn.role}` }, element("div", { class: "who" }, speaker), text, tools);
   }
 
   function content(turn) {
     const tokens = turn.answer?.tokens ?? [];
     if (turn.role === "user") return [turn.content];
-    return [...markdown(turn.content.trim()), showTokens.checked && tokens.length > 0 && tinted(tokens.map(byChance))];
+    return [...markdown(turn.content.trim()), showTokens.checked && tokens.length > 0 && tokenSpans(tokens.map(describeToken))];
   }
 
-  function again(at) {
-    change(turns.slice(0, at));
+  function regenerate(index) {
+    setTurns(turns.slice(0, index));
     generate(true);
   }
 
-  function edit(at) {
-    input.value = turns[at].content;
-    change(turns.slice(0, at));
+  function edit(index) {
+    input.value = turns[index].content;
+    setTurns(turns.slice(0, index));
     input.focus();
   }
 
@@ -91,43 +91,43 @@ export function chatView(place, server) {
     const text = input.value.trim();
     if (!text) return;
     input.value = "";
-    change([...turns, { role: "user", content: text }]);
+    setTurns([...turns, { role: "user", content: text }]);
     generate(false);
   }
 
-  async function generate(fresh) {
+  async function generate(newSeed) {
     const controller = (running = new AbortController());
-    const own = turns;
+    const currentTurns = turns;
     const turn = { role: "assistant", content: "" };
-    sender.textContent = "Stop";
-    say("");
-    const fields = sampling();
-    if (fresh) fields.seed = drawSeed();
-    const asked = messages(own.length);
-    own.push(turn);
+    sendButton.textContent = "Stop";
+    showStatus("");
+    const fields = samplingFields();
+    if (newSeed) fields.seed = drawSeed();
+    const prompt = messages(currentTurns.length);
+    currentTurns.push(turn);
     draw();
-    const text = talk.lastElementChild.querySelector(".text");
+    const text = transcript.lastElementChild.querySelector(".text");
     try {
-      turn.answer = await respond(picker.value, asked, fields, {
+      turn.answer = await requestResponse(picker.value, prompt, fields, {
         signal: controller.signal,
         logprobs: true,
         onText: (answer) => {
           turn.content = answer.text;
-          const near = place.scrollHeight - place.scrollTop - place.clientHeight < 120;
+          const isNearEnd = container.scrollHeight - container.scrollTop - container.clientHeight < 120;
           text.replaceChildren(...markdown(answer.text.trim()));
-          if (near) place.scrollTop = place.scrollHeight;
+          if (isNearEnd) container.scrollTop = container.scrollHeight;
         },
       });
       turn.content = turn.answer.text;
     } catch (error) {
-      if (own === turns) turns = own.slice(0, -1);
-      say(error.message, true);
+      if (currentTurns === turns) turns = currentTurns.slice(0, -1);
+      showStatus(error.message, true);
     }
     if (running === controller) {
       running = null;
-      sender.textContent = "Send";
+      sendButton.textContent = "Send";
     }
-    if (own.at(-1) === turn || own !== turns) {
+    if (currentTurns.at(-1) === turn || currentTurns !== turns) {
       save();
       draw();
     }
@@ -137,10 +137,10 @@ export function chatView(place, server) {
 }
 
 // Tinted by its log-probability; the tooltip lists the alternatives.
-function byChance(token) {
+function describeToken(token) {
   const level = token.logprob > -0.5 ? 0 : token.logprob > -1.5 ? 1 : token.logprob > -3 ? 2 : 3;
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
-  const others = token.top_logprobs.map((each) => `${JSON.stringify(each.token)} ${percent(each.logprob)}`);
-  const title = [`${JSON.stringify(token.token)} ${percent(token.logprob)}`, "", ...others].join("\n");
+  const alternatives = token.top_logprobs.map(({ token, logprob }) => `${JSON.stringify(token)} ${percent(logprob)}`);
+  const title = [`${JSON.stringify(token.token)} ${percent(token.logprob)}`, "", ...alternatives].join("\n");
   return { token: token.token, level, title };
 }

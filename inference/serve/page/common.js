@@ -2,60 +2,60 @@
 
 // Builds elements without parsing HTML, so that model output becomes only text nodes.
 export function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "class") made.className = value;
-    else if (value === true) made.setAttribute(name, "");
-    else if (value !== false && value != null) made.setAttribute(name, value);
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "class") node.className = value;
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
   }
-  made.append(...children.filter((child) => child != null && child !== false));
-  return made;
+  node.append(...children.filter((child) => child != null && child !== false));
+  return node;
 }
 
 export function button(label, onclick, attributes = {}) {
   return element("button", { type: "button", onclick, ...attributes }, label);
 }
 
-export function say(text, bad = false) {
+export function showStatus(text, isError = false) {
   const status = document.getElementById("status");
   status.textContent = text;
-  status.classList.toggle("bad", bad);
+  status.classList.toggle("bad", isError);
 }
 
 // A text field and a button. Enter submits, Shift+Enter starts a new line. While `running` returns an
 // AbortController, Enter does nothing and the button aborts.
 export function composer(label, placeholder, action, submit, running, wide = false) {
   const input = element("textarea", { rows: 2, "aria-label": label, placeholder });
-  const sender = button(action, () => (running() ? running().abort() : submit()), { class: "main" });
+  const sendButton = button(action, () => (running() ? running().abort() : submit()), { class: "main" });
   input.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     if (!running()) submit();
   });
-  return { input, sender, bar: element("div", { class: wide ? "composer wide" : "composer" }, input, sender) };
+  return { input, sendButton, bar: element("div", { class: wide ? "composer wide" : "composer" }, input, sendButton) };
 }
 
 // A response's tokens, each tinted at a level from 0 to 3 in one of two colors.
-export function tinted(tokens) {
+export function tokenSpans(tokens) {
   const spans = tokens.map(({ token, level, less, title }) =>
     element("span", { class: `token t${level}${less ? " less" : ""}`, title }, token),
   );
   return element("div", { class: "tokens" }, ...spans);
 }
 
-export function stored(name, otherwise) {
+export function loadStored(name, fallback) {
   try {
-    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(name)) ?? fallback;
   } catch {
-    return otherwise;
+    return fallback;
   }
 }
 
 // The settings panel, stored in this browser; the API key only until the browser is closed.
 const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
 export const settings = document.getElementById("settings");
-const values = { ...DEFAULTS, ...stored("settings", {}), key: sessionStorage.getItem("key") ?? "" };
+const values = { ...DEFAULTS, ...loadStored("settings", {}), key: sessionStorage.getItem("key") ?? "" };
 
 export function initialize() {
   for (const field of settings.elements) {
@@ -71,7 +71,7 @@ export function initialize() {
   settings.addEventListener("submit", (event) => event.preventDefault());
 }
 
-export function length({ token_ids, finish }) {
+export function formatLength({ token_ids, finish }) {
   return `${finish === "length" ? "cut off at " : ""}${token_ids.length} tokens`;
 }
 
@@ -80,7 +80,7 @@ export const rater = () => values.rater.trim();
 export const system = () => values.system.trim();
 
 // The fields of a request; draws `seed` here, so that several models can share it.
-export function sampling() {
+export function samplingFields() {
   const fields = { seed: values.seed === "" ? drawSeed() : Math.trunc(Number(values.seed)) };
   for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
     if (values[name] !== "" && Number.isFinite(Number(values[name]))) fields[name] = Number(values[name]);
@@ -92,15 +92,15 @@ export function drawSeed() {
   return crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
 }
 
-export class Refused extends Error {}
+export class RequestError extends Error {}
 
 function headers() {
-  const found = { "Content-Type": "application/json" };
-  if (key()) found.Authorization = `Bearer ${key()}`;
-  return found;
+  const fields = { "Content-Type": "application/json" };
+  if (key()) fields.Authorization = `Bearer ${key()}`;
+  return fields;
 }
 
-async function checked(response) {
+async function checkResponse(response) {
   if (response.ok) return response;
   let message = `the server returned ${response.status}`;
   try {
@@ -109,21 +109,21 @@ async function checked(response) {
     // no error object: report the status
   }
   if (response.status === 401) message = "this server needs an API key: enter it in the settings";
-  throw new Refused(message);
+  throw new RequestError(message);
 }
 
 export async function get(path) {
-  return (await checked(await fetch(path, { headers: headers() }))).json();
+  return (await checkResponse(await fetch(path, { headers: headers() }))).json();
 }
 
 export async function post(path, body, signal) {
   const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
-  return (await checked(response)).json();
+  return (await checkResponse(response)).json();
 }
 
 // Yields the chunks of a chat stream; ends early if `signal` aborts it.
 export async function* chat(body, signal) {
-  const response = await checked(
+  const response = await checkResponse(
     await fetch("/v1/chat/completions", {
       method: "POST",
       headers: headers(),
@@ -132,29 +132,29 @@ export async function* chat(body, signal) {
     }),
   );
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let buffer = "";
   while (true) {
     const { value, done } = await reader.read();
-    if (done) throw new Refused("the server closed the connection");
-    rest += value;
-    const events = rest.split("\n\n");
-    rest = events.pop();
+    if (done) throw new RequestError("the server closed the connection");
+    buffer += value;
+    const events = buffer.split("\n\n");
+    buffer = events.pop();
     for (const event of events) {
       if (!event.startsWith("data: ")) continue;
       if (event === "data: [DONE]") return;
       const chunk = JSON.parse(event.slice(6));
-      if (chunk.error) throw new Refused(chunk.error.message);
+      if (chunk.error) throw new RequestError(chunk.error.message);
       yield chunk;
     }
   }
 }
 
 // Requests a response: calls `onText` as it grows, and returns the record that a rating stores.
-export async function respond(model, messages, fields, { signal, onText, logprobs = false } = {}) {
+export async function requestResponse(model, messages, fields, { signal, onText, logprobs = false } = {}) {
   const answer = { model, text: "", token_ids: [], seed: fields.seed, sampling: fields, finish: null, tokens: [] };
-  const more = logprobs ? { logprobs: true, top_logprobs: 3 } : {};
+  const options = logprobs ? { logprobs: true, top_logprobs: 3 } : {};
   try {
-    for await (const chunk of chat({ model, messages, ...fields, ...more, return_token_ids: true }, signal)) {
+    for await (const chunk of chat({ model, messages, ...fields, ...options, return_token_ids: true }, signal)) {
       answer.weights_hash = chunk.system_fingerprint.slice(3);
       for (const choice of chunk.choices) {
         answer.text += choice.delta.content ?? "";

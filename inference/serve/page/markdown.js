@@ -8,44 +8,44 @@ const ITEM = /^ *(?:[-*+]|(\d{1,9})[.)]) +/;
 const DIVIDER = /^[ |:]*-[-|: ]*$/;
 // Each span ends at its own delimiter, so that the time is linear in the text.
 const SPANS = /`([^`]+)`|\*\*((?:[^*]|\*(?!\*))+)\*\*|(?<![\w*])\*([^*\s](?:[^*]*[^*\s])?)\*(?![\w*])/g;
-const DEEPEST = 8; // nested lists
+const MAX_DEPTH = 8; // nested lists
 
 const indent = (line) => line.search(/\S|$/);
 const beginsTable = (line, below) => line.includes("|") && DIVIDER.test(below ?? "");
 
 export function markdown(text, depth = 0) {
   const lines = text.split("\n");
-  const made = [];
-  // Takes the next lines that belong to a block.
-  const take = (belongs) => {
-    const end = lines.findIndex((line, at) => !belongs(line, lines[at + 1]));
+  const nodes = [];
+  // Removes and returns the next lines that belong to a block.
+  const takeWhile = (belongs) => {
+    const end = lines.findIndex((line, index) => !belongs(line, lines[index + 1]));
     return lines.splice(0, end < 0 ? lines.length : end);
   };
   while (lines.length) {
     const line = lines.shift();
     const fence = line.match(FENCE)?.[1];
-    const item = depth < DEEPEST && line.match(ITEM);
+    const item = depth < MAX_DEPTH && line.match(ITEM);
     if (fence) {
-      made.push(element("pre", {}, take((next) => !next.trim().startsWith(fence)).join("\n")));
+      nodes.push(element("pre", {}, takeWhile((next) => !next.trim().startsWith(fence)).join("\n")));
       lines.shift();
     } else if (HEADING.test(line)) {
-      made.push(element("h3", {}, ...spans(line.replace(HEADING, ""))));
+      nodes.push(element("h3", {}, ...spans(line.replace(HEADING, ""))));
     } else if (beginsTable(line, lines[0])) {
-      const rows = take((next) => next.includes("|")).slice(1);
-      made.push(element("table", {}, row("th", line), ...rows.map((each) => row("td", each))));
+      const rows = takeWhile((next) => next.includes("|")).slice(1);
+      nodes.push(element("table", {}, row("th", line), ...rows.map((cells) => row("td", cells))));
     } else if (item) {
       const isInside = (next) => {
         const other = next.match(ITEM);
         return indent(next) > indent(line) ? next.trim() : other && !other[1] === !item[1];
       };
-      made.push(list([line, ...take((next, after) => isInside(next.trim() ? next : (after ?? "")))], item[1], depth));
+      nodes.push(list([line, ...takeWhile((next, after) => isInside(next.trim() ? next : (after ?? "")))], item[1], depth));
     } else if (line.trim()) {
       const isText = (next, below) =>
-        next.trim() && !beginsTable(next, below) && ![FENCE, HEADING, ITEM].some((each) => each.test(next));
-      made.push(element("p", {}, ...spans([line, ...take(isText)].join("\n"))));
+        next.trim() && !beginsTable(next, below) && ![FENCE, HEADING, ITEM].some((pattern) => pattern.test(next));
+      nodes.push(element("p", {}, ...spans([line, ...takeWhile(isText)].join("\n"))));
     }
   }
-  return made;
+  return nodes;
 }
 
 function list(lines, start, depth) {
@@ -56,8 +56,8 @@ function list(lines, start, depth) {
     if (marker) items.push([line.slice((width = marker.length))]);
     else items.at(-1).push(line.slice(Math.min(indent(line), width)));
   }
-  const made = items.map((each) => element("li", {}, ...markdown(each.join("\n"), depth + 1)));
-  return element(start ? "ol" : "ul", { start }, ...made);
+  const nodes = items.map((item) => element("li", {}, ...markdown(item.join("\n"), depth + 1)));
+  return element(start ? "ol" : "ul", { start }, ...nodes);
 }
 
 function row(tag, line) {
@@ -66,12 +66,12 @@ function row(tag, line) {
 }
 
 function spans(text) {
-  const made = [];
+  const nodes = [];
   let end = 0;
   for (const { 0: all, 1: code, 2: strong, 3: em, index } of text.matchAll(SPANS)) {
     const inner = code ? [code] : spans(strong ?? em);
-    made.push(text.slice(end, index), element(code ? "code" : strong ? "strong" : "em", {}, ...inner));
+    nodes.push(text.slice(end, index), element(code ? "code" : strong ? "strong" : "em", {}, ...inner));
     end = index + all.length;
   }
-  return [...made, text.slice(end)];
+  return [...nodes, text.slice(end)];
 }

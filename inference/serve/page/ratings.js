@@ -1,11 +1,11 @@
 // Ratings: responses side by side, buttons to choose, and requests to the server.
 
-import { button, element, length, post, rater, respond, say, system, tinted } from "./common.js";
+import { button, element, formatLength, post, rater, requestResponse, showStatus, system, tokenSpans } from "./common.js";
 import { markdown } from "./markdown.js";
 
-const sent = [];
+const ratingIds = [];
 
-export function withSystem(prompt) {
+export function makeMessages(prompt) {
   const messages = [{ role: "user", content: prompt }];
   return system() ? [{ role: "system", content: system() }, ...messages] : messages;
 }
@@ -13,19 +13,19 @@ export function withSystem(prompt) {
 export async function rate(rating) {
   const answers = rating.answers.map(({ tokens, ...answer }) => answer);
   const { id } = await post("/api/ratings", { rater: rater(), ...rating, answers });
-  sent.push(id);
+  ratingIds.push(id);
   return id;
 }
 
 export async function undo() {
-  const id = sent.at(-1);
+  const id = ratingIds.at(-1);
   if (!id) {
-    say("Nothing to undo");
+    showStatus("Nothing to undo");
     return false;
   }
   await post("/api/ratings/undo", { id, rater: rater() });
-  sent.pop();
-  say("Undid the last rating");
+  ratingIds.pop();
+  showStatus("Undid the last rating");
   return true;
 }
 
@@ -38,12 +38,12 @@ export function thumbs(messages, answer) {
       if (id) await post("/api/ratings/undo", { id, rater: rater() });
       id = pressed ? null : await rate({ kind: "thumb", messages, answers: [answer], choice: up ? 1 : 0 });
     } catch (error) {
-      say(error.message, true);
+      showStatus(error.message, true);
       return;
     }
     good.setAttribute("aria-pressed", String(id !== null && up));
     bad.setAttribute("aria-pressed", String(id !== null && !up));
-    say(id ? "Rated" : "Removed the rating");
+    showStatus(id ? "Rated" : "Removed the rating");
   };
   const good = button("Good", (event) => press(event, true), { "aria-pressed": "false" });
   const bad = button("Bad", (event) => press(event, false), { "aria-pressed": "false" });
@@ -60,9 +60,9 @@ export function thumbs(messages, answer) {
       await rate({ kind: "edit", messages, answers: [answer], edit: better.value.trim() });
       better.hidden = true;
       write.textContent = "Write a better one";
-      say("Saved as a demonstration");
+      showStatus("Saved as a demonstration");
     } catch (error) {
-      say(error.message, true);
+      showStatus(error.message, true);
     }
   });
   return element("span", { class: "row" }, good, bad, write, better);
@@ -70,17 +70,17 @@ export function thumbs(messages, answer) {
 
 const LETTERS = ["A", "B", "C", "D"];
 
-export function shuffled(count) {
+export function shuffledIndices(count) {
   const order = [...Array(count).keys()];
   for (let last = count - 1; last > 0; last--) {
-    const other = crypto.getRandomValues(new Uint32Array(1))[0] % (last + 1);
-    [order[last], order[other]] = [order[other], order[last]];
+    const index = crypto.getRandomValues(new Uint32Array(1))[0] % (last + 1);
+    [order[last], order[index]] = [order[index], order[last]];
   }
   return order;
 }
 
 // Requests responses from all models at once. `order` maps columns to models.
-export function cards(models, order, hidden) {
+export function responseColumns(models, order, hidden) {
   const columns = order.map((model, column) => ({
     name: element("h2", {}, hidden ? LETTERS[column] : `${LETTERS[column]}: ${models[model]}`),
     text: element("div", { class: "text" }),
@@ -89,15 +89,15 @@ export function cards(models, order, hidden) {
   const grid = element(
     "div",
     { class: "columns" },
-    ...columns.map((each) => element("article", { class: "card" }, each.name, each.text, each.foot)),
+    ...columns.map(({ name, text, foot }) => element("article", { class: "card" }, name, text, foot)),
   );
   grid.style.setProperty("--count", String(models.length));
 
-  async function one(model, messages, fields, signal) {
+  async function request(model, messages, fields, signal) {
     const column = columns[order.indexOf(model)];
     column.text.textContent = "…";
     const onText = (answer) => column.text.replaceChildren(...markdown(answer.text.trim()));
-    const answer = await respond(models[model], messages, fields, { signal, onText });
+    const answer = await requestResponse(models[model], messages, fields, { signal, onText });
     show(model, answer);
     return answer;
   }
@@ -105,17 +105,17 @@ export function cards(models, order, hidden) {
   function show(model, answer) {
     const column = columns[order.indexOf(model)];
     column.text.replaceChildren(...markdown(answer.text.trim()));
-    column.foot.textContent = length(answer);
+    column.foot.textContent = formatLength(answer);
   }
 
   return {
     grid,
     show: (answers) => answers.forEach((answer, model) => show(model, answer)),
-    // All models get the same seed, or consecutive ones if `apart`.
-    ask: (messages, fields, signal, apart = false) =>
+    // All models get the same seed, or consecutive ones if `separateSeeds`.
+    requestAll: (messages, fields, signal, separateSeeds = false) =>
       Promise.all(
         models.map((_, model) =>
-          one(model, messages, apart ? { ...fields, seed: fields.seed + model } : fields, signal),
+          request(model, messages, separateSeeds ? { ...fields, seed: fields.seed + model } : fields, signal),
         ),
       ),
     async score(messages, answers) {
@@ -128,21 +128,21 @@ export function cards(models, order, hidden) {
         }),
       );
     },
-    async relate(reference, messages, answers, signal) {
+    async showKl(reference, messages, answers, signal) {
       await Promise.all(
         answers.map(async (answer, model) => {
           if (answer.model === reference || !answer.token_ids.length) return;
-          const { tokens, words } = await related(answer, messages, reference, signal);
+          const { tokens, summary } = await compareTokens(answer, messages, reference, signal);
           const column = columns[order.indexOf(model)];
-          column.text.append(tinted(tokens));
-          column.foot.append(words);
+          column.text.append(tokenSpans(tokens));
+          column.foot.append(summary);
         }),
       );
     },
     reveal(answers) {
-      columns.forEach((column, at) => {
-        column.name.textContent = `${LETTERS[at]}: ${models[order[at]]}`;
-        const score = answers?.[order[at]].score;
+      columns.forEach((column, index) => {
+        column.name.textContent = `${LETTERS[index]}: ${models[order[index]]}`;
+        const score = answers?.[order[index]].score;
         if (hidden && score !== undefined) column.foot.append(` · score ${score.toFixed(2)}`);
       });
     },
@@ -156,67 +156,67 @@ const CHOICES = [
   ["4", "Both bad", { bad: true }],
 ];
 
-// Buttons to rate a pair, with keyboard shortcuts; `others` adds more as [key, label, action].
-export function choices({ messages, answers, order, blind }, onRated, others = []) {
-  const since = performance.now();
+// Buttons to rate a pair, with keyboard shortcuts; `extraActions` adds more as [key, label, action].
+export function ratingBar({ messages, answers, order, blind }, onRated, extraActions = []) {
+  const start = performance.now();
   const strength = element(
     "select",
     { "aria-label": "How much better" },
-    ...["a little", "clearly", "by far"].map((label, at) => element("option", { value: at + 1 }, label)),
+    ...["a little", "clearly", "by far"].map((label, index) => element("option", { value: index + 1 }, label)),
   );
-  let sending = false;
+  let isSending = false;
   const choose = async (choice) => {
-    if (sending) return;
-    sending = true;
+    if (isSending) return;
+    isSending = true;
     const rating = { kind: "pair", messages, answers, shown: order, blind, choice: null, tie: Boolean(choice.tie) };
-    rating.seconds = (performance.now() - since) / 1000;
+    rating.seconds = (performance.now() - start) / 1000;
     if ("column" in choice) Object.assign(rating, { choice: order[choice.column], strength: Number(strength.value) });
     try {
       await rate(rating);
-      say("Rated");
+      showStatus("Rated");
       onRated();
     } catch (error) {
-      say(error.message, true);
+      showStatus(error.message, true);
     }
-    sending = false;
+    isSending = false;
   };
-  const all = [...CHOICES.map(([key, label, choice]) => [key, label, () => choose(choice)]), ...others];
+  const actions = [...CHOICES.map(([key, label, choice]) => [key, label, () => choose(choice)]), ...extraActions];
   const bar = element(
     "div",
     { class: "row choices", role: "group", "aria-label": "Rating" },
-    ...all.map(([key, label, action]) => button(element("span", {}, `${label} `, element("kbd", {}, key)), action)),
+    ...actions.map(([key, label, action]) => button(element("span", {}, `${label} `, element("kbd", {}, key)), action)),
     strength,
   );
-  const onkey = (event) => {
-    const typing = event.target.closest("input, textarea, select");
-    if (typing || event.ctrlKey || event.metaKey || event.altKey || bar.hidden) return;
-    const found = all.find(([key]) => key === event.key.toLowerCase());
-    if (found) {
+  const onKeydown = (event) => {
+    const isTyping = event.target.closest("input, textarea, select");
+    if (isTyping || event.ctrlKey || event.metaKey || event.altKey || bar.hidden) return;
+    const match = actions.find(([key]) => key === event.key.toLowerCase());
+    if (match) {
       event.preventDefault();
-      found[2]();
+      match[2]();
     }
   };
-  addEventListener("keydown", onkey);
-  return { bar, end: () => removeEventListener("keydown", onkey) };
+  addEventListener("keydown", onKeydown);
+  return { bar, end: () => removeEventListener("keydown", onKeydown) };
 }
 
 // The response's tokens, tinted by log p / p_reference, and a sentence with their sum, an estimate of the KL.
-async function related(answer, messages, reference, signal) {
+async function compareTokens(answer, messages, reference, signal) {
   const { tokens: prompt } = await post("/tokenize", { model: answer.model, messages }, signal);
   const body = { prompt: [...prompt, ...answer.token_ids], echo: true, max_tokens: 0, logprobs: 0 };
-  const say = async (model) => (await post("/v1/completions", { model, ...body }, signal)).choices[0].logprobs;
-  const [own, other] = await Promise.all([say(answer.model), say(reference)]);
-  if (own.tokens.some((token, at) => token !== other.tokens[at])) {
+  const score = async (model) => (await post("/v1/completions", { model, ...body }, signal)).choices[0].logprobs;
+  const [scored, baseline] = await Promise.all([score(answer.model), score(reference)]);
+  if (scored.tokens.some((token, index) => token !== baseline.tokens[index])) {
     throw new Error(`${answer.model} and ${reference} have different tokens`);
   }
   let sum = 0;
-  const tokens = own.tokens.slice(prompt.length).map((token, at) => {
-    const ratio = own.token_logprobs[prompt.length + at] - other.token_logprobs[prompt.length + at];
+  const tokens = scored.tokens.slice(prompt.length).map((token, index) => {
+    const ratio = scored.token_logprobs[prompt.length + index] - baseline.token_logprobs[prompt.length + index];
     const level = [0.5, 1.5, 3].filter((limit) => Math.abs(ratio) >= limit).length;
     sum += ratio;
     const title = `${JSON.stringify(token)} ${ratio.toFixed(2)} nats, ${sum.toFixed(2)} so far`;
     return { token, level, less: ratio < 0, title };
   });
   const mean = (sum / tokens.length).toFixed(3);
-  return { tokens, words: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} per token` };
+  return { tokens, summary: ` · KL to ${reference} ${sum.toFixed(2)} nats, ${mean} per token` };
 }
