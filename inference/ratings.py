@@ -161,7 +161,7 @@ def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
     lengths = [(pair["choice"], [len(a["text"]) for a in pair["answers"]]) for pair in decided]
     items: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for pair in pairs:
-        items[comparison_key(pair)].append((str(pair.get("rater", "")), label_of_choice(pair)))
+        items[comparison_key(pair)].append((str(pair.get("rater", "")), choice_label(pair)))
     repeated: list[bool] = []
     label_pairs: list[tuple[str, str]] = []
     for labels in items.values():
@@ -181,7 +181,7 @@ def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
     )
 
 
-def label_of_choice(pair: Rating) -> str:
+def choice_label(pair: Rating) -> str:
     """Return a tie, both bad, or the first or second response in alphabetical order."""
     if pair.get("tie"):
         return TIE
@@ -264,11 +264,11 @@ def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:
             items[comparison_key(rating)].append(rating)
     rows: list[dict[str, Any]] = []
     for votes in items.values():
-        counts = Counter(label_of_choice(rating) for rating in votes)
+        counts = Counter(choice_label(rating) for rating in votes)
         first, second = counts["first"], counts["second"]
         if first != second:
             label = "first" if first > second else "second"
-            rows.append(_pair_row([vote for vote in votes if label_of_choice(vote) == label]))
+            rows.append(_pair_row([vote for vote in votes if choice_label(vote) == label]))
     undecided = len(items) - len(rows)
     for rating in ratings:
         if rating["kind"] == "edit":

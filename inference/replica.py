@@ -122,11 +122,11 @@ class WeightSources:
                 parameter, layer, adapter = _find_trained(self._trained, owner, leaf)
             except AttributeError:  # it is on another pipeline stage
                 continue
-            whole = full_shape(parameter) if layer is None else layer.full_shape
+            shape = full_shape(parameter) if layer is None else layer.full_shape
             dtype = parameter.dtype if layer is None else layer.dtype
             part = get_shard(parameter) if layer is None else layer.part
             key = id(parameter), id(adapter)
-            yield name, WeightSource(key, whole, dtype, parameter, layer, adapter, part)
+            yield name, WeightSource(key, shape, dtype, parameter, layer, adapter, part)
 
 
 def _merge_stages(
@@ -141,8 +141,8 @@ def _merge_stages(
         rank, first = next(
             (rank, name) for rank, owned in enumerate(formats) for name in names if name in owned
         )
-        whole, dtype = formats[rank][first]
-        source = local[first] if rank == stages.rank else WeightSource(first, whole, dtype, None)
+        shape, dtype = formats[rank][first]
+        source = local[first] if rank == stages.rank else WeightSource(first, shape, dtype, None)
         for name in names:
             yield name, source
 

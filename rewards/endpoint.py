@@ -65,9 +65,8 @@ class Endpoint:
                     suffix = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise EndpointError(f"{error}{suffix}") from None
                 backoff = INITIAL_BACKOFF * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-                time.sleep(
-                    min(MAX_BACKOFF, backoff if error.retry_after is None else error.retry_after)
-                )
+                pause = backoff if error.retry_after is None else error.retry_after
+                time.sleep(min(MAX_BACKOFF, pause))
         raise AssertionError
 
     @property

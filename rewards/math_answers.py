@@ -158,17 +158,13 @@ def _parse_match(match: re.Match[str]) -> Fraction | None:
     mixed, quotient = match.group("above", "below"), match.group("dividend", "divisor")
     for above, below in (latex, digits, mixed, quotient):
         if above is not None:
-            divisor, whole = (
-                _parse_decimal(below),
-                _parse_decimal(match["whole"] or match["mixed"] or "0"),
-            )
+            divisor = _parse_decimal(below)
+            whole = _parse_decimal(match["whole"] or match["mixed"] or "0")
             return None if divisor == 0 else whole + _parse_decimal(above) / divisor
     power = int(match["power"] or 0)
-    return (
-        None
-        if abs(power) > MAX_LENGTH
-        else _parse_decimal(match["decimal"]) * Fraction(10) ** power
-    )
+    if abs(power) > MAX_LENGTH:
+        return None
+    return _parse_decimal(match["decimal"]) * Fraction(10) ** power
 
 
 def _parse_decimal(decimal: str) -> Fraction:

@@ -84,9 +84,10 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        directory = (
-            _find_mount_point() if limits.isolated else stack.enter_context(_temporary_directory())
-        )
+        if limits.isolated:
+            directory = _find_mount_point()
+        else:
+            directory = stack.enter_context(_temporary_directory())
         job, stdin_file, output, status = (
             stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
         )
@@ -323,9 +324,8 @@ def _pass_rate(program: str, cases: list[tuple[str, str]], config: RewardConfig)
 
 
 def _passes_case(result: ProgramResult, expected: str) -> bool:
-    return result.code == 0 and _strip_lines(
-        result.output.decode(errors="replace")
-    ) == _strip_lines(expected)
+    output = result.output.decode(errors="replace")
+    return result.code == 0 and _strip_lines(output) == _strip_lines(expected)
 
 
 def _strip_lines(text: str) -> list[str]:

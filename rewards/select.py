@@ -1,6 +1,6 @@
-r"""Select the best of several responses as training data: `python -m rewards.select_rows`.
+r"""Select the best of several responses as training data: `python -m rewards.select`.
 
-python -m rewards.select_rows --path DIR --prompts FILE --reward math --best-of 8 \
+python -m rewards.select --path DIR --prompts FILE --reward math --best-of 8 \
         --write demonstrations --output best.jsonl
 
 Samples responses to each prompt, scores them with reward sources, and writes the best ones as
@@ -77,7 +77,7 @@ class SelectConfig(SamplingConfig):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the rows and print a summarize.
+    """Write the rows and print a summary.
 
     Raises:
         UserError: a setting is wrong, there is no model, prompts can't be read, or sources fail.
@@ -85,9 +85,9 @@ def main(argv: Sequence[str]) -> None:
     config = parse_command(
         SelectConfig,
         argv,
-        usage=f"{MODULE} rewards.select_rows --path DIR --prompts FILE --reward SOURCE ..."
+        usage=f"{MODULE} rewards.select --path DIR --prompts FILE --reward SOURCE ..."
         " [--SETTING VALUE ...]",
-        about="Sample responses, score_episodes them, and write the best as training data.",
+        about="Sample responses, score them, and write the best as training data.",
         aliases=ALIASES,
     )
     check_writable(config.output, option="--output")

@@ -63,7 +63,7 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CallReply:
     """Result of a call: a value or a failure."""
 
     call_id: int
@@ -125,17 +125,17 @@ class Workers:
         self._send(_Call(self._num_calls, group, name, seconds, pickle.dumps(request)))
         return self._num_calls
 
-    def receive(self, *, wait: bool) -> list[Reply]:
+    def receive(self, *, wait: bool) -> list[CallReply]:
         """Replies that have arrived since the last call; at least one with `wait`.
 
         Raises:
             RewardError: the supervisor has exited.
         """
-        replies: list[Reply] = []
+        replies: list[CallReply] = []
         while (wait and not replies) or self._connection.poll():
             call_id, value, failure = self._receive()
             result = None if value is None else pickle.loads(value)  # noqa: S301 - own worker
-            replies.append(Reply(call_id, result, failure))
+            replies.append(CallReply(call_id, result, failure))
         return replies
 
     def close(self) -> None:

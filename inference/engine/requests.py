@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from inference.engine.sampling import Sampler, TokenLogprobs, with_seed_0
+from inference.engine.sampling import Sampler, TokenLogprobs, with_zero_seed
 
 OnToken = Callable[[int, int], None]
 """Called with a prompt's index and each token of its response."""
@@ -102,7 +102,7 @@ class Ticket:
         self.ended = False
         self.newest_token = request.prompt[-1]
         """The input token of the next decoding pass."""
-        self.sampler, self.key = with_seed_0(request.sampler, request.key)
+        self.sampler, self.key = with_zero_seed(request.sampler, request.key)
         """An equivalent sampler, which requests with other seeds can share, and its key."""
         self.num_reused = 0
         """Prompt tokens whose keys and values were already stored when it got a slot."""

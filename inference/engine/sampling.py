@@ -196,7 +196,7 @@ def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
     return Sampler(**settings, stop_ids=tuple(stop_ids))
 
 
-def with_seed_0(sampler: Sampler, key: int) -> tuple[Sampler, int]:
+def with_zero_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
     """An equivalent sampler with seed 0, and the key with which it makes the same choices.
 
     Rows with different seeds can then share a call: a seed only changes the word mixed into keys.

@@ -104,7 +104,7 @@ class Job:
         return [pieces[row] for row in sorted(pieces)]
 
 
-class Row:
+class ResponseState:
     """One response of a job."""
 
     def __init__(self, job: Job, number: int, served: ServedModel) -> None:
@@ -184,7 +184,7 @@ class Worker:
         """Jobs and the numbers of their prompts that have no slot, by model, oldest first."""
         self._last_turns: dict[str, int] = {}
         """The last turn in which each client got a slot."""
-        self._rows: dict[Ticket, Row] = {}
+        self._rows: dict[Ticket, ResponseState] = {}
         self._jobs: set[Job] = set()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
@@ -284,7 +284,7 @@ class Worker:
             first = sum(map(len, job.prompts[:number]))
             for row, request in enumerate(requests, start=first):
                 ticket = served.batch.submit(request)
-                self._rows[ticket] = Row(job, row, served)
+                self._rows[ticket] = ResponseState(job, row, served)
                 job.tickets.add(ticket)
             running += len(requests)
         if not any(self._waiting.values()):
@@ -319,7 +319,7 @@ class Worker:
                 if not row.job.num_unfinished:
                     self._jobs.discard(row.job)
 
-    def _count_token(self, row: Row, ticket: Ticket, now: float) -> None:
+    def _count_token(self, row: ResponseState, ticket: Ticket, now: float) -> None:
         name, metrics = row.job.model, self._metrics
         metrics.generated.labels(name).inc()
         if row.newest:
@@ -331,7 +331,7 @@ class Worker:
             metrics.first.labels(name).observe(now - row.began)
         row.newest = now
 
-    def _handle_token(self, row: Row, event: TokenEvent) -> Piece | None:
+    def _handle_token(self, row: ResponseState, event: TokenEvent) -> Piece | None:
         """The piece that a token completes; a tokenizer's error ends only its response."""
         try:
             return row.add_token(event)
@@ -339,7 +339,7 @@ class Worker:
             logger.exception("token %d has no text", event.id)
             return row.fail()
 
-    def _handle_end(self, row: Row, event: EndEvent) -> Piece | None:
+    def _handle_end(self, row: ResponseState, event: EndEvent) -> Piece | None:
         del self._rows[event.ticket]
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
