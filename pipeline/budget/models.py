@@ -251,11 +251,7 @@ def _build_on_meta(
 
 
 def _find_config(path: str, origins: Mapping[str, str]) -> str:
-    """The location of the model's configuration, or its name in `KNOWN`.
-
-    Raises:
-        ModelError: its configuration is unknown.
-    """
+    """The location of the model's configuration, or its name in `KNOWN`."""
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path
     if path in origins:

@@ -143,11 +143,7 @@ def _dtype(source: Source) -> torch.dtype:
 
 
 def _apply_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
-    """Load an adapter into the model.
-
-    Raises:
-        ModelError: the adapter can't be read, or is for another model.
-    """
+    """Load an adapter into the model."""
     name = model.config.name_or_path
     try:
         tensors = load_file(adapter / WEIGHTS)

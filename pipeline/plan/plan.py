@@ -188,12 +188,7 @@ def _notes(
 def _choose(
     resolver: Resolver, stages: Sequence[Stage], configs: Mapping[str, StepConfig], machine: Machine
 ) -> Mapping[str, Settings]:
-    """The choice of `--plan auto`: settings by stage prefix.
-
-    Raises:
-        ModelError: the size of a model is unknown.
-        ConfigError: the memory of the machines is unknown.
-    """
+    """The choice of `--plan auto`: settings by stage prefix."""
     from pipeline.budget.fit import choose_settings
 
     require(

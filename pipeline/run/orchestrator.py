@@ -208,11 +208,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
 
 
 def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
-    """Report a failed step and return its exit code; 0 if the step is done.
-
-    Raises:
-        SystemExit, KeyboardInterrupt: the step was interrupted.
-    """
+    """Report a failed step and return its exit code; 0 if the step is done."""
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
         print_error(f"stopped in {stage.title}; the same command with --resume continues")

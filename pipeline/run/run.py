@@ -111,11 +111,7 @@ class Run:
         return "starts from step 1" if step is None else f"continues after step {step}"
 
     def _refuse_unfinished_run(self) -> None:
-        """Refuse to overwrite the checkpoints of an unfinished run.
-
-        Raises:
-            ConfigError: there are such checkpoints, and `resume` is off.
-        """
+        """Refuse to overwrite the checkpoints of an unfinished run."""
         unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
         if not self.config.resume and unfinished and list_steps(self.path(CHECKPOINTS)):
             self._held.close()

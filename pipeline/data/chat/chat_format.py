@@ -300,10 +300,6 @@ class ChatFormat:
         turns before it, with the generation prompt), and otherwise the response as given.
 
         Empty for tool calls that the template renders differently after this prompt.
-
-        Raises:
-            DataError: the template isn't stable, omits tool calls, or closes the thinking block in
-                the prompt of a row that has thinking.
         """
         text = self.render(messages, generation_prompt=False)
         *before, message = messages

@@ -376,9 +376,6 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
     Cells are separated by commas, or if the first line has none by semicolons or tabs (in a .tsv by
     tabs), and may be quoted as in RFC 4180, line breaks included. Empty cells and NaN are None.
-
-    Raises:
-        DataError: a row has more or fewer cells than the first line, or a quote is never closed.
     """
     text = _read_text(path)
     first = text.lstrip().partition("\n")[0]

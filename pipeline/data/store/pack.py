@@ -190,11 +190,7 @@ Summary = tuple[int, list[tuple[int, str]]]
 def _encode_pieces(
     pieces: Sequence[Piece], vocabulary: Vocabulary, field: str, workers: int
 ) -> Iterator[Summary]:
-    """Tokenize the pieces that have no file yet, and yield the summaries of all pieces in order.
-
-    Raises:
-        DataError: a file can't be read, or a worker was killed.
-    """
+    """Tokenize the pieces that have no file yet, and yield the summaries of all pieces in order."""
     work = partial(_encode_piece, vocabulary=vocabulary, field=field)
     if workers == 1:
         yield from map(work, pieces)
@@ -237,11 +233,7 @@ def _load_tokenizer(definition: str) -> "Tokenizer":
 
 
 def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
-    """Write a piece's tokens, with eos after each document, unless done; return its summary.
-
-    Raises:
-        DataError: the source can't be read.
-    """
+    """Write a piece's tokens, with eos after each document, unless done; return its summary."""
     if piece.target.exists():
         with np.load(piece.target) as content:
             return json.loads(str(content["summary"]))

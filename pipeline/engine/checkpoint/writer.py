@@ -199,11 +199,7 @@ class CheckpointWriter:
         write_atomically(_report_path(directory, self._rank), json.dumps(vars(stored)).encode())
 
     def _collect(self, directory: Path) -> dict[str, StoredFile]:
-        """All processes' files by name.
-
-        Raises:
-            SaveError: a process failed, or did not report in time.
-        """
+        """All processes' files by name."""
         files: dict[str, StoredFile] = {}
         end = time.monotonic() + self._timeout_seconds
         pause, longest = POLL_SECONDS

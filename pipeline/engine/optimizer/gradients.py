@@ -197,11 +197,7 @@ class FlatGradients:
                 self._buffer[gap].zero_()
 
     def _accumulate(self, name: str, param: Tensor) -> None:
-        """Add a gradient that autograd has completed.
-
-        Raises:
-            RuntimeError: the hook that prepares the backward pass of its unit was lost.
-        """
+        """Add a gradient that autograd has completed."""
         gradient, param.grad = param.grad, None
         if self._buffer is None or gradient is None:
             raise RuntimeError(

@@ -138,9 +138,6 @@ class Policy(nn.Module):
         """The output layer, if log-probabilities can be computed from it in tiles; otherwise None.
 
         Every process runs the same forward passes and gets the same result.
-
-        Raises:
-            KernelError: the model doesn't support tiles, and kernels are required.
         """
         head = base_model(self.model).get_output_embeddings()
         # Exactly nn.Linear: peft's layers compute more than the product.
@@ -273,11 +270,7 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
 
 
 def _say_whole(family: str, kernels: Kernels) -> None:
-    """Log that full logits are computed, or raise if they must not be.
-
-    Raises:
-        KernelError: `kernels` is required.
-    """
+    """Log that full logits are computed, or raise if they must not be."""
     reason = f"the logits of {family} are not a matrix product with the last hidden states"
     if kernels == "required":
         raise KernelError(

@@ -310,11 +310,7 @@ def _build(
 def _prepared(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """Prepare a loaded model: packing if that is exact, quantization, device, evaluation mode.
-
-    Raises:
-        ModelError: the model's weights are not finite.
-    """
+    """Prepare a loaded model: packing if that is exact, quantization, device, evaluation mode."""
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
     require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
