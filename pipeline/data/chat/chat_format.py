@@ -60,6 +60,10 @@ CHANGES_EARLIER_ANSWERS = (
 )
 
 DUPLICATE_END_TOKEN = "adds the end token of a turn itself, so the one in the row's text is omitted"
+RENDERED_PROMPT = (
+    "adds its tokens to a prompt that already begins with such a token; if a template has rendered"
+    " the rows, choose --format plain"
+)
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 PROBE_RESPONSE = Message("assistant", "Four.")
@@ -242,7 +246,7 @@ class ChatFormat:
             text = self.render(messages, generation_prompt=True)
             return self._split_history(messages, text, origin)
         if not before:  # plain text has no roles
-            text = last.content.removeprefix(self._bos).removesuffix(self._eos)
+            text = re.sub(rf"{re.escape(self._eos)}\s*\Z", "", last.content.removeprefix(self._bos))
             return [Segment(self._bos + text + self._eos, by_assistant=True)]
         prompt = self.render(before, generation_prompt=True)
         turn = self._render_turn(messages, prompt, origin)
@@ -381,7 +385,9 @@ class ChatFormat:
             end = rendered.rfind(self._end_of_call)
             return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_call
         answer = message.content.rpartition(END_THINK)[2].strip()  # thinking may differ
-        start = rendered.rfind(answer) if answer else -1
+        # The answer may be a part of the token, as "end" is.
+        before = rendered[: max(rendered.rfind(self._end_of_turn), 0)]
+        start = (before if answer in before else rendered).rfind(answer) if answer else -1
         end = rendered.find(self._end_of_turn, start + len(answer) if start >= 0 else 0)
         return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_turn
 
@@ -465,6 +471,10 @@ class ChatFormat:
 
     def _strip_end_tokens(self, messages: Messages, origin: str) -> Messages:
         """The dialogue without end tokens in the texts of rows, as the format adds its own."""
+        begins = (*self._specials, *filter(None, [self._bos]))
+        asked = [turn.content.lstrip() for turn in messages if turn.role in ("system", "user")]
+        if self.name != "plain" and any(text.startswith(begins) for text in asked):
+            self._warn_once(origin, RENDERED_PROMPT)
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
         end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s): in linear time
         stripped = [

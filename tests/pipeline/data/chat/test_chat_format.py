@@ -111,7 +111,7 @@ def test_bos_occurs_once_at_the_start_if_the_tokenizer_adds_it(name: str) -> Non
 
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
-    text = chat_format.encode((), (Message("assistant", "<s>Plain.<|endoftext|>"),)).input_ids
+    text = chat_format.encode((), (Message("assistant", "<s>Plain.<|endoftext|>\n"),)).input_ids
     assert tokenizer.decode(text) == "<s>Plain.<|endoftext|>"
 
 

@@ -326,6 +326,12 @@ def test_end_token_in_the_text_of_a_row_is_trained_once(caplog: pytest.LogCaptur
     assert caplog.text == ""
     assert trained_runs(chat_format, prompt, response) == ["Red.<|im_end|>", "Blue.<|im_end|>"]
     assert caplog.text.count("rows.jsonl line 1: chat format tokenizer adds the end") == 1
+    for text in ("end", "n", ">"):  # which the end token has too
+        runs = trained_runs(chat_format, (USER,), Message("assistant", text))
+        assert runs == [f"{text}<|im_end|>"]
+    assert "adds its tokens to a prompt" not in caplog.text
+    trained_runs(chat_format, (Message("user", "<|im_start|>user\nWhy?<|im_end|>\n"),), response)
+    assert "adds its tokens to a prompt" in caplog.text
     prefilled, plain = ((USER, Message("assistant", text)) for text in ("Re<|im_end|>", "Re"))
     assert chat_format.encode(prefilled, [response]) == chat_format.encode(plain, [response])
 
