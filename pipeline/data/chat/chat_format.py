@@ -647,7 +647,8 @@ def _without_block(prompt: str) -> str:
 def _is_valid_block(turn: str, *, is_open: bool) -> bool:
     """Whether a rendered turn closes the block opened by its prompt, and opens no other."""
     if is_open:
-        return END_THINK in turn and not turn.lstrip().startswith(THINK)
+        begin = turn.lstrip().removeprefix(END_THINK).lstrip()  # after a block closed at once
+        return END_THINK in turn and not begin.startswith(THINK)
     empty = _EMPTY_BLOCK.match(turn)
     return not (empty and END_THINK in turn[empty.end() :])
 

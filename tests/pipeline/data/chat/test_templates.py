@@ -434,6 +434,11 @@ THINKING_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
             "Weigh it.</think>Blue.",
             "</think>Blue.",
         ),
+        (  # Qwen3.8: only a separate reasoning field fills the block of a turn
+            turn_template(THINKING_BLOCK, "<think>\\n").replace("PARSES", "false"),
+            "Weigh it.\n</think>\n\nBlue.",
+            "\n</think>\n\nBlue.",
+        ),
         (  # Nemotron Nano 2: the last turn is always written into the opened block
             turn_template("{{- '<think>\\n' + c }}", "<think>\\n").replace("PARSES", "false"),
             "Weigh it.\n</think>\n\nBlue.",
@@ -447,7 +452,7 @@ THINKING_BLOCK = "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + c }}"
             "<think></think>Blue.",
         ),
     ],
-    ids=["Qwen3.5", "GLM-4.7", "Nemotron", "Kimi"],
+    ids=["Qwen3.5", "GLM-4.7", "Qwen3.8", "Nemotron", "Kimi"],
 )
 def test_thinking_block_is_rendered_once(template: str, thinking: str, plain: str) -> None:
     chat_format = chatml_format(template)
