@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -519,12 +519,23 @@ class ChatFormat:
         for end in filter(None, (self._end_of_turn, self._end_of_earlier_turn)):
             if text.lstrip().startswith(end):
                 text = text.lstrip().removeprefix(end)
+                text = text.lstrip() if end in self._stripping else text
                 break
         return self._encoders[1](text)
 
     def _encode_segments(self, segments: Sequence[Segment]) -> list[list[int]]:
         first, following = self._encoders
-        return [first(segments[0].text), *(following(segment.text) for segment in segments[1:])]
+        texts = [segment.text for segment in segments]
+        ids = [first(texts[0])]
+        for before, text in pairwise(texts):
+            ids.append(following(text.lstrip() if before.endswith(self._stripping) else text))
+        return ids
+
+    @cached_property
+    def _stripping(self) -> tuple[str, ...]:
+        """Tokens that include the whitespace after them, as in Phi 3's tokenizer."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple(token.content for token in added if token.rstrip)
 
     @cached_property
     def _encoders(self) -> tuple[Encoder, Encoder]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.chat.chat_format import ChatFormat
@@ -303,6 +304,19 @@ def test_reasoning_that_is_separate_from_the_content_is_rendered(
 
     assert trained_runs(chat_format, (USER,), response) == [target]
     assert ("does not support reasoning" in caplog.text) == (template == DATED)
+
+
+def test_tokens_include_the_space_after_them_also_between_turns() -> None:  # as Phi 3's
+    tokenizer = byte_level()
+    tokenizer.chat_template = NO_END_TOKEN.replace(": '", ":'").replace("'\\n'", "'<|end|>\\n'")
+    tokenizer.add_tokens([AddedToken("<|end|>", rstrip=True, special=True)])
+    chat_format = resolve_format(tokenizer, "tokenizer")
+
+    turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT]
+    plain = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    observation = chat_format.encode_observation(PROMPT[:2], PROMPT[2:])
+    assert chat_format.encode_prompt(PROMPT) == plain
+    assert plain[-len(observation) - 1 :] == [len(tokenizer) - 1, *observation]
 
 
 def test_thinking_after_a_closed_thinking_block_raises() -> None:
