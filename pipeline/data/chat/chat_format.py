@@ -561,8 +561,10 @@ class ChatFormat:
     @cached_property
     def _end_of_last_turn(self) -> str:
         dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
-        tail = dialogue.rpartition(PROBE_RESPONSE.content)[2]
-        matches = [token for token in self._specials if token in tail]
+        prompt = self.render(PROBE_PROMPT, generation_prompt=True)
+        begin, _, tail = dialogue.rpartition(PROBE_RESPONSE.content)
+        inner = begin.removeprefix(prompt) if begin.startswith(prompt) else ""  # as Kimi K3 has
+        matches = [token for token in self._specials if token in tail and token not in inner]
         return min(matches, key=lambda token: (tail.find(token), -len(token)), default="")
 
     @cached_property

@@ -371,6 +371,19 @@ def test_last_response_may_have_a_different_end_token() -> None:
     )
 
 
+def test_token_inside_a_response_does_not_end_it() -> None:  # Kimi K3's channels
+    template = (
+        "{%- for m in messages -%}{{- '<|open|>' + m.role + '<|sep|>' -}}"
+        "{%- if m.role == 'assistant' %}{{- '<|close|>think<|sep|>' }}{% endif -%}"
+        "{{- m.content + '<|close|><|end|>' }}{% endfor -%}"
+        "{%- if add_generation_prompt %}{{- '<|open|>assistant<|sep|>' }}{% endif -%}"
+    )
+    chat_format = make_format(template, "<|open|>", "<|sep|>", "<|close|>", "<|end|>")
+
+    runs = trained_runs(chat_format, (USER,), Message("assistant", "Blue."))
+    assert runs == ["<|close|>think<|sep|>Blue.<|close|><|end|>"]
+
+
 def test_response_may_end_where_the_next_turn_begins() -> None:
     chat_format = make_format(GLM, "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
 
