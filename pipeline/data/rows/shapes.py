@@ -352,11 +352,16 @@ def _read_margin(row: Row) -> float | None:
     return margin
 
 
+_UNCLEAR_LABELS = "0", "1", "-1", "good", "bad", "desirable", "undesirable", "chosen", "rejected"
+"""Labels that may be a response's quality, or a class."""
+
+
 def _read_quality(row: Row) -> bool | None:
     """Return the label of KTO's rows: True for good, False for bad, None if there is none."""
     name = label_column(row.columns)
     word = str(row.columns.get(name)).strip().lower()
-    if word.removesuffix(".0") in ("0", "1"):
+    is_known = word in ("true", "false")
+    if word.removesuffix(".0") in _UNCLEAR_LABELS or (name == "kto_tag" and not is_known):
         raise DataError(
             f"{row.origin}: {name} is {word}; with a response it must be true (good) or false"
             " (bad); rename it if it has another meaning"

@@ -424,6 +424,8 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
         ({"prompt": "Q", "response": "a", "label": 0.0}, "label is 0.0; with a response it must"),
+        ({"prompt": "Q", "response": "a", "label": "bad"}, "label is bad; with a response it must"),
+        ({"prompt": "Q", "response": "a", "kto_tag": "no"}, "kto_tag is no; with a response it"),
         ({"messages": [{"role": "king", "content": "a"}]}, "a turn in messages must be"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "weight 2"),
         ({"messages": [{"role": "assistant", "content": "a", "mask": 1}]}, "with the key mask"),
