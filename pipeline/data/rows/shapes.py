@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from pipeline.config import RowColumns, find_column
+from pipeline.config import RowColumns, find_column, parse_literal
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.columns import (
     EMPTY_RESPONSE,
@@ -146,10 +147,21 @@ def _read_messages(row: Row, name: str) -> Example:
 
 
 def _read_instruction(row: Row) -> Turns:
-    """The prompt of Alpaca's columns: the instruction, then its input."""
+    """The prompt of Alpaca's columns: earlier turns, then the instruction and its input."""
+    history = parse_literal(row.columns.get("history") or [])
+    if not isinstance(history, list) or not all(map(_is_pair, history)):
+        raise DataError(
+            f"{row.origin}: history must be a list of pairs, [instruction, response], got"
+            f" {str(history)[:80]}; rename the column if it has another meaning"
+        )
+    earlier = [(Message("user", one), Message("assistant", two)) for one, two in history]
     inputs = [read_text(row, name) for name in ("input", "context") if row.columns.get(name)]
     question = "\n\n".join([read_text(row, "instruction"), *inputs])
-    return add_system(row, (Message("user", question),))
+    return add_system(row, (*chain.from_iterable(earlier), Message("user", question)))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and list(map(type, value)) == [str, str]
 
 
 def _read_alpaca(row: Row) -> Example:
@@ -243,7 +255,7 @@ _MARGIN_COLUMNS = ("margin", "score_chosen", "score_rejected")
 _COMMON_COLUMNS = {*_MARGIN_COLUMNS, "label", "kto_tag", "tools"}
 """Columns that a row of any shape may have."""
 
-_ALPACA_COLUMNS = ("input", "context", "system")
+_ALPACA_COLUMNS = ("input", "context", "system", "history")
 
 SHAPES = (
     RowShape(

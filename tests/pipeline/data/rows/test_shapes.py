@@ -423,6 +423,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "steps": ["a"], "labels": [-0.1]}, "got -0.1"),
         ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
+        ({"instruction": "Q", "output": "a", "history": ["b"]}, "history must be a list of pairs"),
         ({"prompt": "Q", "response": "a", "label": 0.0}, "label is 0.0; with a response it must"),
         ({"prompt": "Q", "response": "a", "label": "bad"}, "label is bad; with a response it must"),
         ({"prompt": "Q", "response": "a", "kto_tag": "no"}, "kto_tag is no; with a response it"),
@@ -468,12 +469,14 @@ def test_margins_and_empty_turns_are_read() -> None:
     empty = read(
         messages=turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
     )
+    history = read(instruction="R", output="a", history=[["Q", ""]])  # as in LLaMA-Factory
 
     assert from_scores is not None
     assert from_margin is not None
     assert (from_scores.margin, from_margin.margin) == (2.5, 9.0)
     assert empty is not None
     assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
+    assert history == empty
 
 
 def test_pair_prompt_ends_with_the_last_shared_user_turn() -> None:
