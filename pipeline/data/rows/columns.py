@@ -199,6 +199,8 @@ def read_turns(row: Row, name: str) -> Turns:
             f"{row.origin}: {name} must be a list of turns, got {type(row.columns[name]).__name__};"
             f" {FIX}"
         )
+    if any(isinstance(item, str) for item in items):
+        raise DataError(f"{row.origin}: {name} is a list of texts; write one row for each of them")
     joined = join_turns([_parse_turn(row, name, turn) for turn in items])
     if any(first.role == second.role != "tool" for first, second in pairwise(joined)):
         raise SkipRow("with adjacent assistant turns of different weight")

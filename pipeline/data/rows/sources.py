@@ -148,7 +148,9 @@ def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, 
                 split = word if requested or word == TRAIN else "test"
         splits.setdefault(split, []).append(file)
     if not splits:
-        raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} file")
+        is_saved = any(directory.rglob("*.arrow"))
+        fix = "; save it with to_parquet, not save_to_disk" if is_saved else ""
+        raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} file{fix}")
     if requested is None and not any(split.startswith(TRAIN) for split in splits):
         splits = {TRAIN: [file for files in splits.values() for file in files]}
     return {split: _read_files(files) for split, files in splits.items()}

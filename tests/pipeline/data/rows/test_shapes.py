@@ -424,6 +424,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"prompt": "Q", "steps": ["a"], "labels": [float("nan")]}, "got nan"),
         ({"prompt": "Q", "response": "a", "label": 1}, "label is 1; with a response it must be"),
         ({"instruction": "Q", "output": "a", "history": ["b"]}, "history must be a list of pairs"),
+        ({"prompt": ["Q", "R"]}, "prompt is a list of texts; write one row for each of them"),
         ({"prompt": "Q", "response": "a", "label": 0.0}, "label is 0.0; with a response it must"),
         ({"prompt": "Q", "response": "a", "label": "bad"}, "label is bad; with a response it must"),
         ({"prompt": "Q", "response": "a", "kto_tag": "no"}, "kto_tag is no; with a response it"),

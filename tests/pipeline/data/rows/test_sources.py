@@ -226,3 +226,9 @@ def test_pandas_index_is_a_separate_column(tmp_path: Path) -> None:
     path.write_text(",prompt,response\n0,a,b\n")
 
     assert columns(read_source(str(path))) == [{"Unnamed: 0": "0", "prompt": "a", "response": "b"}]
+
+
+def test_directory_written_by_save_to_disk_raises(tmp_path: Path) -> None:
+    (tmp_path / "data-00000-of-00001.arrow").touch()
+
+    assert "save it with to_parquet, not save_to_disk" in get_error_message(tmp_path)
