@@ -130,7 +130,12 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
         ModelError: a file is missing, a Git-LFS pointer, truncated or damaged.
     """
     has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
-    if not has_safetensors and (directory / ADAPTER).is_file():
+    if (directory / ADAPTER).is_file():
+        if has_safetensors:  # transformers would load the adapter's base instead
+            raise ModelError(
+                f"{directory} contains both a model and an adapter, {ADAPTER}; move the adapter to"
+                " another directory"
+            )
         raise ModelError(_is_an_adapter(directory))
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled and not has_safetensors:

@@ -72,6 +72,7 @@ DAMAGED_FILES: list[tuple[Damage, str]] = [
     (remove(SINGLE), "has no weights"),
     (remove("tokenizer*"), "has no tokenizer"),
     (write("tokenizer.json", "{"), "tokenizer.json is not JSON"),
+    (write("adapter_config.json", "{}"), "contains both a model and an adapter"),
     (leave_only_an_adapter, "contains an adapter without its base model, me/base"),
 ]
 """How a directory is damaged, and a part of the message."""
