@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,20 @@ def test_perplexity_is_the_exponential_of_the_mean_target_nll(
             count += row.num_targets
     assert actual == pytest.approx(math.exp(nll / count), rel=1e-4)
     assert engine.model.training
+
+
+def test_initial_weights_are_exported_if_training_did_not_improve_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_task(tmp_path)
+    optim = OptimConfig(lr=9.0, schedule="constant", warmup_ratio=0.0)
+
+    train(replace(config, model=replace(config.model, optim=optim)))
+
+    (said,) = (text for text in caplog.messages if "did not improve the perplexity" in text)
+    before, after = map(float, re.findall(r"([\d.e+]+) (?:before|after)", said))
+    assert before < after
+    assert "so the initial weights are exported: lower model.optim.lr, now 9" in said
 
 
 def train_losses(config: SFTConfig) -> list[float]:

@@ -204,18 +204,6 @@ def test_response_labelled_false_is_read_as_rejected() -> None:
     assert reading.prompt_only == {"whose label marks the response as bad": 2}
 
 
-def test_turn_with_weight_0_is_not_trained() -> None:
-    ask, answer, *rest = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
-    example = read(messages=[ask, {**answer, "weight": 0}, rest[0], {**rest[1], "weight": 1}])
-    untrained = read(messages=[ask, {**answer, "weight": 0}])
-
-    assert example is not None
-    assert untrained is not None
-    trained = [turn.trained for turn in (*example.prompt, *example.chosen)]
-    assert trained == [True, False, True, True]
-    assert untrained.chosen == ()
-
-
 SCHEMA = {"name": "weather", "parameters": {"type": "object"}}
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 TEXT_CALL = {**CALL, "arguments": '{"city": "Oslo"}'}
@@ -319,6 +307,7 @@ def test_turn_marked_as_untrained_is_not_trained(key: str) -> None:
     assert example is not None
     assert [turn.trained for turn in example.prompt] == [True, False, True]
     assert example.chosen[0].trained
+    assert getattr(read(messages=[ask, {**answer, key: 0}]), "chosen", None) == ()
     with pytest.raises(DataError, match=f"line 17: messages has a turn of {key} 'no'"):
         read(messages=[ask, {**answer, key: "no"}])
 
@@ -382,8 +371,10 @@ def test_response_continues_the_assistant_turn_of_the_prompt() -> None:
         (Message("assistant", " answer"),),
         origin="rows.jsonl line 17",
     )
-    assert list(reading.remarks.values()) == [["rows.jsonl line 17"]]
     assert read(prompt=turns(("user", "Q"), ("assistant", " "))) == read(prompt="Q")
+    begun = {"messages": turns(("assistant", "Hi!"), ("user", "Q"), GOOD_PAIR)}
+    read_row(Row(begun, "rows.jsonl line 18"), {}, reading)
+    assert [*reading.remarks.values()] == [["rows.jsonl line 17"], ["rows.jsonl line 18"]]
 
 
 def test_unpaired_surrogate_in_a_json_string_raises() -> None:
