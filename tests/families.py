@@ -115,10 +115,7 @@ POPULAR: dict[str, dict[str, Any]] = {
 
 
 def depends_on_later_tokens(model: PreTrainedModel) -> bool:
-    """Return whether the output for a token depends on a later token.
-
-    In some versions of `transformers` it does, even for generative families.
-    """
+    """Return whether the output for a token depends on a later token."""
     ids = torch.randint(4, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     ids[1] = ids[0]
     ids[1, -2] ^= 1

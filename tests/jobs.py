@@ -41,10 +41,7 @@ def run_job(
     timeout_seconds: float = 30,
     agent: bool = True,
 ) -> Job:
-    """Call `body(*args)` on every rank under `process_group`.
-
-    The store outlives the ranks, like that of a torchrun `agent`; else rank 0 owns it.
-    """
+    """Call `body(*args)` on every rank under `process_group`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",

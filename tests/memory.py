@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all live CPU tensors of this process.
-
-    The smallest of several measurements, since gloo's threads release tensors with a delay.
-    """
+    """Bytes of the storages of all live CPU tensors of this process."""
     return min(_measure() for _ in range(5))
 
 

@@ -110,10 +110,7 @@ def runs_here(command: str) -> bool:
 
 
 def shorten(command: str) -> str:
-    """Return the command without its ellipsis, with options that train for a few steps.
-
-    Its output goes to a new directory if the page names none.
-    """
+    """Return the command for a few steps, with a new output directory if it names none."""
     name = "out-" + re.sub(r"\W+", "-", command)[-80:]
     command = command.replace(" ... ", " ").removesuffix(" ...")
     program, *rest = shlex.split(command)

@@ -43,10 +43,7 @@ def setting_names() -> Iterator[str]:
 
 
 def names_read() -> set[str]:
-    """Names read as attributes, by getattr, or as options in the tables of the steps' settings.
-
-    The checks of the settings themselves don't count.
-    """
+    """Names read as attributes, by getattr, or as options in the tables of the steps' settings."""
     classes = [stage.config_class for stage in STAGES]
     tables = [table for cls in classes for table in (cls.OPTIONS, cls.RUN_OPTIONS)]
     names = {option for table in tables for option in table}

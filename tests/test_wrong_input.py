@@ -73,7 +73,6 @@ nonsense | 'nonsense' | options start with --
 --actor-model ./good.jsonl | --actor-model: good.jsonl is a file | a directory with config.json
 --actor-model empty_directory | --actor-model: empty_directory | config.json
 --actor-model 1.4b | --actor-model 1.4b | 1.3b, 2.7b
---data-path none.jsonl | --data-path none.jsonl | no such file
 --data-path latin.jsonl | latin.jsonl | save it as UTF-8
 --data-path empty.jsonl | empty.jsonl | has no rows
 --data-path braces.jsonl | braces.jsonl line 1 | the row is empty; remove it
@@ -120,12 +119,8 @@ nonsense | 'nonsense' | options start with --
 --deployment-type cloud | --deployment-type | 'single_gpu', 'single_node', 'multi_node', 'ray'
 --deployment-type multi_node --hostfile bad_hosts | bad_hosts:1 | worker-0 slots=8
 --output-dir good.jsonl | --output-dir good.jsonl | not a directory
---ppo.kl_coeff 1 | ppo.kl_coeff | did you mean ppo.kl_coef
---ppo.rollout_size 8 | ppo.rollout_size 8 | ppo.batch_size
 --ppo.gamma 2 | ppo.gamma | [0, 1]
---ppo.max_new_tokens 4000 | ppo.max_new_tokens 4000 | lower one of them
 --sft.model.optim.schedule cosin | cosin | did you mean cosine
---sft.model.quantize nf4 | sft.model.quantize nf4 | add adapters with lora.rank
 --sft.model.zero.offload.optimizer nvme | offload.optimizer nvme | offload.nvme_path
 --sft.output_dir here | sft.output_dir | use --output-dir
 --reward mth | --reward mth | did you mean math
@@ -142,7 +137,6 @@ nonsense | 'nonsense' | options start with --
 --environment game.py:Gaem | has no `class Gaem` | did you mean Game
 --environment game.py:Stepless | is not an environment | public methods with docstrings
 --environment game.py:Rewardless | lacks reward | reset(self, row, *, seed)
---environment calculator --ppo.inference_tp_size 2 | ppo.environment | inference_tp_size at 1
 """
 
 

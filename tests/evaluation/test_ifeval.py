@@ -12,14 +12,14 @@ from evaluation.ifeval import INSTRUCTIONS, follows, grade_ifeval, read_ifeval, 
 CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "keywords:existence": [({"keywords": ["Frog", "pond"]}, "A frog in its pond.", "A frog.")],
     "keywords:frequency": [
-        ({"keyword": "so", "frequency": 2, "relation": "at least"}, "So and so", "so it is"),
+        ({"keyword": "so", "frequency": 2, "relation": "at least"}, "So and so", "so it is")
     ],
     "keywords:forbidden_words": [({"forbidden_words": ["cat"]}, "Concatenate.", "A Cat!")],
     "keywords:letter_frequency": [
-        ({"letter": "e", "let_frequency": 3, "let_relation": "at least"}, "Eerie", "here"),
+        ({"letter": "e", "let_frequency": 3, "let_relation": "at least"}, "Eerie", "here")
     ],
     "change_case:capital_word_frequency": [
-        ({"capital_frequency": 2, "capital_relation": "less than"}, "ONE-A two", "DON'T"),
+        ({"capital_frequency": 2, "capital_relation": "less than"}, "ONE-A two", "DON'T")
     ],
     "change_case:english_capital": [({}, "ALL OF IT: 3!", "ALLES IST DA UND DER HUND NICHT.")],
     "change_case:english_lowercase": [({}, "all of it: 3!", "all Of it")],
@@ -36,47 +36,47 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"num_sentences": 3, "relation": "at least"}, "1. Eat.\n2. Go.", "1. eat... well. So"),
     ],
     "length_constraints:number_words": [
-        ({"num_words": 3, "relation": "at least"}, "Don't go", "Go now"),
+        ({"num_words": 3, "relation": "at least"}, "Don't go", "Go now")
     ],
     "length_constraints:number_paragraphs": [
-        ({"num_paragraphs": 2}, "One.\n\n***\n\nTwo.", "One.\n***\nTwo.\n***\nThree."),
+        ({"num_paragraphs": 2}, "One.\n\n***\n\nTwo.", "One.\n***\nTwo.\n***\nThree.")
     ],
     "length_constraints:nth_paragraph_first_word": [
         (
             {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
             "First it rained.\n\nThen, sun.",
             "Then it rained.\n\nSun.",
-        ),
+        )
     ],
     "detectable_content:number_placeholders": [
-        ({"num_placeholders": 2}, "Dear [name], of [town]", "Dear [name], of [\n]"),
+        ({"num_placeholders": 2}, "Dear [name], of [town]", "Dear [name], of [\n]")
     ],
     "detectable_content:postscript": [
         ({"postscript_marker": "P.S."}, "Bye.\nP.S. Write!", "Bye. PSA."),
         ({"postscript_marker": "P.P.S"}, "Bye.\nP.P.S. Write!", "Bye.\nP.S. Write!"),
     ],
     "detectable_format:number_bullet_lists": [
-        ({"num_bullets": 2}, "Two:\n* one\n- two", "Two:\n* one\n**two**"),
+        ({"num_bullets": 2}, "Two:\n* one\n- two", "Two:\n* one\n**two**")
     ],
     "detectable_format:constrained_response": [({}, "My answer is maybe.", "my answer is yes.")],
     "detectable_format:number_highlighted_sections": [
-        ({"num_highlights": 2}, "*one* and **two**", "*one* and 2 * 3"),
+        ({"num_highlights": 2}, "*one* and **two**", "*one* and 2 * 3")
     ],
     "detectable_format:multiple_sections": [
         (
             {"section_spliter": "Section", "num_sections": 2},
             "Section 1\nA, as in Section 2",
             "Section 1\nA\nsection 2\nB",
-        ),
+        )
     ],
     "detectable_format:json_format": [({}, '```json\n{"a": 1}\n```', '{"a": 1}, as you see')],
     "detectable_format:title": [({}, "<<A frog>>\nOnce", "<A frog>\nOnce")],
     "combination:two_responses": [({}, "One.\n******\nTwo.", "One.\n******\nOne.")],
     "combination:repeat_prompt": [
-        ({"prompt_to_repeat": "What is it?"}, "What is it? A frog.", "A frog. What is it?"),
+        ({"prompt_to_repeat": "What is it?"}, "What is it? A frog.", "A frog. What is it?")
     ],
     "startend:end_checker": [
-        ({"end_phrase": "Any questions?"}, 'So it is. Any questions?"', "Any questions? No."),
+        ({"end_phrase": "Any questions?"}, 'So it is. Any questions?"', "Any questions? No.")
     ],
     "startend:quotation": [({}, '"All of it."', '"Part" of it.')],
 }

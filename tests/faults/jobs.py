@@ -92,10 +92,7 @@ JOBS = {**CONFIGS, "pretrain": pretrain}
 
 
 def small_job(inputs: Path, step: str, **changes: Any) -> Any:
-    """A job with all kinds of state: dropout, accumulation, warm-up, loss scale, evaluations.
-
-    It keeps a checkpoint of every step, with which those of other runs can be compared.
-    """
+    """A job with all kinds of state: dropout, accumulation, warm-up, loss scale, evaluations."""
     data: DataConfig = DataConfig(path=(str(inputs / DATA),), max_eval_rows=6, max_length=64)
     if step == "pretrain":
         data = TextDataConfig(path=(str(inputs / TEXTS),), max_eval_rows=6, max_length=64)
@@ -107,10 +104,7 @@ def small_job(inputs: Path, step: str, **changes: Any) -> Any:
 
 
 class Forked:
-    """The processes of a job, each with a log; those still alive on exit are killed.
-
-    Their store outlives them, as that of torchrun does.
-    """
+    """The processes of a job, each with a log; those still alive on exit are killed."""
 
     def __init__(
         self, config: StepConfig, *, world_size: int = 2, fault: str | None = None
@@ -147,10 +141,7 @@ class Forked:
         self._scratch.cleanup()
 
     def wait(self, seconds: float = 60) -> list[int]:
-        """Wait for the exit codes; -n for a process that signal n ended.
-
-        When one has failed, the others receive SIGTERM, as from torchrun.
-        """
+        """Wait for the exit codes; -n for a process that signal n ended."""
         non_failures = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
         end = time.monotonic() + seconds
         sent = False

@@ -76,10 +76,7 @@ def test_weights_are_copied_only_after_update_or_release(llama: str, resident: b
 
 
 def sync_repeatedly(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
-    """Sync 20 times; return whether frozen weights are equal, and the added bytes.
-
-    The replica then still equals the trained model.
-    """
+    """Sync 20 times; return whether frozen weights are equal, and the added bytes."""
     actor = Actor(path, **changes)
     actor.learn()
     frozen = {

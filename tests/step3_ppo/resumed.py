@@ -13,10 +13,7 @@ from step3_ppo.train import train
 def run_full_and_resumed(
     config: PPOConfig, directory: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run two iterations with checkpoints; return the metrics of the full and the resumed run.
-
-    Their outputs are `directory / "full"` and `directory / "resumed"`.
-    """
+    """Run two iterations with checkpoints; return the metrics of the full and the resumed run."""
     full, resumed = directory / "full", directory / "resumed"
     train(replace(config, output_dir=full))
     shutil.copytree(full, resumed)

@@ -1,7 +1,4 @@
-"""Losses and advantages against TRL and verl.
-
-The project needs neither; install them with `pip install trl` and `pip install verl`.
-"""
+"""Losses and advantages against TRL and verl, if `pip install trl` and `verl` were run."""
 
 from collections import defaultdict
 from types import SimpleNamespace

@@ -25,10 +25,7 @@ CASES = [
 
 
 def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
-    """Settings of a method on groups of two, with scores clipped to signs, so that some are equal.
-
-    Learning rates are small, so that rounding errors stay small.
-    """
+    """Settings of a method on groups of two, with scores clipped to signs, some equal."""
     row = {**METHODS[method], "rollout_size": 8, "batch_size": 4}
     row["batch_size"] = 8 if row.get("loss") == "none" else 4
     row["group_size"] = min(2, row.get("group_size", 1))

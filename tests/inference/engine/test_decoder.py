@@ -1,7 +1,4 @@
-"""Decoding with traces and graphs matches the modules; otherwise the modules run.
-
-Without a GPU a trace replaces the CUDA graph: both repeat operators on the same memory.
-"""
+"""Decoding with traces and graphs matches the modules; otherwise the modules run."""
 
 import logging
 from collections.abc import Callable

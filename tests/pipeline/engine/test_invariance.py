@@ -70,10 +70,7 @@ def test_deterministic_reduction_matches_bitwise_on_1_2_and_4_ranks(
 
 
 def digest_ties(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
-    """Digests of weights whose masters are ties between two bf16, before and after a no-op step.
-
-    Ties are rare in training, so that rounding them to even would go unnoticed.
-    """
+    """Digests of weights whose masters are ties between two bf16, before and after a no-op step."""
     config = settings(stage, max_norm=None, weight_decay=0.0, **zero)
     engine = Engine(build("llama", dtype), config, total_steps=2)
     bits = [(master.view(torch.int32) & ~0xFFFF) | 0x8000 for master in engine.masters()]

@@ -111,10 +111,7 @@ def expected_result(
 
 
 def train_at_every_stage(family: str, dtype: str) -> list[str]:
-    """Train with pairs of settings, and return the differences from the plain trainer.
-
-    Half of all combinations contain every pair; every second family uses the other half.
-    """
+    """Train with pairs of settings, and return the differences from the plain trainer."""
     failures: list[str] = []
     parity = [*FAMILIES].index(family)
     for (i, accumulation), (j, max_norm) in product(enumerate((1, 4)), enumerate((None, 0.5))):

@@ -38,10 +38,7 @@ def list_calls(stage: int, order: Sequence[Instruction], stages: int) -> list[Ca
 
 
 def count_blocked_calls(calls: list[list[Call]]) -> int:
-    """Count calls that never finish if channels are sequential and sends wait for receives.
-
-    NCCL behaves so if tensors are larger than its buffers.
-    """
+    """Count calls that never finish if channels are sequential and sends wait for receives."""
     hosts = [deque(stage_calls) for stage_calls in calls]
     queues: dict[tuple[int, TransferKind], deque[tuple[int, Call]]] = {}
     waiting: list[Call | None] = [None] * len(calls)

@@ -29,9 +29,7 @@ def guard_event(step: int, action: str, target_step: int | None = None) -> dict[
     return {"step": step, "guard": {**LOOPS, "step": step, "action": action, **fields}}
 
 
-def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(
-    tmp_path: Path,
-) -> None:
+def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(tmp_path: Path) -> None:
     first = [scored(1, 0.1), scored(2, 0.2), {"step": 2, "eval_kl": 1.0}, scored(3, 0.9)]
     second = [scored(2, 0.15), {"step": 2, "eval_kl": 0.5}, scored(3, 0.25)]
     events = guard_event(3, "warn"), guard_event(3, "rollback", 1)

@@ -31,9 +31,7 @@ def test_invalid_list_item_raises(value: str, message: str, tmp_path: Path) -> N
             parse_step(PPOConfig, argv)
 
 
-def test_guard_preset_works_in_a_file_and_on_the_command_line(
-    tmp_path: Path,
-) -> None:
+def test_guard_preset_works_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "words.yaml").write_text("guards: strict\nsave_every: 5\n")
 
     config = parse_step(PPOConfig, ["--guards", "strict", "--save_every", "5"])

@@ -649,9 +649,7 @@ def test_template_without_tool_support_raises(template: str, message: str) -> No
         trained_runs(chat_format, DIALOGUE, YES)
 
 
-def test_text_omitted_next_to_tool_calls_is_reported(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_text_omitted_next_to_tool_calls_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     chat_format = chatml_format(tool_template(CALL_WITH_JSON, "<|im_end|>"))
     text_and_call = replace(DIALOGUE[1], content="Let me look.")
 

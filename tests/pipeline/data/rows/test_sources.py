@@ -160,9 +160,7 @@ def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None
     assert [row.columns["text"] for row in (*named.train, *named.eval)] == ["train_b", "test"]
 
 
-def test_unreachable_hub_name_raises_one_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreachable_hub_name_raises_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

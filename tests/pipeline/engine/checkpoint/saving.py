@@ -85,10 +85,7 @@ def save_steps(rank: int, world_size: int, root: Path, steps: list[int], job: st
 def run_processes(
     body: Callable[..., None], *args: object, world_size: int, fault: str | None = None
 ) -> list[int]:
-    """Call `body(rank, world_size, *args)` in processes with a fault; return their exit codes.
-
-    As soon as a process fails, the others are killed, as by a launcher.
-    """
+    """Call `body(rank, world_size, *args)` in processes with a fault; return their exit codes."""
     barrier = PROCESSES.Barrier(world_size)
     processes = [
         PROCESSES.Process(target=_run, args=(body, rank, args, fault, barrier), daemon=True)

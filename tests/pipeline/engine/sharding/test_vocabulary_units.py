@@ -54,10 +54,7 @@ def compute_loss(engine: Any, seed: int) -> Tensor:
 
 
 def compute_gradients(stage: int, kernels: Any) -> tuple[dict[str, Tensor], list[int], int]:
-    """Gradients, the gathered bytes at each block, and the bytes of the embedding.
-
-    The second of two micro-batches has two forward passes before its backward pass.
-    """
+    """Gradients, the gathered bytes at each block, and the bytes of the embedding."""
     engine = Engine(make_policy(kernels), settings(stage, max_norm=None), total_steps=1)
     gathered: list[int] = []
     blocks = [unit for unit in engine.zero.units if unit.kind == "block"]
@@ -74,9 +71,7 @@ def compute_gradients(stage: int, kernels: Any) -> tuple[dict[str, Tensor], list
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_gradients_match_stage_0_and_blocks_run_without_the_embedding(
-    kernels: str,
-) -> None:
+def test_gradients_match_stage_0_and_blocks_run_without_the_embedding(kernels: str) -> None:
     expected = run_ranks(compute_gradients, 0, kernels)
 
     for (plain, _, _), (sharded, gathered, table) in zip(

@@ -53,11 +53,7 @@ class Emulator:
 
     @contextmanager
     def memory(self, *tensors: Tensor | None, schedule: int = 0) -> Iterator[None]:
-        """Let kernels access only these tensors and those created inside.
-
-        Raises:
-            AssertionError: the emulator found a fault.
-        """
+        """Let kernels access only these tensors and those created inside."""
         self.schedule = schedule
         for tensor in tensors:
             if tensor is not None:

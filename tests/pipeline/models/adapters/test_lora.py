@@ -80,9 +80,7 @@ def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_pat
 
 
 @torch.no_grad()
-def test_rslora_scales_by_root_of_rank_in_training_and_export(
-    tmp_path: Path,
-) -> None:
+def test_rslora_scales_by_root_of_rank_in_training_and_export(tmp_path: Path) -> None:
     lora = LoraConfig(rank=4, alpha=8.0, variant="rslora")
     config = settings(save_base("llama", tmp_path / "base"), lora=lora)
     model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)

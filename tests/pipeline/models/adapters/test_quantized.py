@@ -93,9 +93,7 @@ def test_export_adds_adapters_to_the_dequantized_base_in_fp32(
         torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_checkpoint_has_codes_and_consolidates_to_the_export(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_has_codes_and_consolidates_to_the_export(tmp_path: Path) -> None:
     config = settings(save_base("llama", tmp_path / "base"), precision="bf16", **NF4)
     model, engine = train(config)
     writer = CheckpointWriter(tmp_path / "saved", job="test", rank=0, world_size=1)

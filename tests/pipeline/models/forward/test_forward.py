@@ -93,9 +93,7 @@ def test_scores_of_a_batch_match_separate_sequences(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
 @torch.no_grad()
-def test_score_is_read_at_the_last_token_even_if_it_is_padding(
-    family: str,
-) -> None:
+def test_score_is_read_at_the_last_token_even_if_it_is_padding(family: str) -> None:
     model = tiny_classifier(family)
     pad = model.config.pad_token_id
     rows = [Encoded.untrained([5, 6, 7, pad]), Encoded.untrained([5, pad, pad, pad, pad])]
