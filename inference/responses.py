@@ -16,7 +16,7 @@ from inference.engine.sampling import make_sampler
 from inference.generation import Response, generate_each
 from inference.settings import Sampling
 from inference.text import continuation, plain_text
-from pipeline.data.chat.chat_format import end_ids
+from pipeline.data.chat.encoders import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.data.rows.columns import SkipRow, add_tools, read_turns

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config import FrozenModelConfig
-from pipeline.data.chat.chat_format import end_ids
+from pipeline.data.chat.encoders import end_ids
 from pipeline.demo.task import corpus
 from pipeline.export.gguf_vocabulary import (
     BYTE,

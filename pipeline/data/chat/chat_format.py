@@ -18,13 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.chat.encoders import Encoder, beginning_encoder, continuation_encoder
+from pipeline.data.chat.encoders import (
+    Encoder,
+    adds_bos,
+    beginning_encoder,
+    continuation_encoder,
+    end_ids,
+)
 from pipeline.data.examples import REASONING, Encoded, Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
-from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -690,25 +694,3 @@ def _fold_system(messages: Messages) -> list[Message]:
         else:
             folded.append(message)
     return folded
-
-
-def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Ids that end a text: end-of-sequence, then the ids at which plain `generate` stops.
-
-    The latter are `eos_token_id` in the model's generation_config.json, or in its config.json.
-    """
-    ids, source = [tokenizer.eos_token_id], str(tokenizer.name_or_path)
-    for name in ("generation_config.json", "config.json") if source else ():
-        local = Path(source) / name
-        if file := local if local.is_file() else cached_file(source, name):
-            declared = json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
-            ids += declared if isinstance(declared, list) else [declared]
-            break
-    known = set(tokenizer.get_vocab().values())
-    return tuple(dict.fromkeys(id_ for id_ in ids if isinstance(id_, int) and id_ in known))
-
-
-def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Return whether the tokenizer adds a beginning-of-sequence token to a text."""
-    ids = tokenizer("a", verbose=False)["input_ids"]
-    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

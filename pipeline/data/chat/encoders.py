@@ -1,9 +1,12 @@
-"""Encoders of text, which add no special tokens and no prefix within a text."""
+"""Encoders of text, which add no special tokens and no prefix, and the tokens at its ends."""
 
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipeline.system.hub import cached_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,3 +60,25 @@ def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     if part["type"] == "ByteLevel":
         return {**part, "add_prefix_space": False}
     return part
+
+
+def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Ids that end a text: end-of-sequence, then the ids at which plain `generate` stops.
+
+    The latter are `eos_token_id` in the model's generation_config.json, or in its config.json.
+    """
+    ids, source = [tokenizer.eos_token_id], str(tokenizer.name_or_path)
+    for name in ("generation_config.json", "config.json") if source else ():
+        local = Path(source) / name
+        if file := local if local.is_file() else cached_file(source, name):
+            declared = json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
+            ids += declared if isinstance(declared, list) else [declared]
+            break
+    known = set(tokenizer.get_vocab().values())
+    return tuple(dict.fromkeys(id_ for id_ in ids if isinstance(id_, int) and id_ in known))
+
+
+def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether the tokenizer adds a beginning-of-sequence token to a text."""
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

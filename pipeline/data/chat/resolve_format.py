@@ -13,7 +13,8 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.data.chat.chat_format import PROBE_PROMPT, PROBE_RESPONSE, ChatFormat, adds_bos
+from pipeline.data.chat.chat_format import PROBE_PROMPT, PROBE_RESPONSE, ChatFormat
+from pipeline.data.chat.encoders import adds_bos
 from pipeline.data.examples import Message
 from pipeline.system.errors import ConfigError, DataError, ModelError
 
