@@ -215,11 +215,11 @@ def _ends_sentence(word: str, following: str) -> bool:
     return not (bare.isdecimal() and following[:1].islower())
 
 
-def _sentences(text: str, arguments: Arguments) -> bool:
+def _has_num_sentences(text: str, arguments: Arguments) -> bool:
     return satisfies(num_sentences(text), arguments["relation"], int(arguments["num_sentences"]))
 
 
-def _words(text: str, arguments: Arguments) -> bool:
+def _has_num_words(text: str, arguments: Arguments) -> bool:
     count = len(re.findall(r"\w+", text))
     return satisfies(count, arguments["relation"], int(arguments["num_words"]))
 
@@ -230,12 +230,12 @@ def split_pieces(text: str, separator: str) -> list[str]:
     return pieces[not pieces[0] : len(pieces) - (len(pieces) > 1 and not pieces[-1])]
 
 
-def _paragraphs(text: str, arguments: Arguments) -> bool:
+def _has_num_paragraphs(text: str, arguments: Arguments) -> bool:
     pieces = split_pieces(text, "***")
     return all(pieces) and len(pieces) == int(arguments["num_paragraphs"])
 
 
-def _first_word(text: str, arguments: Arguments) -> bool:
+def _has_first_word(text: str, arguments: Arguments) -> bool:
     """Whether there is this number of paragraphs and the given one begins with a word."""
     pieces = [piece.strip() for piece in text.split("\n\n")]
     number, count = int(arguments["nth_paragraph"]), sum(map(bool, pieces))
@@ -247,14 +247,16 @@ def _first_word(text: str, arguments: Arguments) -> bool:
 
 LENGTHS = {
     "length_constraints:number_sentences": Instruction(
-        _sentences, {"num_sentences": NUMBER}, {"relation": RELATIONS}
+        _has_num_sentences, {"num_sentences": NUMBER}, {"relation": RELATIONS}
     ),
     "length_constraints:number_words": Instruction(
-        _words, {"num_words": NUMBER}, {"relation": RELATIONS}
+        _has_num_words, {"num_words": NUMBER}, {"relation": RELATIONS}
     ),
-    "length_constraints:number_paragraphs": Instruction(_paragraphs, {"num_paragraphs": NUMBER}),
+    "length_constraints:number_paragraphs": Instruction(
+        _has_num_paragraphs, {"num_paragraphs": NUMBER}
+    ),
     "length_constraints:nth_paragraph_first_word": Instruction(
-        _first_word, {"num_paragraphs": NUMBER, "nth_paragraph": NUMBER, "first_word": str}
+        _has_first_word, {"num_paragraphs": NUMBER, "nth_paragraph": NUMBER, "first_word": str}
     ),
 }
 """The instructions on length, by their names in the public rows."""
@@ -266,36 +268,36 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _BULLET = re.compile(r"^\s*(?:\*[^*].*|-.*)$", re.MULTILINE)
 
 
-def _placeholders(text: str, arguments: Arguments) -> bool:
+def _has_placeholders(text: str, arguments: Arguments) -> bool:
     return len(re.findall(r"\[.*?\]", text)) >= int(arguments["num_placeholders"])
 
 
-def _postscript(text: str, arguments: Arguments) -> bool:
+def _has_postscript(text: str, arguments: Arguments) -> bool:
     """Whether the marker is anywhere, in any case; a space may follow its dots."""
     marker = re.escape(arguments["postscript_marker"].strip().lower())
     return re.search(re.sub(r"(?<=\.)(?=\w)", r"\\s?", marker), text.lower()) is not None
 
 
-def _bullets(text: str, arguments: Arguments) -> bool:
+def _has_num_bullets(text: str, arguments: Arguments) -> bool:
     return len(_BULLET.findall(text)) == int(arguments["num_bullets"])
 
 
-def _constrained(text: str, _: Arguments) -> bool:
+def _has_option(text: str, _: Arguments) -> bool:
     return any(option in text for option in OPTIONS)
 
 
-def _highlights(text: str, arguments: Arguments) -> bool:
+def _has_highlights(text: str, arguments: Arguments) -> bool:
     """Whether there are enough passages between single or double asterisks."""
     spans = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(span.strip("* \t")) for span in spans) >= int(arguments["num_highlights"])
 
 
-def _sections(text: str, arguments: Arguments) -> bool:
+def _has_sections(text: str, arguments: Arguments) -> bool:
     mark = re.escape(arguments["section_spliter"].strip())
     return len(re.findall(rf"{mark}\s?\d+", text)) >= int(arguments["num_sections"])
 
 
-def _json(text: str, _: Arguments) -> bool:
+def _is_json(text: str, _: Arguments) -> bool:
     bare = re.sub(r"^```(?:json|Json|JSON)?|```$", "", text.strip())
     try:
         json.loads(bare)
@@ -304,49 +306,49 @@ def _json(text: str, _: Arguments) -> bool:
     return True
 
 
-def _title(text: str, _: Arguments) -> bool:
+def _has_title(text: str, _: Arguments) -> bool:
     return any(title.strip("<> \t") for title in re.findall(r"<<[^\n]+>>", text))
 
 
-def _two_responses(text: str, _: Arguments) -> bool:
+def _has_two_responses(text: str, _: Arguments) -> bool:
     pieces = split_pieces(text, "******")
     return all(pieces) and len(pieces) == len(set(pieces)) == 2
 
 
-def _repeats(text: str, arguments: Arguments) -> bool:
+def _repeats_prompt(text: str, arguments: Arguments) -> bool:
     prompt = arguments["prompt_to_repeat"].strip().lower()
     return text.strip().lower().startswith(prompt)
 
 
-def _ends(text: str, arguments: Arguments) -> bool:
+def _ends_with_phrase(text: str, arguments: Arguments) -> bool:
     end = arguments["end_phrase"].strip().lower()
     return text.strip().strip('"').lower().endswith(end)
 
 
-def _quoted(text: str, _: Arguments) -> bool:
+def _is_quoted(text: str, _: Arguments) -> bool:
     bare = text.strip()
     return len(bare) > 1 and bare.startswith('"') and bare.endswith('"')
 
 
 FORMS = {
     "detectable_content:number_placeholders": Instruction(
-        _placeholders, {"num_placeholders": NUMBER}
+        _has_placeholders, {"num_placeholders": NUMBER}
     ),
-    "detectable_content:postscript": Instruction(_postscript, {"postscript_marker": str}),
-    "detectable_format:number_bullet_lists": Instruction(_bullets, {"num_bullets": NUMBER}),
-    "detectable_format:constrained_response": Instruction(_constrained),
+    "detectable_content:postscript": Instruction(_has_postscript, {"postscript_marker": str}),
+    "detectable_format:number_bullet_lists": Instruction(_has_num_bullets, {"num_bullets": NUMBER}),
+    "detectable_format:constrained_response": Instruction(_has_option),
     "detectable_format:number_highlighted_sections": Instruction(
-        _highlights, {"num_highlights": NUMBER}
+        _has_highlights, {"num_highlights": NUMBER}
     ),
     "detectable_format:multiple_sections": Instruction(
-        _sections, {"section_spliter": str, "num_sections": NUMBER}
+        _has_sections, {"section_spliter": str, "num_sections": NUMBER}
     ),
-    "detectable_format:json_format": Instruction(_json),
-    "detectable_format:title": Instruction(_title),
-    "combination:two_responses": Instruction(_two_responses),
-    "combination:repeat_prompt": Instruction(_repeats, {"prompt_to_repeat": str}),
-    "startend:end_checker": Instruction(_ends, {"end_phrase": str}),
-    "startend:quotation": Instruction(_quoted),
+    "detectable_format:json_format": Instruction(_is_json),
+    "detectable_format:title": Instruction(_has_title),
+    "combination:two_responses": Instruction(_has_two_responses),
+    "combination:repeat_prompt": Instruction(_repeats_prompt, {"prompt_to_repeat": str}),
+    "startend:end_checker": Instruction(_ends_with_phrase, {"end_phrase": str}),
+    "startend:quotation": Instruction(_is_quoted),
 }
 """The instructions on form, by their names in the public rows."""
 
@@ -365,7 +367,8 @@ def read_ifeval(options: ReadOptions) -> list[Question]:
     rows, _ = read_task_rows(options.path, options.limit)
     return [
         Question(
-            (Message("user", str(get_column(row, "prompt"))),), {"instructions": _instructions(row)}
+            (Message("user", str(get_column(row, "prompt"))),),
+            {"instructions": _parse_instructions(row)},
         )
         for row in rows
     ]
@@ -406,7 +409,7 @@ def variants(response: str) -> Iterator[str]:
         yield text.replace("*", "")
 
 
-def _instructions(row: Row) -> list[tuple[str, Arguments]]:
+def _parse_instructions(row: Row) -> list[tuple[str, Arguments]]:
     names = get_column(row, "instruction_id_list", list)
     all_kwargs = get_column(row, "kwargs", list)
     assert isinstance(names, list)
@@ -416,10 +419,10 @@ def _instructions(row: Row) -> list[tuple[str, Arguments]]:
             f"{row.origin}: instruction_id_list has {len(names)} instructions and kwargs"
             f" {len(all_kwargs)}; each instruction needs its own, which may be empty"
         )
-    return [_instruction(row, *pair) for pair in zip(names, all_kwargs, strict=True)]
+    return [_parse_instruction(row, *pair) for pair in zip(names, all_kwargs, strict=True)]
 
 
-def _instruction(row: Row, name: object, kwargs: object) -> tuple[str, Arguments]:
+def _parse_instruction(row: Row, name: object, kwargs: object) -> tuple[str, Arguments]:
     if not isinstance(name, str) or name not in INSTRUCTIONS:
         raise DataError(
             f"{row.origin}: there is no instruction {name}; {suggestion(str(name), INSTRUCTIONS)}"

@@ -127,10 +127,10 @@ def summarize(
         f"sampled_{name}_before": mean_score(before.sampled),
         f"sampled_{name}_after": mean_score(after.sampled),
         "sampled_stop_rate": stop_rate(after.sampled),
-        **_by_source(before.greedy, "before"),
-        **_by_source(after.greedy, "after"),
+        **_source_means(before.greedy, "before"),
+        **_source_means(after.greedy, "after"),
     }
 
 
-def _by_source(responses: Sequence[ScoredResponse], when: str) -> dict[str, float]:
+def _source_means(responses: Sequence[ScoredResponse], when: str) -> dict[str, float]:
     return {f"{name}_{when}": value for name, value in source_means(responses).items()}

@@ -130,7 +130,9 @@ def _hold_out(
     """
     max_rows, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(max_rows * weight / total)) for weight in weights]
-    draws = [_smallest_draws(rows, count, data) for rows, count in zip(files, counts, strict=True)]
+    draws = [
+        _find_smallest_draws(rows, count, data) for rows, count in zip(files, counts, strict=True)
+    ]
     threshold = max(
         data.eval_fraction, min(draw for file_draws in draws for draw in file_draws.values())
     )
@@ -146,7 +148,7 @@ def _hold_out(
     return eval_rows[:max_rows], HeldOut(seed=data.seed, threshold=threshold)
 
 
-def _smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
+def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
     """Draws of held-out documents that fill `count` rows, and the smallest draw examined."""
     file, num_missing, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
     num_searched = min(file.documents, MAX_SEARCHED)

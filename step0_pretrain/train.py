@@ -50,7 +50,7 @@ def train(config: PretrainConfig) -> Path:
     with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:
         lm = load_model(config, rows, run)
         passes, best = lm.passes, lm.best
-        before = lm.checkpoints.once("before", lambda: perplexity(passes, held_out(lm)))
+        before = lm.checkpoints.once("before", lambda: perplexity(passes, held_out_batches(lm)))
         check_start(config.model.path, {"held-out perplexity": before})
         if lm.checkpoints.done == 0:
             best.update(before, step=0)
@@ -59,7 +59,7 @@ def train(config: PretrainConfig) -> Path:
             for step in lm.checkpoints.steps():
                 take_step(lm, rows.corpus.next_rows(), run, step=step)
                 if lm.evaluates_after(step):
-                    best.update(perplexity(passes, held_out(lm)), step=step)
+                    best.update(perplexity(passes, held_out_batches(lm)), step=step)
                     run.evaluated(step, {"perplexity": best.last})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(lm, run, before=before)
@@ -104,7 +104,7 @@ def take_step(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int)
     )
 
 
-def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
+def held_out_batches(lm: Pretraining) -> Iterator[TokenBatch]:
     """This process's micro-batches of the held-out rows."""
     return iter_batches(lm, split_rows(lm.held_out, lm.config))
 

@@ -21,7 +21,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
     ]
 
 
-def rows_fit(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
+def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
     """Whether rows are longer than `max_length`, and their trained tokens after truncation."""
     limit = config.data.max_length
 

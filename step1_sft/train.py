@@ -35,7 +35,7 @@ from pipeline.run.training import (
     set_up,
 )
 from pipeline.system.torch_process import seed_generators
-from step1_sft.batches import encode, rows_fit, split_rows
+from step1_sft.batches import encode, make_fit_check, split_rows
 
 SFTTraining = Training[SFTConfig, Encoded, Rows]
 
@@ -86,7 +86,7 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
     )
     set_stop_tokens(model, rows.chat.stop_ids)
     config = within_context(config, config.model)
-    check_rows(rows.data, rows_fit(rows.chat, config), config)
+    check_rows(rows.data, make_fit_check(rows.chat, config), config)
     held_out = encode(rows.data.eval, rows.chat, config)
     return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
 

@@ -150,7 +150,7 @@ def select_rows(
         DataError: there are no such rows, all have one class, or one has an unlisted class.
     """
     kind = detect_kind(config, train)
-    chosen = [[row for row in rows if has_kind(kind, row)] for rows in (train, held_out)]
+    chosen = [[row for row in rows if has_label_kind(kind, row)] for rows in (train, held_out)]
     for rows, name in zip(chosen, ("training", "held-out"), strict=True):
         if not rows:
             raise DataError(
@@ -183,7 +183,7 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
     return "scalar"
 
 
-def has_kind(kind: LabelKind, row: Example) -> bool:
+def has_label_kind(kind: LabelKind, row: Example) -> bool:
     """Whether a row has labels of this kind."""
     if kind == "steps":
         return any(label is not None for label in row.step_labels)

@@ -103,7 +103,7 @@ class Objective(ABC):
         self.config = config
         """Settings of the step, including those of the loss."""
 
-    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
+    def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
         """Whether the sequences of a row still differ after truncation.
 
         Raises:
@@ -254,7 +254,7 @@ class StepObjective(Objective):
             )
         return self._separators
 
-    def rows_fit(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
+    def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
         """Number of labelled steps per row after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 

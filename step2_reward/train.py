@@ -125,7 +125,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
             f"reward.model.path {config.model.path} is an encoder, which can't score steps; start"
             " from a language model"
         )
-    check_rows(rows.data, objective.rows_fit(rows.chat, config), config)
+    check_rows(rows.data, objective.make_fit_check(rows.chat, config), config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     training = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
     return RewardTraining(training, objective, scorer_of(passes, model))

@@ -203,7 +203,7 @@ class HeldOut(HeldOutPrompts):
         distance = (experience.logprobs - experience.ref_logprobs) * experience.mask
         return replace(rewards, score=-distance.sum(dim=1))
 
-    def objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
+    def compute_objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """The objective on these prompts: mean reward minus the KL penalty in nats.
 
         Higher is better. The penalty's weight is the setting kl_coef, even if that is adaptive.
@@ -324,7 +324,7 @@ class Evaluator:
     def _get_metrics(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
         """Metrics of sampled responses to the watched prompts; wins are against the start."""
         return {
-            "objective": self.subset.objective(responses, kl=kl),
+            "objective": self.subset.compute_objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
             **({"kl": kl} if self.config.reference_role == "reference" else {}),
             "sampled_length": mean_length(responses),

@@ -201,9 +201,9 @@ class ResponseSubmitter:
         start = index - index % size
         chunk = range(start, min(start + size, len(self._prompts)))
         if all(index in self._pending for index in chunk):
-            self._sources.submit([self._episode(index) for index in chunk])
+            self._sources.submit([self._make_episode(index) for index in chunk])
 
-    def _episode(self, index: int) -> Episode:
+    def _make_episode(self, index: int) -> Episode:
         response, prompt = self._pending.pop(index), self._prompts[index]
         if isinstance(response, EpisodeResponse):
             *turns, answer = response.turns

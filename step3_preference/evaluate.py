@@ -179,7 +179,7 @@ class HeldOut(HeldOutPrompts):
         )
         return total / count
 
-    def repetition(self, responses: Sequence[Response]) -> float:
+    def compute_repetition(self, responses: Sequence[Response]) -> float:
         """Fraction of tokens in the actor's responses that end a repeated trigram."""
         counted = [r for r, counts in zip(responses, self.is_counted, strict=True) if counts]
         repeated = sum(repeated_trigrams(response.ids) for response in counted)
@@ -294,7 +294,7 @@ class Evaluator:
                 responses = self.subset.respond(actor, temperature=self.config.temperature)
             scored = self.subset.score_all(responses)
             metrics |= self._get_metrics(scored, kl=self.subset.compute_kl(responses))
-            metrics["sampled_repetition"] = self.subset.repetition(responses)
+            metrics["sampled_repetition"] = self.subset.compute_repetition(responses)
             details = self._values_by_prompt(scored)
         run.evaluated(step, {**metrics, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out rows after step {step}", metrics)

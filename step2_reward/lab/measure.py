@@ -39,7 +39,7 @@ from step2_reward.labels import (
     SINGLE_KINDS,
     Labels,
     detect_kind,
-    has_kind,
+    has_label_kind,
     require_listed,
 )
 from step2_reward.objectives import HeldOutOutputs, compute_outputs, make_objective, predicted_steps
@@ -336,7 +336,7 @@ def measure_model(config: LabConfig) -> Measurement:
         step_separator=getattr(model.config, "step_separator", "\n"),
     )
     labels = read_labels(model.config, examples, settings)
-    rows = [row for row in examples if has_kind(labels.kind, row)][: config.rows]
+    rows = [row for row in examples if has_label_kind(labels.kind, row)][: config.rows]
     if not rows:
         raise DataError(
             f"data_path {config.data_path}: none of its {len(examples)} rows has"
