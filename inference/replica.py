@@ -333,7 +333,7 @@ class Replica:
                 weight.value.copy_(weight.shard(full))
 
     def _send_header(self, indices: Sequence[int]) -> None:
-        """Broadcast the numbers of the next weights; none at the end."""
+        """Broadcast the indices of the next weights; none at the end."""
         header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
         header[: len(indices) + 1] = torch.tensor([len(indices), *indices])
         self._stages.broadcast(header, source=self._stages.rank)

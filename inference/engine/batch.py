@@ -177,7 +177,7 @@ class OpenBatch:
                 del self._waiting[ticket]
             else:
                 self._rows.free([ticket])
-            yield self._end(ticket, "cancelled")
+            yield self._finish(ticket, "cancelled")
 
     def _advance(self) -> Iterator[Event]:
         try:
@@ -192,7 +192,7 @@ class OpenBatch:
                 if will_retry:
                     ticket.reset_prefill()
                 else:
-                    yield self._end(ticket, "error", error)
+                    yield self._finish(ticket, "error", error)
             if will_retry:
                 self._waiting = dict.fromkeys(interrupted) | self._waiting
             return
@@ -239,7 +239,7 @@ class OpenBatch:
         if isinstance(choice, Exception):
             if self._is_tensor_parallel:
                 raise choice
-            yield self._end(ticket, "error", choice)
+            yield self._finish(ticket, "error", choice)
             return
         ticket.newest_token, logprob = choice
         response = ticket.response
@@ -248,11 +248,11 @@ class OpenBatch:
         response.stopped = ticket.newest_token in ticket.sampler.stop_ids
         yield TokenEvent(ticket, ticket.newest_token, logprob, report)
         if response.stopped:
-            yield self._end(ticket, "stop")
+            yield self._finish(ticket, "stop")
         elif len(response.ids) == ticket.request.max_new_tokens:
-            yield self._end(ticket, "length")
+            yield self._finish(ticket, "length")
 
-    def _end(self, ticket: Ticket, reason: Reason, error: Exception | None = None) -> EndEvent:
+    def _finish(self, ticket: Ticket, reason: Reason, error: Exception | None = None) -> EndEvent:
         ticket.ended = True
         return EndEvent(ticket, reason, error)
 

@@ -96,7 +96,7 @@ class Slot:
     """`Request.scope` of the last request."""
 
     changed_at: int = 0
-    """Time at which a request got the slot or left it."""
+    """Time at which the slot was last assigned or freed."""
 
     @property
     def num_unread(self) -> int:

@@ -191,7 +191,7 @@ class Reply:
         sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt)
-            length = self._length(fields, len(prompt), max_tokens)
+            length = self._max_tokens(fields, len(prompt), max_tokens)
             self.requests.append(
                 [
                     Request(
@@ -206,7 +206,7 @@ class Reply:
                 ]
             )
 
-    def _length(self, fields: SamplingFields, num_prompt: int, max_tokens: int | None) -> int:
+    def _max_tokens(self, fields: SamplingFields, num_prompt: int, max_tokens: int | None) -> int:
         max_length = self.served.context - num_prompt
         default = min(self.state.config.max_tokens_default, max_length)
         length = default if max_tokens is None else max_tokens

@@ -135,12 +135,12 @@ def format_event(content: object) -> bytes:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it as soon as the client leaves.
+    """Await `work`, and cancel it when the client disconnects.
 
     `receive` belongs to a request whose body has been read.
 
     Raises:
-        ClientDisconnected: the client left.
+        ClientDisconnected: the client disconnected first.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -162,7 +162,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def stream_response(source: AsyncGenerator[bytes], headers: dict[str, str]) -> Response:
-    """Send events as they come; the source is closed when the client leaves.
+    """Send events as they come; the source is closed when the client disconnects.
 
     An `ApiError` of the source becomes the last event.
     """
