@@ -21,7 +21,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.demo.task import HAND_WRITTEN, verify
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_tokenizer
-from pipeline.models.hf.meta import model_on_meta
+from pipeline.models.hf.meta import load_on_meta
 from pipeline.parallel import launched
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -263,7 +263,7 @@ def _check_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     if not load_tokenizer(base).get_vocab().items() <= actor_vocab:
         raise ModelError("it has a different tokenizer")
     device = local_device()
-    model = model_on_meta(base, task="causal", device=device)
+    model = load_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
     # Even for a GPU, the model is first loaded into host memory.
     available = {"host memory": available_bytes() // launched.local_world_size()}

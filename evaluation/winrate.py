@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
     for path in config.paths:
         check_ready(path, examples)
     if config.source.kind == "model":
-        check_ready(str(config.source.path), examples, scores=True)
+        check_ready(str(config.source.path), examples, reward_model=True)
     responses = [
         [episode for (episode,) in sample_responses(path, examples, config)]
         for path in config.paths

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, all_reduce_, set_sharing_group
 from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
-from pipeline.models.adapters.lora import merged
+from pipeline.models.adapters.lora import merge_adapter
 from pipeline.models.adapters.quantized import QuantizedLinear
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.export import GathersUnits
-from pipeline.models.hf.meta import meta_model, places
+from pipeline.models.hf.meta import build_on_meta, iter_parameters
 from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.shards import ShardSpec
 
@@ -77,7 +77,7 @@ class WeightSource:
     def value(self) -> Shaped[Tensor, "*S"]:
         """This process's trained shard, dequantized and with its adapter merged."""
         local = self.detached if self.layer is None else self.layer.dequantized()
-        return local if self.adapter is None else merged(local, self.adapter)
+        return local if self.adapter is None else merge_adapter(local, self.adapter)
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
         """The full weight; a collective of the processes that train its shards."""
@@ -116,7 +116,7 @@ class WeightSources:
 
     def _local_sources(self, replica: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
         """The sources of the weights that this process trains."""
-        for name, _, leaf, _ in places(replica):
+        for name, _, leaf, _ in iter_parameters(replica):
             try:
                 owner = name.rpartition(".")[0]
                 parameter, layer, adapter = _find_trained(self._trained, owner, leaf)
@@ -134,7 +134,7 @@ def _merge_stages(
 ) -> Iterator[tuple[str, WeightSource]]:
     """Yield each weight's name with its source, from the first stage that trains it."""
     tied: dict[nn.Parameter, list[str]] = {}
-    for name, _, _, param in places(replica):
+    for name, _, _, param in iter_parameters(replica):
         tied.setdefault(param, []).append(name)
     formats = stages.gather_objects({name: (s.full_shape, s.dtype) for name, s in local.items()})
     for names in tied.values():
@@ -246,7 +246,7 @@ class Replica:
         plain = base_model(trained)
         self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
         settings = copy.deepcopy(plain.config)
-        self.model = meta_model(
+        self.model = build_on_meta(
             lambda: type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
         )
         self.model.eval().requires_grad_(False)
@@ -269,7 +269,7 @@ class Replica:
     def _create_weights(self, sharding: Sharding, *, shares: bool) -> Iterator[ReplicaWeight]:
         """Yield the weights, each with all of its locations in the modules."""
         weights: dict[tuple[object, ShardSpec | None], ReplicaWeight] = {}
-        for name, module, leaf, _ in places(self.model):
+        for name, module, leaf, _ in iter_parameters(self.model):
             source = self._sources.by_name[name]
             spec = sharding.spec(name.rpartition(".")[0], leaf, source.full_shape)
             key = source.key, spec

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     check_ready(config.path, examples)
     for source in sources:
         if source.kind == "model":
-            check_ready(str(source.path), examples, scores=True)
+            check_ready(str(source.path), examples, reward_model=True)
     responses = sample_responses(config.path, examples, config, num_samples=config.best_of)
     batches, results = score_episodes(sources, responses, config)
     weights = [source.weight for source in sources]

@@ -20,7 +20,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
 from pipeline.models.hf.load import load_tokenizer
 from pipeline.models.passes import learning_model
-from pipeline.models.trained import within_context
+from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
 from pipeline.run.run import Run
@@ -45,7 +45,7 @@ def train(config: PretrainConfig) -> Path:
     """Train the model on the corpus; return the directory of the exported model."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_context(config, config.model)
+    config = limit_to_context(config, config.model)
     rows = load_rows(config, load_tokenizer(config.model))
     with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:
         lm = load_model(config, rows, run)

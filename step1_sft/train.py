@@ -19,7 +19,7 @@ from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.passes import learning_model
-from pipeline.models.trained import within_context
+from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
 from pipeline.run.run import Run
@@ -85,7 +85,7 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
         name="actor",
     )
     set_stop_tokens(model, rows.chat.stop_ids)
-    config = within_context(config, config.model)
+    config = limit_to_context(config, config.model)
     check_rows(rows.data, make_fit_check(rows.chat, config), config)
     held_out = encode(rows.data.eval, rows.chat, config)
     return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.cli.options import run_main
 from pipeline.models.forward.forward import Scorer, base_model, reads_whole
 from pipeline.models.passes import make_passes, scorer_of
-from pipeline.models.trained import trained_classifier, within_context
+from pipeline.models.trained import limit_to_context, prepare_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.run import Run
@@ -102,7 +102,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     """
     labels = resolve_labels(config, rows.data.train, rows.data.eval)
     objective = make_objective(labels, config)
-    model = trained_classifier(
+    model = prepare_classifier(
         config.model,
         rows.tokenizer,
         device=local_device(),
@@ -119,7 +119,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         total_steps=rows.total_steps,
         name="reward model",
     )
-    config = within_context(config, config.model)
+    config = limit_to_context(config, config.model)
     if labels.kind == "steps" and reads_whole(base_model(model)):
         raise ModelError(
             f"reward.model.path {config.model.path} is an encoder, which can't score steps; start"

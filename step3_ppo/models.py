@@ -34,7 +34,7 @@ from pipeline.models.forward.forward import (
     reads_whole,
 )
 from pipeline.models.forward.scores import require_score, response_scores
-from pipeline.models.hf.chat import decode_response, require_same_chat, speaks_alike
+from pipeline.models.hf.chat import decode_response, require_same_chat, same_chat_format
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.parallel.stages import StageModule
@@ -46,7 +46,7 @@ from pipeline.models.passes import (
     learning_model,
     make_passes,
 )
-from pipeline.models.trained import trained_classifier
+from pipeline.models.trained import prepare_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import ConfigError, ModelError
@@ -110,7 +110,7 @@ def reward_chat(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -
         ModelError: the reward model has another tokenizer and no chat template.
     """
     reward_tokenizer = load_tokenizer(reward)
-    if speaks_alike(tokenizer, reward_tokenizer, str(reward.path)):
+    if same_chat_format(tokenizer, reward_tokenizer, str(reward.path)):
         return None
     return resolve_format(reward_tokenizer, "auto")
 
@@ -348,7 +348,7 @@ def load_critic(
     """
     if not config.has_critic:
         return None
-    critic = trained_classifier(config.critic, tokenizer, device=local_device(), seed=config.seed)
+    critic = prepare_classifier(config.critic, tokenizer, device=local_device(), seed=config.seed)
     if reads_whole(base_model(critic)):
         raise ModelError(
             f"ppo.critic.path {config.critic.path} is an encoder, but a critic needs a value at"

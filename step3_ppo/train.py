@@ -21,7 +21,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.hf.chat import load_chat
-from pipeline.models.trained import within_context
+from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.exporting import export_verified
@@ -88,7 +88,7 @@ def set_up(
     evaluator = Evaluator(models, prompts.held_out, config, total_steps=run.total_steps)
     kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
-    ptx = open_ptx(chat, within_context(config, config.actor), prompts.record)
+    ptx = open_ptx(chat, limit_to_context(config, config.actor), prompts.record)
     has_eos_penalty = config.uses_reward_model and config.missing_eos_score is not None
     rates = config.actor.peak_lr[0], config.critic.peak_lr[0]
     guards = Guards(config.guards, RLSignals(has_eos_penalty, *rates, config.rollout_size))

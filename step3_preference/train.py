@@ -20,7 +20,7 @@ from pipeline.cli.options import run_main
 from pipeline.guards.guards import Guards
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.passes import learning_model
-from pipeline.models.trained import within_context
+from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
 from pipeline.run.run import Run
@@ -104,7 +104,7 @@ def train(config: PreferenceConfig) -> Path:
     """Train the actor; return its directory."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
-    config = within_context(config, config.model)  # rows are truncated before the model is loaded
+    config = limit_to_context(config, config.model)  # rows are truncated before the model is loaded
     store = RowStore(config)
     rows = load_rows(config, config.model, step=3, sift=store.select)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.cli.options import parse_step
-from pipeline.models.hf.known import KNOWN
+from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.settings.fields import flatten, to_plain
@@ -51,7 +51,7 @@ def test_parallel_presets_set_the_pipeline_and_tensor_parallel_sizes(preset: Pat
 
     assert config.parallel.pp * config.parallel.tp > 1
     assert to_plain(config.parallel).items() >= expected["sft"]["parallel"].items()
-    assert KNOWN[expected["actor_model"]]  # so that it can be planned without a download
+    assert KNOWN_CONFIGS[expected["actor_model"]]  # so that it can be planned without a download
     config.parallel.check(32)
 
 

@@ -30,7 +30,7 @@ from pipeline.models.adapters.lora import Task
 from pipeline.models.forward.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.hf.chat import check_ready
 from pipeline.models.hf.load import load_causal_lm, load_tokenizer
-from pipeline.models.hf.meta import model_on_meta
+from pipeline.models.hf.meta import load_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, model_to_talk_to, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
@@ -295,7 +295,7 @@ def load_models(
     """
     paths = _available(paths)
     if reward is not None:
-        check_ready(reward, scores=True)
+        check_ready(reward, reward_model=True)
     plan = plan_memory(paths, reward, config)
     served_reward = None
     if reward is not None:
@@ -405,7 +405,7 @@ def _load_on_meta(
     path: str, config: ServeConfig, device: torch.device, *, task: Task = "causal"
 ) -> PreTrainedModel:
     settings = FrozenModelConfig(path=path, precision=config.precision)
-    return cast("PreTrainedModel", model_on_meta(settings, task=task, device=device))
+    return cast("PreTrainedModel", load_on_meta(settings, task=task, device=device))
 
 
 def _num_bytes(model: nn.Module) -> int:

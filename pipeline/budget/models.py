@@ -19,7 +19,7 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
-from pipeline.models.hf.known import KNOWN
+from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.system.errors import ModelError
 from pipeline.system.hub import cached_file
 
@@ -242,21 +242,21 @@ def _build_on_meta(
 ) -> "nn.Module":
     import torch
 
-    from pipeline.models.hf.meta import model_on_meta
+    from pipeline.models.hf.meta import load_on_meta
 
     if is_trained:
         settings = TrainedModelConfig(**vars(settings), lora=lora)
     task = "classifier" if scores else "causal"
-    return model_on_meta(settings, task=task, device=torch.device("cpu"))
+    return load_on_meta(settings, task=task, device=torch.device("cpu"))
 
 
 def _find_config(path: str, origins: Mapping[str, str]) -> str:
-    """The location of the model's configuration, or its name in `KNOWN`."""
+    """The location of the model's configuration, or its name in `KNOWN_CONFIGS`."""
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path
     if path in origins:
         return _find_config(origins[path], origins)
     cached = cached_file(path, "config.json")
-    if cached is None and path not in KNOWN:
+    if cached is None and path not in KNOWN_CONFIGS:
         raise ModelError(f"the configuration of {path} is not on this machine")
     return path if cached is None else str(Path(cached).parent)

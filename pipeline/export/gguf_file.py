@@ -28,7 +28,7 @@ from pipeline.demo.task import corpus
 from pipeline.export.gguf_vocabulary import (
     BYTE,
     CONTROL,
-    EXPRESSIONS,
+    PATTERNS,
     NORMAL,
     ROPE_FACTORS,
     STOPS,
@@ -129,7 +129,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     adds_eos = len(full) > len(plain) + adds_bos and full[-1] == tokenizer.eos_token_id
     samples = make_texts(tokenizer)
     expected = {text: tokenizer.encode(text, add_special_tokens=False) for text in samples}
-    candidates = [(name, False) for name in EXPRESSIONS]
+    candidates = [(name, False) for name in PATTERNS]
     candidates = [("default", True), ("default", False)] if has_scores else candidates
     for pre, prefix in candidates:
         vocabulary = Vocabulary(
@@ -143,7 +143,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
             add_eos_token=adds_eos,
             add_space_prefix=prefix,
         )
-        if vocabulary.agrees(expected):
+        if vocabulary.encodes_as(expected):
             return vocabulary
     raise ModelError(
         f"the tokenizer of {path} splits text unlike the supported pre-tokenizers of llama.cpp"

@@ -36,20 +36,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-EXPRESSIONS = {
+PATTERNS = {
     "gpt-2": (_GPT2,),
-    "qwen2": (_CASELESS + r"\p{N}" + _REST,),
-    "llama-bpe": (_CASELESS + r"\p{N}{1,3}" + _REST,),
+    "qwen2": (_CASELESS + r"\p{N}" + _OTHER,),
+    "llama-bpe": (_CASELESS + r"\p{N}{1,3}" + _OTHER,),
     "smollm": (r"\p{N}", _GPT2),
 }
 """Regular expressions that split text, one after another, before byte-level BPE, by llama.cpp's
 names (src/llama-vocab.cpp)."""
 
-WHOLE_WORDS = "llama-bpe"
+IGNORES_MERGES = "llama-bpe"
 """The expression with which a word that is a token is never split."""
 
 
@@ -88,9 +88,11 @@ class Vocabulary:
         else:
             pairs = (merge.partition(" ") for merge in self.merges)
             merges = [(left, right) for left, _, right in pairs]
-            words = self.pre == WHOLE_WORDS
-            tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=words))
-            splits = (pre_tokenizers.Split(Regex(e), "isolated") for e in EXPRESSIONS[self.pre])
+            ignore_merges = self.pre == IGNORES_MERGES
+            bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=ignore_merges)
+            tokenizer = Tokenizer(bpe)
+            patterns = map(Regex, PATTERNS[self.pre])
+            splits = (pre_tokenizers.Split(pattern, "isolated") for pattern in patterns)
             by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
         special = [
@@ -108,7 +110,7 @@ class Vocabulary:
         pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
         return [(left, right) for left, right in pairs if left in numbers and right in numbers]
 
-    def agrees(self, texts: Mapping[str, Sequence[int]]) -> bool:
+    def encodes_as(self, texts: Mapping[str, Sequence[int]]) -> bool:
         """Whether the tokenizer encodes each text to its given tokens."""
         encode = self.tokenizer.encode
         return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
@@ -125,36 +127,34 @@ def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple
         field = reader.get_field(f"tokenizer.{key}")
         return None if field is None else field.contents()
 
-    given = {each.name: value(f"ggml.{each.name}") for each in fields(Vocabulary)}
-    by_scores = given["model"] == "llama"
-    if not by_scores and (given["model"] != "gpt2" or given["pre"] not in EXPRESSIONS):
+    raw = {field.name: value(f"ggml.{field.name}") for field in fields(Vocabulary)}
+    is_sentencepiece = raw["model"] == "llama"
+    if not is_sentencepiece and (raw["model"] != "gpt2" or raw["pre"] not in PATTERNS):
         raise ModelError(
-            f"its tokenizer ({given['model']}, {given['pre']}) is not supported; supported: llama,"
-            f" and gpt2 with {', '.join(EXPRESSIONS)}; use the model's directory"
+            f"its tokenizer ({raw['model']}, {raw['pre']}) is not supported; supported: llama,"
+            f" and gpt2 with {', '.join(PATTERNS)}; use the model's directory"
         )
-    usual = {"pre": "default", "token_type": [NORMAL] * len(given["tokens"])}
-    usual |= {"scores": [], "merges": [], "add_eos_token": False}
-    usual |= {"add_bos_token": by_scores, "add_space_prefix": by_scores}
-    known: dict[str, Any] = {
-        name: usual.get(name) if each is None else each for name, each in given.items()
-    }
-    vocabulary = Vocabulary(**known)
+    defaults: dict[str, Any] = {"pre": "default", "token_type": [NORMAL] * len(raw["tokens"])}
+    defaults |= {"scores": [], "merges": [], "add_eos_token": False}
+    defaults |= {"add_bos_token": is_sentencepiece, "add_space_prefix": is_sentencepiece}
+    given: dict[str, Any] = {name: content for name, content in raw.items() if content is not None}
+    vocabulary = Vocabulary(**defaults | given)
     ids = {kind: value(f"ggml.{key}_token_id") for kind, key in SPECIAL.items()}
     tokens = {f"{k}_token": vocabulary.tokens[n] for k, n in ids.items() if n is not None}
     tokenizer = vocabulary.tokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    if by_scores:
+    if is_sentencepiece:
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         strip = [decoders.Strip(" ", 1, 0)] if vocabulary.add_space_prefix else []
         tokenizer.decoder = decoders.Sequence([*steps, *strip])
-    before = f"{tokens['bos_token']} " if vocabulary.add_bos_token else ""
-    after = f" {tokens['eos_token']}" if vocabulary.add_eos_token else ""
-    if before or after:
+    prefix = f"{tokens['bos_token']} " if vocabulary.add_bos_token else ""
+    suffix = f" {tokens['eos_token']}" if vocabulary.add_eos_token else ""
+    if prefix or suffix:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{before}$A{after}",
+            single=f"{prefix}$A{suffix}",
             special_tokens=[(token, ids[kind[:3]]) for kind, token in tokens.items()],
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
-    made.chat_template = value("chat_template")
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
+    fast_tokenizer.chat_template = value("chat_template")
     stops = (value(f"ggml.{kind}_token_id") for kind in STOPS)
-    return made, tuple(number for number in stops if number is not None)
+    return fast_tokenizer, tuple(number for number in stops if number is not None)

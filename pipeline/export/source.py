@@ -12,9 +12,9 @@ from pipeline.files.durable import check_writable, discard, rename_durably, sync
 from pipeline.models.hf.directory import (
     ADAPTER,
     TOKENIZER_FILES,
-    are_of_classifier,
     check_configuration,
     check_model_directory,
+    is_sequence_classifier,
 )
 from pipeline.report.results import find_model
 from pipeline.system.errors import ConfigError, ModelError
@@ -32,7 +32,7 @@ class Source:
     @property
     def is_classifier(self) -> bool:
         """Whether the model is a reward model or another classifier."""
-        return are_of_classifier(self.settings.get("architectures"))
+        return is_sequence_classifier(self.settings.get("architectures"))
 
     @property
     def kind(self) -> str:

@@ -17,9 +17,9 @@ from transformers import (
 from pipeline.export.source import Source, copy_settings, read_source
 from pipeline.export.verify import ROUNDED, TOLERANCE, UnverifiedError, compare_outputs, logits_fn
 from pipeline.files.safetensors_header import INDEX, stored_tensors
-from pipeline.models.adapters.lora import without_advice
+from pipeline.models.adapters.lora import suppress_peft_warnings
 from pipeline.models.hf.directory import ADAPTER, check_configuration
-from pipeline.models.hf.export import ADAPTER_DIR, unties
+from pipeline.models.hf.export import ADAPTER_DIR, unties_layers
 from pipeline.system.errors import ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"
@@ -147,11 +147,11 @@ def _apply_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     name = model.config.name_or_path
     try:
         tensors = load_file(adapter / WEIGHTS)
-        if unties(model, tensors):
+        if unties_layers(model, tensors):
             head: Any = model.get_output_embeddings()
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
             model.config.get_text_config().tie_word_embeddings = False
-        with without_advice():
+        with suppress_peft_warnings():
             adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
             loaded = get_peft_model_state_dict(adapted).keys()
     except Exception as error:  # noqa: BLE001  # peft and safetensors may raise anything

@@ -21,7 +21,7 @@ from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.load import align_weights
 from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
 from pipeline.models.parallel.tensor_parallel import cut_layers, cut_where_possible
-from pipeline.models.trained import trained_causal_lm
+from pipeline.models.trained import prepare_causal_lm
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
@@ -340,7 +340,7 @@ def learning_model(
         ConfigError: the model can't be split as in the settings.
         ModelError: the model can't be used, or its family can't be split.
     """
-    model = trained_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
+    model = prepare_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
     passes = make_passes(
         model,
         settings,

@@ -11,15 +11,15 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
 from pipeline.demo.model import CONTEXT
 from pipeline.models.adapters.lora import Task, add_lora
-from pipeline.models.adapters.quantized import quantized
+from pipeline.models.adapters.quantized import quantize_model
 from pipeline.models.forward.forward import positions
-from pipeline.models.hf.chat import untrained_tokens
+from pipeline.models.hf.chat import untrained_tokens_error
 from pipeline.models.hf.load import (
     add_tokens,
-    lacks_tokens,
     load_causal_lm,
     load_classifier,
     model_path,
+    needs_new_rows,
 )
 from pipeline.parallel.device import local_device
 from pipeline.system.errors import ConfigError, ModelError
@@ -27,7 +27,7 @@ from pipeline.system.errors import ConfigError, ModelError
 logger = logging.getLogger(__name__)
 
 
-def trained_causal_lm(
+def prepare_causal_lm(
     config: TrainedModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -42,10 +42,10 @@ def trained_causal_lm(
         ConfigError: with LoRA, new rows of the embeddings would not be trained.
     """
     model = load_causal_lm(config, device=device, seed=seed, defer=True)
-    return _prepared(model, tokenizer, config, task="causal", seed=seed)
+    return _prepare_model(model, tokenizer, config, task="causal", seed=seed)
 
 
-def trained_classifier(
+def prepare_classifier(
     config: TrainedModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -53,12 +53,12 @@ def trained_classifier(
     seed: int,
     num_labels: int = 1,
 ) -> nn.Module:
-    """The reward model or critic that a step trains; see `trained_causal_lm`."""
+    """The reward model or critic that a step trains; see `prepare_causal_lm`."""
     model = load_classifier(config, device=device, seed=seed, defer=True, num_labels=num_labels)
-    return _prepared(model, tokenizer, config, task="classifier", seed=seed)
+    return _prepare_model(model, tokenizer, config, task="classifier", seed=seed)
 
 
-def _prepared(
+def _prepare_model(
     plain: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainedModelConfig,
@@ -67,14 +67,14 @@ def _prepared(
     seed: int,
 ) -> nn.Module:
     """The model in training mode, with rows for all tokens, adapters and recomputation."""
-    if config.lora is not None and lacks_tokens(plain, tokenizer):
-        raise ConfigError(untrained_tokens(config))
+    if config.lora is not None and needs_new_rows(plain, tokenizer):
+        raise ConfigError(untrained_tokens_error(config))
     add_tokens(plain, tokenizer, seed=seed)
     model: nn.Module = plain
     if config.lora is not None:
         model = add_lora(plain, config.lora, task=task, seed=seed)
     if config.quantize != "none":
-        quantized(model, config, device=local_device())
+        quantize_model(model, config, device=local_device())
         num_bytes = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
         logger.info(
             "%s: the linear weights of the blocks are stored as %s; frozen weights take %.1f MB",
@@ -109,7 +109,7 @@ def get_context(config: FrozenModelConfig) -> int:
     return positions(settings)
 
 
-def within_context(config: StepT, model: FrozenModelConfig) -> StepT:
+def limit_to_context(config: StepT, model: FrozenModelConfig) -> StepT:
     """The settings, with `data.max_length` limited to the model's context length.
 
     Raises:

@@ -278,7 +278,7 @@ class Chats:
             UserError: there is no tokenizer or no such format, or a model of the step has another
                 vocabulary or was trained with another format.
         """
-        from pipeline.models.hf.chat import require_same_chat, speaks_alike
+        from pipeline.models.hf.chat import require_same_chat, same_chat_format
 
         own, *others = _models(self.plan.configs[stage.name])
         tokenizer, chat = self._with_format(own.settings, self.plan.configs[stage.name].data)
@@ -287,7 +287,7 @@ class Chats:
             if tokenizer is None or other is None:
                 continue
             if use.scores and not use.is_trained:  # it can read text
-                speaks_alike(tokenizer, other, str(use.settings.path))
+                same_chat_format(tokenizer, other, str(use.settings.path))
             else:
                 require_same_chat(tokenizer, other, "the actor", use.settings)
         return chat

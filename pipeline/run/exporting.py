@@ -18,9 +18,9 @@ from pipeline.data.examples import Encoded
 from pipeline.files.safetensors_header import stored_tensors
 from pipeline.models.adapters.quantized import quantized_layers
 from pipeline.models.forward.forward import base_model
-from pipeline.models.hf.directory import are_of_classifier
+from pipeline.models.hf.directory import is_sequence_classifier
 from pipeline.models.hf.export import export
-from pipeline.models.hf.load import errors_only
+from pipeline.models.hf.load import suppress_transformers_warnings
 from pipeline.models.passes import Passes, evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -53,7 +53,7 @@ def export_verified(
     """
     export(model, tokenizer, directory, weights=passes.engine)
     plain, world = base_model(model), current_mesh().world
-    kind = SCORES if are_of_classifier([type(plain).__name__]) else LOGPROBS
+    kind = SCORES if is_sequence_classifier([type(plain).__name__]) else LOGPROBS
     rows = [
         [*tokenizer.encode(text, add_special_tokens=False), cast("int", tokenizer.eos_token_id)]
         for text in TEXTS
@@ -124,7 +124,7 @@ def _written_outputs(directory: Path, batch: TokenBatch, kind: str, *, trusted: 
     `trusted` says that the trained model has Python code of its own, which the user trusts.
     """
     auto: Any = AutoModelForSequenceClassification if kind == SCORES else AutoModelForCausalLM
-    with errors_only():
+    with suppress_transformers_warnings():
         model = auto.from_pretrained(directory, trust_remote_code=trusted).eval()
     ids, real = pad(batch.input_ids.split(batch.lengths))
     padding = model.config.get_text_config().pad_token_id

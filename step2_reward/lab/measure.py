@@ -326,7 +326,7 @@ def measure_model(config: LabConfig) -> Measurement:
         ModelError: there is no model, or it is not a classifier.
         DataError: there are no rows, or none with the labels that the model was trained on.
     """
-    check_ready(config.path, scores=True)
+    check_ready(config.path, reward_model=True)
     examples = read_examples(config)
     model, tokenizer = load_reward(FrozenModelConfig(path=str(config.path)))
     chat = resolve_format(tokenizer, "auto")

@@ -13,7 +13,7 @@ from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.models.adapters.lora import add_lora
-from pipeline.models.adapters.quantized import quantized
+from pipeline.models.adapters.quantized import quantize_model
 from pipeline.models.forward.forward import Policy, base_model
 from pipeline.models.hf.export import named_weights
 from pipeline.models.hf.load import load_causal_lm
@@ -38,7 +38,7 @@ class Actor:
         self.model: nn.Module = load_causal_lm(config, device=CPU, defer=config.zero_stage == 3)
         if config.lora is not None:
             adapted = add_lora(self.model, config.lora, task="causal", seed=0)
-            self.model = quantized(adapted, config)
+            self.model = quantize_model(adapted, config)
         self.engine = Engine(Policy(self.model), config, total_steps=100)
         tp_group = current_mesh().tp_group(tp_size, timeout_seconds=60.0)
         self.hybrid = HybridEngine(self.engine, self.model, tp_group=tp_group, resident=resident)

@@ -25,7 +25,7 @@ Task = Literal["causal", "classifier"]
 
 
 @contextmanager
-def without_advice() -> Iterator[None]:
+def suppress_peft_warnings() -> Iterator[None]:
     """Suppress peft's warnings about tied layers and adapted embeddings, which don't apply."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="peft")
@@ -42,21 +42,21 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     Raises:
         ConfigError: no module matches `lora.targets`.
     """
-    everything = config.targets == ("all-linear",)
-    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    heads = [name for name in HEADS if name in present]
+    all_linear = config.targets == ("all-linear",)
+    module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    heads = [name for name in HEADS if name in module_names]
     settings = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # peft accepts floats  # pyrefly: ignore[bad-argument-type]
         use_rslora=config.variant == "rslora",
         lora_dropout=config.dropout,
-        target_modules="all-linear" if everything else list(config.targets),
+        target_modules="all-linear" if all_linear else list(config.targets),
         modules_to_save=heads if task == "classifier" else None,
         # GPT-2's layers store their weights transposed.
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
     )
-    with torch.random.fork_rng(devices=[]), without_advice():
+    with torch.random.fork_rng(devices=[]), suppress_peft_warnings():
         torch.manual_seed(seed)
         try:
             peft_model = get_peft_model(model, settings)
@@ -72,7 +72,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     return peft_model
 
 
-def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
+def merge_adapter(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
     """W + s B @ A (Hu et al. 2021, 4.1), in fp32, as a new tensor.
 
     The sum is in fp32 for any dtype of `weight`, so that the caller rounds once, into a copy: the

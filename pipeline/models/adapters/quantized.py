@@ -54,62 +54,62 @@ NF4 = (
 INT8_STEPS = 127
 """Steps of an 8-bit code on either side of zero."""
 
-AT_ONCE = 2**20
+CHUNK = 2**20
 """Weights that are packed or unpacked at once, a multiple of the block."""
 
 Packed = Mapping[str, Tensor]
 """Codes and scales of a quantized weight, by name."""
 
 
-Form = Literal["nf4", "int8"]
+Scheme = Literal["nf4", "int8"]
 """Format of the codes."""
 
 SCALES = "scales"
 CODES = "codes"
 
 
-def weights_per_code(form: Form) -> int:
+def weights_per_code(scheme: Scheme) -> int:
     """Weights in one element of the codes."""
-    return 2 if form == "nf4" else 1
+    return 2 if scheme == "nf4" else 1
 
 
-def pack(weight: Float[Tensor, "*S"], form: Form) -> dict[str, Tensor]:
+def quantize(weight: Float[Tensor, "*S"], scheme: Scheme) -> dict[str, Tensor]:
     """The codes and scales of a quantized `weight`, on its device; equal on all devices.
 
     Codes are rounded to nearest; ties go to the lower code in NF4 and to the even one in int8.
     """
     flat = weight.detach().reshape(-1)
-    blocks, per_code = -(-len(flat) // BLOCK), weights_per_code(form)
-    dtype = torch.uint8 if form == "nf4" else torch.int8
+    blocks, per_code = -(-len(flat) // BLOCK), weights_per_code(scheme)
+    dtype = torch.uint8 if scheme == "nf4" else torch.int8
     codes = torch.empty(blocks * BLOCK // per_code, dtype=dtype, device=flat.device)
     scales = torch.empty(blocks, device=flat.device)
-    for start in () if flat.is_meta else range(0, len(flat), AT_ONCE):
-        piece = flat[start : start + AT_ONCE].float()
-        by_block = F.pad(piece, (0, -len(piece) % BLOCK)).view(-1, BLOCK)
-        largest = by_block.abs().amax(1)
-        scales[start // BLOCK :][: len(largest)] = largest
-        normalized = by_block / torch.where(largest > 0, largest, 1.0)[:, None]
-        packed = _nf4_codes(normalized) if form == "nf4" else _int8_codes(normalized)
+    for start in () if flat.is_meta else range(0, len(flat), CHUNK):
+        chunk = flat[start : start + CHUNK].float()
+        by_block = F.pad(chunk, (0, -len(chunk) % BLOCK)).view(-1, BLOCK)
+        max_abs = by_block.abs().amax(1)
+        scales[start // BLOCK :][: len(max_abs)] = max_abs
+        normalized = by_block / torch.where(max_abs > 0, max_abs, 1.0)[:, None]
+        packed = _nf4_codes(normalized) if scheme == "nf4" else _int8_codes(normalized)
         codes[start // per_code :][: len(packed)] = packed
     return {CODES: codes, SCALES: scales}
 
 
-def unpack(packed: Packed, shape: torch.Size, form: Form, dtype: torch.dtype) -> Tensor:
+def dequantize(packed: Packed, shape: torch.Size, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     """The dequantized weight of `shape`, computed in fp32 and rounded once."""
     codes, scales = packed[CODES], packed[SCALES]
-    if form == "int8":
+    if scheme == "int8":
         scales = scales / INT8_STEPS
-    per_code = weights_per_code(form)
+    per_code = weights_per_code(scheme)
     flat = torch.empty(len(codes) * per_code, dtype=dtype, device=codes.device)
-    for start in range(0, len(flat), AT_ONCE):
-        stop = min(start + AT_ONCE, len(flat))
-        piece = codes[start // per_code : stop // per_code]
-        if form == "nf4":
-            pairs = torch.index_select(_pairs(codes.device), 0, piece.int())
-            numbers = pairs.view(torch.float32)
+    for start in range(0, len(flat), CHUNK):
+        stop = min(start + CHUNK, len(flat))
+        chunk = codes[start // per_code : stop // per_code]
+        if scheme == "nf4":
+            pairs = torch.index_select(_pairs(codes.device), 0, chunk.int())
+            values = pairs.view(torch.float32)
         else:
-            numbers = piece.float()
-        by_block = numbers.view(-1, BLOCK)
+            values = chunk.float()
+        by_block = values.view(-1, BLOCK)
         by_block *= scales[start // BLOCK : stop // BLOCK, None]
         flat[start:stop] = by_block.view(-1)
     return flat[: shape.numel()].view(shape)
@@ -137,7 +137,7 @@ def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen `nn.Linear`, or GPT-2's `Conv1D`, that stores its weight as the vectors of `pack`.
+    """A frozen `nn.Linear`, or GPT-2's `Conv1D`, that stores a quantized weight.
 
     Args:
         layer: provides the bias and the weight.
@@ -148,15 +148,16 @@ class QuantizedLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, layer: nn.Linear | Conv1D, form: Form, *, device: torch.device | None = None
+        self, layer: nn.Linear | Conv1D, scheme: Scheme, *, device: torch.device | None = None
     ) -> None:
         super().__init__()
         weight = layer.weight
-        self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
+        self.scheme, self.shape, self.dtype = scheme, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
         self.part: ParamShard | None = None
         """The part of the weight that this process has, under tensor parallelism."""
-        for name, vector in pack(weight.detach().to(device or weight.device), form).items():
+        packed = quantize(weight.detach().to(device or weight.device), scheme)
+        for name, vector in packed.items():
             self.register_parameter(name, nn.Parameter(vector, requires_grad=False))
         self.bias = cast("nn.Parameter | None", layer.bias)
 
@@ -189,33 +190,33 @@ class QuantizedLinear(nn.Module):
         if part.full_shape.numel() % BLOCK or part.in_blocks(BLOCK) is None:
             shape = " x ".join(map(str, part.full_shape))
             raise ConfigError(
-                f"quantize {self.form} stores blocks of {BLOCK} weights, and parallel.tp"
+                f"quantize {self.scheme} stores blocks of {BLOCK} weights, and parallel.tp"
                 f" {len(part.specs)} would split blocks of {name} ({shape}); use another"
                 " parallel.tp, or quantize none"
             )
-        for leaf, grain in ((CODES, weights_per_code(self.form)), (SCALES, BLOCK)):
-            own = part.in_blocks(grain)
-            assert own is not None  # because blocks are not split
+        for leaf, grain in ((CODES, weights_per_code(self.scheme)), (SCALES, BLOCK)):
+            block_part = part.in_blocks(grain)
+            assert block_part is not None  # because blocks are not split
             stored = torch.Size((part.full_shape.numel() // grain,))
-            replace_by_shard(self, leaf, replace(own, stored_shape=stored))
+            replace_by_shard(self, leaf, replace(block_part, stored_shape=stored))
         self.part, self.shape = part, part.spec.shape(part.full_shape)
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
         """The weight, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in (CODES, SCALES)}
-        return unpack(packed, self.shape, self.form, dtype)
+        return dequantize(packed, self.shape, self.scheme, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The output of the dequantized layer, bit for bit."""
-        return _Product.apply(x, self, self.bias)
+        return _DequantizedLinear.apply(x, self, self.bias)
 
     def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The output without the bias."""
-        return _Product.apply(x, self, None)
+        return _DequantizedLinear.apply(x, self, None)
 
 
-class _Product(torch.autograd.Function):
+class _DequantizedLinear(torch.autograd.Function):
     """x W^T + b without saved tensors: W is unpacked again for the gradient of x."""
 
     @staticmethod
@@ -246,7 +247,7 @@ def is_transposed(layer: nn.Module) -> bool:
     return layer.transposed if isinstance(layer, QuantizedLinear) else isinstance(layer, Conv1D)
 
 
-def quantized(
+def quantize_model(
     model: nn.Module, config: FrozenModelConfig, *, device: torch.device | None = None
 ) -> nn.Module:
     """`model`, with the frozen linear weights of its blocks quantized as in the settings.
@@ -268,11 +269,11 @@ def quantized(
     return model
 
 
-def quantize_layers(model: nn.Module, form: Form, *, device: torch.device | None = None) -> int:
+def quantize_layers(model: nn.Module, scheme: Scheme, *, device: torch.device | None = None) -> int:
     """Quantize the linear layers of the blocks, one by one, and return their number."""
-    layers = list(_layers(model))
+    layers = list(_quantizable_layers(model))
     for module, name, layer in layers:
-        setattr(module, name, QuantizedLinear(layer, form, device=device))
+        setattr(module, name, QuantizedLinear(layer, scheme, device=device))
         layer.register_parameter("weight", None)  # free the weight, which `layers` still references
     return len(layers)
 
@@ -322,9 +323,9 @@ def rounded_weights(
         yield name, tensor.to(formats.get(name, tensor.dtype))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+def _quantizable_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
     """Layers to replace, as (parent module, attribute name, layer)."""
-    uses = Counter(
+    use_counts = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )
     for unit in find_units(model):
@@ -341,5 +342,5 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv
                 is_linear = isinstance(child, nn.Linear | Conv1D)
                 if not is_linear or id(child) in trained or child.weight.requires_grad:
                     continue
-                if uses[cast("nn.Parameter", child.weight)] == 1:
+                if use_counts[cast("nn.Parameter", child.weight)] == 1:
                     yield module, name, child

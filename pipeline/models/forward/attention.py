@@ -438,9 +438,9 @@ def _padded(
         shapes.append((tokens.shape[0], tokens.shape[1]))
         source.append(tokens.flatten())
         real.append((step < size).flatten())
-    places = torch.cat(real).nonzero().squeeze(-1)
+    rows = torch.cat(real).nonzero().squeeze(-1)
     of_row = torch.cat(source)
-    place = places[of_row[places].argsort()]
+    place = rows[of_row[rows].argsort()]
     return Padded(shapes, to_device(of_row, device), to_device(place, device))
 
 

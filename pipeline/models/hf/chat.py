@@ -9,9 +9,9 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example
 from pipeline.models.hf.directory import (
-    are_of_classifier,
     check_configuration,
     check_model_directory,
+    is_sequence_classifier,
 )
 from pipeline.models.hf.load import load_tokenizer, local_directory
 from pipeline.system.errors import ConfigError, DataError, ModelError
@@ -28,17 +28,17 @@ def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
             unused rows of a padded table) would not be trained.
     """
     tokenizer = load_tokenizer(config)
-    known = len(tokenizer)
+    num_tokens = len(tokenizer)
     chat = resolve_format(tokenizer, data.format, data.template_args)
     chat.add_new_tokens()
-    adapted = isinstance(config, TrainedModelConfig) and config.lora is not None
-    if adapted and len(tokenizer) > known:
-        raise ConfigError(untrained_tokens(config))
+    has_lora = isinstance(config, TrainedModelConfig) and config.lora is not None
+    if has_lora and len(tokenizer) > num_tokens:
+        raise ConfigError(untrained_tokens_error(config))
     chat.attach(tokenizer)
     return chat
 
 
-def untrained_tokens(config: FrozenModelConfig) -> str:
+def untrained_tokens_error(config: FrozenModelConfig) -> str:
     """The reason why a chat format can't be trained with adapters alone."""
     return (
         f"the chat format has tokens that {config.path} lacks, and LoRA would leave their"
@@ -54,7 +54,7 @@ def decode_response(
     return text.rstrip() if continues else text.strip()
 
 
-def speaks_alike(
+def same_chat_format(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
 ) -> bool:
     """Whether a reward model takes the actor's tokens; otherwise it is passed text.
@@ -86,9 +86,10 @@ def require_same_chat(
     Raises:
         ModelError: the vocabularies or the chat templates differ.
     """
-    path, ours, theirs = str(source.path), tokenizer.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        differing = sum(ours.get(token) != theirs.get(token) for token in ours.keys() | theirs)
+    path, vocab, other_vocab = str(source.path), tokenizer.get_vocab(), other.get_vocab()
+    if vocab != other_vocab:
+        tokens = vocab.keys() | other_vocab
+        differing = sum(vocab.get(token) != other_vocab.get(token) for token in tokens)
         raise ModelError(
             f"{model} and {path} have different tokenizers ({differing} tokens differ); start both"
             " from models of the same family"
@@ -100,13 +101,13 @@ def require_same_chat(
         )
 
 
-def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = False) -> None:
+def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bool = False) -> None:
     """Reject a model whose files, tokenizer or chat template are visibly unusable.
 
     Args:
         path: a directory, or a Hub name, of which only the tokenizer is read.
         examples: rows with prompts for the model.
-        scores: whether it must be a reward model.
+        reward_model: whether it must be a reward model.
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.
@@ -115,12 +116,12 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
     local = None if path == EMBEDDED else local_directory(path)
     if local is not None:
         check_model_directory(local)
-        kinds = check_configuration(local).get("architectures") or ["unknown"]
-        if scores and not are_of_classifier(kinds):
-            what = f"is not a reward model ({', '.join(kinds)}): it has no score head"
+        architectures = check_configuration(local).get("architectures") or ["unknown"]
+        if reward_model and not is_sequence_classifier(architectures):
+            what = f"is not a reward model ({', '.join(architectures)}): it has no score head"
             raise ModelError(f"{path} {what}; use step 2's output")
     chat = resolve_format(load_tokenizer(FrozenModelConfig(path=path)), "auto")
-    limit = None if local is None or scores else _context(str(local))
+    limit = None if local is None or reward_model else _context_length(str(local))
     for example in examples:
         count = len(chat.encode_prompt(example.prompt, origin=example.origin))
         if limit is not None and count >= limit:
@@ -130,7 +131,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, scores: bool = F
             )
 
 
-def _context(path: str) -> int | None:
+def _context_length(path: str) -> int | None:
     try:
         settings = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError):  # loading the model reports the error

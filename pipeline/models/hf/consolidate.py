@@ -17,7 +17,7 @@ from pipeline.models.adapters.lora import Task, add_lora
 from pipeline.models.adapters.quantized import quantize_layers, quantized_layers
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.export import export
-from pipeline.models.hf.meta import meta_model, places
+from pipeline.models.hf.meta import build_on_meta, iter_parameters
 from pipeline.system.errors import CheckpointError
 
 TOKENIZER = "tokenizer"
@@ -30,16 +30,16 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)
             generation = getattr(plain, "generation_config", None)  # classifiers have none
-            coded = quantized_layers(model)
+            quantized_by_name = quantized_layers(model)
             dtypes = {name: param.dtype for name, param in model.named_parameters()}
-            dtypes |= {f"{name}.weight": layer.dtype for name, layer in coded.items()}
+            dtypes |= {f"{name}.weight": layer.dtype for name, layer in quantized_by_name.items()}
             return {
                 "prefix": f"{prefix}." if prefix else "",
                 "class": type(plain).__name__,
                 "config": plain.config.to_dict(),
                 "generation": None if generation is None else generation.to_dict(),
-                "lora": _adapter(model) if isinstance(model, PeftModel) else None,
-                "quantize": next((layer.form for layer in coded.values()), None),
+                "lora": _describe_adapter(model) if isinstance(model, PeftModel) else None,
+                "quantize": next((layer.scheme for layer in quantized_by_name.values()), None),
                 "dtypes": {
                     name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()
                 },
@@ -55,24 +55,24 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     Raises:
         CheckpointError: the checkpoint has no such model, or `transformers` lacks its class.
     """
-    described = checkpoint.state.get("models", {}).get(name)
-    if described is None:
+    description = checkpoint.state.get("models", {}).get(name)
+    if description is None:
         known = ", ".join(checkpoint.state.get("models", {})) or "none"
         raise CheckpointError(f"{checkpoint.path} has no Hugging Face model {name}; it has {known}")
-    prefix = described["prefix"]
+    prefix = description["prefix"]
     keys = set(checkpoint.keys())
 
     def read(parameter: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        trained = f"{name}/weights/{prefix}{parameter}"
-        if trained in keys:
+        key = f"{name}/weights/{prefix}{parameter}"
+        if key in keys:
             masters = torch.empty(shape.numel())
-            checkpoint.read(trained, 0, masters)
+            checkpoint.read(key, 0, masters)
             return round_weights(masters, dtype).view(shape)
         out = torch.empty(shape.numel(), dtype=dtype)
         checkpoint.read(f"{name}/frozen/{prefix}{parameter}", 0, out)
         return out.view(shape)
 
-    model = _build(described, checkpoint, read)
+    model = _build(description, checkpoint, read)
     for buffer_name, buffer in model.named_buffers():
         if (key := f"{name}/buffers/{prefix}{buffer_name}") in keys:
             flat = torch.empty_like(buffer).reshape(-1)
@@ -85,43 +85,43 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
 
 
 def _build(
-    described: Mapping[str, Any],
+    description: Mapping[str, Any],
     checkpoint: Checkpoint,
     read: Callable[[str, torch.dtype, torch.Size], Tensor],
 ) -> nn.Module:
     """The model with the parameters that `read` returns."""
-    model_class = getattr(transformers, described["class"], None)
+    model_class = getattr(transformers, description["class"], None)
     if model_class is None:
         raise CheckpointError(
-            f"the model of {checkpoint.path} is a {described['class']}, which transformers"
+            f"the model of {checkpoint.path} is a {description['class']}, which transformers"
             f" {transformers.__version__} does not have; resume the run, which exports the model"
         )
-    config = model_class.config_class.from_dict(described["config"])
-    plain: PreTrainedModel = meta_model(lambda: model_class(config))
-    if described["generation"] is not None:
-        plain.generation_config = GenerationConfig.from_dict(described["generation"])
+    config = model_class.config_class.from_dict(description["config"])
+    plain: PreTrainedModel = build_on_meta(lambda: model_class(config))
+    if description["generation"] is not None:
+        plain.generation_config = GenerationConfig.from_dict(description["generation"])
     model: nn.Module = plain
-    if described["lora"] is not None:
-        task: Task = described["lora"]["task"]
-        settings = {key: each for key, each in described["lora"].items() if key != "task"}
+    if description["lora"] is not None:
+        task: Task = description["lora"]["task"]
+        settings = {key: value for key, value in description["lora"].items() if key != "task"}
         settings["targets"] = tuple(settings["targets"])
         model = add_lora(plain, LoraConfig(**settings), task=task, seed=0)
-    if described["quantize"] is not None:
-        quantize_layers(model, described["quantize"])
+    if description["quantize"] is not None:
+        quantize_layers(model, description["quantize"])
         for name, layer in quantized_layers(model).items():
-            layer.dtype = getattr(torch, described["dtypes"][f"{name}.weight"])
+            layer.dtype = getattr(torch, description["dtypes"][f"{name}.weight"])
     names = {param: name for name, param in model.named_parameters()}
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for _, module, leaf, param in places(model):
-        if param not in made:
-            dtype = getattr(torch, described["dtypes"][names[param]])
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    for _, module, leaf, param in iter_parameters(model):
+        if param not in parameters:
+            dtype = getattr(torch, description["dtypes"][names[param]])
             values = read(names[param], dtype, param.shape)
-            made[param] = nn.Parameter(values, requires_grad=param.requires_grad)
-        setattr(module, leaf, made[param])  # tied names share one parameter
+            parameters[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+        setattr(module, leaf, parameters[param])  # tied names share one parameter
     return model
 
 
-def _adapter(model: PeftModel) -> dict[str, Any]:
+def _describe_adapter(model: PeftModel) -> dict[str, Any]:
     settings: Any = model.peft_config["default"]
     return {
         "rank": settings.r,

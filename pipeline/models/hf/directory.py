@@ -63,16 +63,16 @@ def check_model_directory(
         from transformers import CONFIG_MAPPING
 
         if settings["model_type"] not in CONFIG_MAPPING:
-            raise ModelError(untrusted_code(directory))
+            raise ModelError(untrusted_code_error(directory))
     if generates:
         require_language_model(directory, settings.get("architectures"))
     check_weights(directory, allow_pickle=allow_pickle)
     check_tokenizer(directory)
 
 
-def are_of_classifier(architectures: Iterable[str] | None) -> bool:
+def is_sequence_classifier(architectures: Iterable[str] | None) -> bool:
     """Whether these `architectures` of a configuration are sequence classifiers."""
-    return any(each.endswith("ForSequenceClassification") for each in architectures or ())
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def require_language_model(path: str | Path, architectures: Iterable[str] | None) -> None:
@@ -84,14 +84,14 @@ def require_language_model(path: str | Path, architectures: Iterable[str] | None
     Raises:
         ModelError: the model is a classifier.
     """
-    if are_of_classifier(architectures):
+    if is_sequence_classifier(architectures):
         raise ModelError(
             f"{path} is a classifier, as reward models and critics are, and can't generate text;"
             " use a language model, such as step 1's output"
         )
 
 
-def untrusted_code(path: str | Path) -> str:
+def untrusted_code_error(path: str | Path) -> str:
     """The reason why a model with custom code is not loaded."""
     return (
         f"{path} contains Python code that loading would execute; review the code, and set"
@@ -113,7 +113,7 @@ def check_configuration(directory: Path) -> dict[str, Any]:
             " tokenizer"
         )
     if not (directory / "config.json").is_file():
-        raise ModelError(_without_configuration(directory))
+        raise ModelError(_missing_configuration_error(directory))
     settings = _read_json(directory / "config.json")
     if not isinstance(settings.get("model_type"), str):
         raise ModelError(
@@ -136,7 +136,7 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
                 f"{directory} contains both a model and an adapter, {ADAPTER}; move the adapter to"
                 " another directory"
             )
-        raise ModelError(_is_an_adapter(directory))
+        raise ModelError(_bare_adapter_error(directory))
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled and not has_safetensors:
         for file in pickled:
@@ -157,13 +157,13 @@ def check_tokenizer(directory: Path) -> None:
     Raises:
         ModelError: there is no tokenizer, or one of its files is a Git LFS pointer or not JSON.
     """
-    found = [file for pattern in TOKENIZER_FILES for file in sorted(directory.glob(pattern))]
-    if not any(file.is_file() for file in found):
+    files = [file for pattern in TOKENIZER_FILES for file in sorted(directory.glob(pattern))]
+    if not any(file.is_file() for file in files):
         raise ModelError(
             f"{directory} has no tokenizer: it has neither tokenizer.json nor tokenizer.model; copy"
             " them from the original model, or save the tokenizer there (save_pretrained)"
         )
-    for file in found:
+    for file in files:
         reject_lfs_pointer(file)
     for name in JSON_FILES:
         if (directory / name).is_file():
@@ -172,22 +172,22 @@ def check_tokenizer(directory: Path) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     reject_lfs_pointer(file)
-    again = "download it again, or copy it from the original model"
+    hint = "download it again, or copy it from the original model"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{file} can't be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not JSON ({error}); {again}") from None
+        raise ModelError(f"{file} is not JSON ({error}); {hint}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file} is not a JSON object but a {type(content).__name__}; {again}")
+        raise ModelError(f"{file} is not a JSON object but a {type(content).__name__}; {hint}")
     return content
 
 
-def _without_configuration(directory: Path) -> str:
+def _missing_configuration_error(directory: Path) -> str:
     nothing = f"{directory} contains no model"
     if (directory / ADAPTER).is_file():
-        return _is_an_adapter(directory)
+        return _bare_adapter_error(directory)
     if not any(directory.iterdir()):
         return f"{nothing}: it has no config.json; the directory is empty"
     deep = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
@@ -197,7 +197,7 @@ def _without_configuration(directory: Path) -> str:
     return f"{nothing}: it has no config.json; copy it from where the weights came from"
 
 
-def _is_an_adapter(directory: Path) -> str:
+def _bare_adapter_error(directory: Path) -> str:
     alone = f"{directory} contains an adapter without its base model"
     if (directory.parent / "config.json").is_file():
         return f"{alone}; use the merged model in {directory.parent}"

@@ -24,15 +24,15 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from pipeline.engine.sharding.tensor_parallel import get_shard
 from pipeline.files.durable import replace_durably, sync, sync_tree
 from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.models.adapters.lora import merged, without_advice
+from pipeline.models.adapters.lora import merge_adapter, suppress_peft_warnings
 from pipeline.models.adapters.quantized import (
     dequantized_weights,
     quantized_layers,
     rounded_weights,
 )
 from pipeline.models.forward.forward import base_model
-from pipeline.models.hf.directory import are_of_classifier
-from pipeline.models.hf.padding import with_padding_token, with_rows_for
+from pipeline.models.hf.directory import is_sequence_classifier
+from pipeline.models.hf.padding import add_padding_row, with_padding_token
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
@@ -91,7 +91,7 @@ def stream_export(
             del tensor  # let the caller free it before making the next
         shards.write()
         fault_point("export.before_replace")
-        _replace(shards, directory)
+        _replace_files(shards, directory)
 
 
 class _Shards:
@@ -100,15 +100,15 @@ class _Shards:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.files: list[Path] = []
-        self.shard_of: dict[str, int] = {}
+        self.shard_by_name: dict[str, int] = {}
         self.pending_bytes = self.total_size = self.total_parameters = 0
         self._pending: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to the CPU, to be written in the next file."""
-        if name in self.shard_of:
+        if name in self.shard_by_name:
             raise ValueError(f"{name} was passed twice")
-        self.shard_of[name] = len(self.files)
+        self.shard_by_name[name] = len(self.files)
         self.pending_bytes += tensor.nbytes
         self.total_size += tensor.nbytes
         self.total_parameters += tensor.numel()
@@ -127,11 +127,11 @@ class _Shards:
     def index(self, names: list[str]) -> str:
         """The index of the shards under their final names."""
         totals = {"total_parameters": self.total_parameters, "total_size": self.total_size}
-        weight_map = {name: names[shard] for name, shard in sorted(self.shard_of.items())}
+        weight_map = {name: names[shard] for name, shard in sorted(self.shard_by_name.items())}
         return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def _replace(shards: _Shards, directory: Path) -> None:
+def _replace_files(shards: _Shards, directory: Path) -> None:
     """Move the files to their final names, and remove the files that they replace.
 
     If both exist, a single file takes precedence over an index, so it is removed last. An index is
@@ -196,16 +196,16 @@ def export(
     plain, mesh = base_model(model), current_mesh()
     named = named_weights(plain, weights)
     adapter: dict[str, Tensor] = {}
-    joining = _Joining(plain, mesh.tensor)
-    if are_of_classifier([type(plain).__name__]):
+    unsharder = _Unsharder(plain, mesh.tensor)
+    if is_sequence_classifier([type(plain).__name__]):
         tokenizer = with_padding_token(tokenizer)
-    ready = _as_exported(model, named, adapter, joining, tokenizer)
+    exported = _exported_weights(model, named, adapter, unsharder, tokenizer)
     if mesh.is_main:
         for stage in range(1, mesh.stages.size):
             device = local_device()
-            ready = chain(ready, receive_tensors(mesh.stages, device, from_stage=stage))
-            ready = _adapters_aside(ready, adapter)
-        _write(model, ready, adapter, tokenizer, directory)
+            exported = chain(exported, receive_tensors(mesh.stages, device, from_stage=stage))
+            exported = _split_off_adapter(exported, adapter)
+        _write_directory(model, exported, adapter, tokenizer, directory)
         if isinstance(model, PeftModel) and quantized_layers(model):
             logger.info(
                 "%s contains the quantized base merged with its adapter; applying %s/ to the"
@@ -214,9 +214,9 @@ def export(
                 directory / ADAPTER_DIR,
             )
     elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first process of another stage
-        send_tensors(chain(ready, adapter.items()), mesh.stages, to=0)  # `ready` fills adapter
+        send_tensors(chain(exported, adapter.items()), mesh.stages, to=0)  # `exported` fills adapter
     else:  # take part in the collectives of the others
-        for _ in ready if mesh.data.rank == 0 else named:
+        for _ in exported if mesh.data.rank == 0 else named:
             pass
     mesh.world.barrier()
 
@@ -250,7 +250,7 @@ def named_weights(
         yield name, tensor.detach()
 
 
-class _Joining:
+class _Unsharder:
     """Joins tensor-parallel shards of a model's layers into full tensors."""
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
@@ -261,7 +261,7 @@ class _Joining:
         for name, layer in quantized_layers(plain).items():
             self._parts[f"{name}.weight"] = layer.part
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
+    def unshard(self, name: str, tensor: Tensor) -> Tensor:
         """The full tensor of this name. A collective of the group."""
         part = self._parts.get(name)
         if part is None:
@@ -269,28 +269,28 @@ class _Joining:
         return part.join(self._group.all_gather(tensor, label="weights for an export"))
 
 
-def _as_exported(
+def _exported_weights(
     model: nn.Module,
     weights: NamedTensors,
     adapter: dict[str, Tensor],
-    joining: _Joining,
+    unsharder: _Unsharder,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights for the plain model's files; adapter weights are added to `adapter`."""
     plain = base_model(model)
     if isinstance(model, PeftModel):
-        merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter, joining)
-        weights = rounded_weights(plain, merged_weights)
+        weights = dequantized_weights(plain, weights)
+        weights = rounded_weights(plain, _merge_adapters(plain, weights, adapter, unsharder))
     else:
-        weights = ((name, joining.whole(name, tensor)) for name, tensor in weights)
-    left_out = _left_out(plain)
-    kept = ((name, tensor) for name, tensor in weights if name not in left_out)
-    if are_of_classifier([type(plain).__name__]):
-        kept = with_rows_for(tokenizer, plain, kept)
+        weights = ((name, unsharder.unshard(name, tensor)) for name, tensor in weights)
+    unsaved = _get_unsaved_names(plain)
+    kept = ((name, tensor) for name, tensor in weights if name not in unsaved)
+    if is_sequence_classifier([type(plain).__name__]):
+        kept = add_padding_row(tokenizer, plain, kept)
     yield from as_saved(plain, kept) if can_stream(plain) else kept
 
 
-def _adapters_aside(
+def _split_off_adapter(
     weights: NamedTensors, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights without those of an adapter, which are added to `adapter`."""
@@ -301,7 +301,7 @@ def _adapters_aside(
             yield name, tensor
 
 
-def _write(
+def _write_directory(
     model: nn.Module,
     weights: NamedTensors,
     adapter: dict[str, Tensor],
@@ -317,20 +317,21 @@ def _write(
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-        with _config_for(plain, tokenizer, tied=not unties(plain, adapter)):
+        with _config_for(plain, tokenizer, tied=not unties_layers(plain, adapter)):
             plain.save_pretrained(staging, state_dict=rest)
         if plain.can_generate():  # transformers would not save settings that it ignores
             file = staging / GENERATION_CONFIG_NAME
             plain.generation_config.to_json_file(file, keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            with without_advice():
+            with suppress_peft_warnings():
                 model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
             if current_mesh().model_parallel.size > 1:  # peft wrote only this process's part
-                in_peft = re.compile(r"\.(modules_to_save\.)?default\.")
-                own = {in_peft.sub(".", name): each for name, each in adapter.items()}
-                save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
-        _move_in(staging, directory)
+                file = staging / ADAPTER_DIR / ADAPTER_FILE
+                infix = re.compile(r"\.(modules_to_save\.)?default\.")
+                tensors = {infix.sub(".", name): tensor for name, tensor in adapter.items()}
+                save_file(tensors, file, metadata={"format": "pt"})
+        _move_staged_files(staging, directory)
 
 
 @contextmanager
@@ -346,23 +347,23 @@ def _config_for(
         plain.generation_config = GenerationConfig()
     text = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
-    if are_of_classifier([type(plain).__name__]):
+    if is_sequence_classifier([type(plain).__name__]):
         changed["vocab_size"] = max(text.vocab_size, tokenizer.pad_token_id + 1)
     elif text.pad_token_id is not None:
         changed = {}
     if not tied:
         changed["tie_word_embeddings"] = False
-    kept = {name: getattr(text, name) for name in changed}
+    original = {name: getattr(text, name) for name in changed}
     text.update(changed)
     try:
         yield
     finally:
-        text.update(kept)
+        text.update(original)
         if generation is not None:
             plain.generation_config = generation
 
 
-def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
+def unties_layers(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
     """Return whether an adapter changes one of two tied layers, such as the output layer."""
     names = chain(*plain.all_tied_weights_keys.items())
     tied = {name.rpartition(".")[0] for name in names}
@@ -370,7 +371,7 @@ def unties(plain: PreTrainedModel, adapter: Collection[str]) -> bool:
     return any(name.startswith(f"{module}.") for name in changed for module in tied)
 
 
-def _move_in(staging: Path, directory: Path) -> None:
+def _move_staged_files(staging: Path, directory: Path) -> None:
     """Move staged files into a model's directory once they are on disk."""
     sync_tree(staging)
     for path in sorted(staging.iterdir()):
@@ -381,8 +382,8 @@ def _move_in(staging: Path, directory: Path) -> None:
     sync(directory)
 
 
-def _merged(
-    plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], joining: _Joining
+def _merge_adapters(
+    plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], unsharder: _Unsharder
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the plain model: adapters are merged into copies, never into the base.
 
@@ -395,22 +396,22 @@ def _merged(
     for name, weight in weights:
         owner, _, leaf = name.partition(".base_layer.")
         layer = layers.get(owner)
-        own = ".lora_" in name or ".modules_to_save." in name
-        if own or (layer is not None and layer in embeddings):  # peft saves adapted tables whole
-            adapter[ADAPTER_PREFIX + name] = joining.whole(name, weight).to("cpu", copy=True)
+        is_adapter = ".lora_" in name or ".modules_to_save." in name
+        # peft saves adapted tables whole.
+        if is_adapter or (layer is not None and layer in embeddings):
+            adapter[ADAPTER_PREFIX + name] = unsharder.unshard(name, weight).to("cpu", copy=True)
         if ".lora_" in name or ".original_module." in name:
             continue
         if leaf == "weight" and layer is not None:
-            own = merged(weight, layer).to(weight.dtype)
-            yield f"{owner}.weight", joining.whole(name, own)
+            merged = merge_adapter(weight, layer).to(weight.dtype)
+            yield f"{owner}.weight", unsharder.unshard(name, merged)
         elif leaf:
-            yield f"{owner}.{leaf}", joining.whole(name, weight)
+            yield f"{owner}.{leaf}", unsharder.unshard(name, weight)
         else:
-            whole = joining.whole(name, weight)
-            yield name.replace(".modules_to_save.default.", "."), whole
+            yield name.replace(".modules_to_save.default.", "."), unsharder.unshard(name, weight)
 
 
-def _left_out(plain: PreTrainedModel) -> set[str]:
+def _get_unsaved_names(plain: PreTrainedModel) -> set[str]:
     """Names of tied tensors, and of tensors that the family never saves."""
     state = plain.state_dict(keep_vars=True)
     tied = {

@@ -49,7 +49,7 @@ _SMALL = {
     "max_position_embeddings": 32768,
 }
 
-KNOWN: Mapping[str, Mapping[str, Any]] = {
+KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "facebook/opt-125m": _opt(768, 12, 12),
     "facebook/opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "facebook/opt-1.3b": _opt(2048, 24, 32),

@@ -24,16 +24,16 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
-from pipeline.models.adapters.quantized import quantized
+from pipeline.models.adapters.quantized import quantize_model
 from pipeline.models.forward.attention import RAGGED
 from pipeline.models.forward.packing import how_to_run
 from pipeline.models.hf.directory import (
-    are_of_classifier,
     check_configuration,
     check_tokenizer,
     check_weights,
+    is_sequence_classifier,
     require_language_model,
-    untrusted_code,
+    untrusted_code_error,
 )
 from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
@@ -43,7 +43,7 @@ from pipeline.system.installation import TRAIN
 
 
 @contextmanager
-def errors_only() -> Iterator[None]:
+def suppress_transformers_warnings() -> Iterator[None]:
     """Suppress transformers' tables and warnings; important ones are logged in our own words."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -118,9 +118,9 @@ def load_causal_lm(
         model: PreTrainedModel = build_model(vocab_size=len(build_tokenizer()), seed=seed)
         nn.Module.to(model, dtype=weight_dtype(config.precision, device))
     else:
-        settings = _without_dropout(path, config)
+        settings = _load_settings(path, config)
         require_language_model(path, settings.architectures)
-        model, missing = _build(AutoModelForCausalLM, config, settings, device)
+        model, missing = _load_weights(AutoModelForCausalLM, config, settings, device)
         _require_weights(path, missing)
     if not how_to_run(model).causal:
         raise ModelError(
@@ -128,7 +128,7 @@ def load_causal_lm(
             " depend on later tokens; use another model, or set is_decoder true in its config.json"
             " if it was trained to generate"
         )
-    return _prepared(model, config, device, defer=defer)
+    return _prepare(model, config, device, defer=defer)
 
 
 def load_classifier(
@@ -162,31 +162,31 @@ def load_classifier(
             "the embedded model is a language model; a reward model starts from step 1's output;"
             f" run `{TRAIN} --step 1` first"
         )
-    settings = _without_dropout(path, config)
-    is_classifier = are_of_classifier(settings.architectures)
-    own = int(settings.num_labels or 1) if is_classifier else 1
-    wanted = own if num_labels is None else num_labels
-    is_redrawn = is_classifier and wanted != own
-    settings.num_labels = wanted
+    settings = _load_settings(path, config)
+    is_classifier = is_sequence_classifier(settings.architectures)
+    stored_labels = int(settings.num_labels or 1) if is_classifier else 1
+    labels = stored_labels if num_labels is None else num_labels
+    is_redrawn = is_classifier and labels != stored_labels
+    settings.num_labels = labels
     if is_redrawn:
         settings.__dict__.pop("class_values", None)
-    model, missing = _build(AutoModelForSequenceClassification, config, settings, device)
-    drawn = {name for name in missing if HEAD.match(name)}
-    _require_weights(path, missing - drawn)
-    if drawn and num_labels is None and not isinstance(config, TrainedModelConfig):
+    model, missing = _load_weights(AutoModelForSequenceClassification, config, settings, device)
+    new_weights = {name for name in missing if HEAD.match(name)}
+    _require_weights(path, missing - new_weights)
+    if new_weights and num_labels is None and not isinstance(config, TrainedModelConfig):
         raise ModelError(
-            f"{path} is not a reward model: its files lack {min(drawn)}; use step 2's output"
+            f"{path} is not a reward model: its files lack {min(new_weights)}; use step 2's output"
         )
-    draw_layers(model, drawn, seed=seed)
+    init_layers(model, new_weights, seed=seed)
     if not hasattr(model, "score") and not hasattr(model, "classifier"):
         raise ModelError(
             f"{path}: classifiers of its family ({model.config.model_type}) have a special"
             " head; start from another model"
         )
-    return _prepared(model, config, device, defer=defer)
+    return _prepare(model, config, device, defer=defer)
 
 
-def draw_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+def init_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
     """Draw the layers whose weights are among `names` from N(0, 1 / sqrt(d + 1)), d the input size.
 
     Stiennon et al. 2020, appendix B; the numbers are the same on every process.
@@ -223,7 +223,7 @@ def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedT
     return load_classifier(config, device=device), load_tokenizer(config)
 
 
-def lacks_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+def needs_new_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer has tokens without a row in the model's embeddings."""
     return len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
 
@@ -233,7 +233,7 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, se
 
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
-    if lacks_tokens(model, tokenizer):
+    if needs_new_rows(model, tokenizer):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -249,7 +249,7 @@ def local_directory(path: str) -> Path | None:
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 
 
-def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
+def _load_settings(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
     local = local_directory(path)
     if local is not None:
         check_configuration(local)
@@ -259,20 +259,20 @@ def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
         "config.json",
         lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code),
     )
-    switch_off_dropout(settings)
+    disable_dropout(settings)
     return settings
 
 
-def switch_off_dropout(settings: PreTrainedConfig) -> None:
+def disable_dropout(settings: PreTrainedConfig) -> None:
     """Set all dropout rates to 0, for all names that families use."""
     for name, value in list(vars(settings).items()):
         if isinstance(value, PreTrainedConfig):
-            switch_off_dropout(value)
+            disable_dropout(value)
         elif "drop" in name and isinstance(value, float):
             setattr(settings, name, 0.0)
 
 
-def _build(
+def _load_weights(
     auto: Any,  # noqa: ANN401  # one of the Auto classes, which have no common base
     config: FrozenModelConfig,
     settings: PreTrainedConfig,
@@ -299,7 +299,7 @@ def _build(
     )
     mismatched = info["mismatched_keys"]
     heads = {name for name, *_ in mismatched if HEAD.match(name)}
-    for name, stored, expected in sorted(each for each in mismatched if each[0] not in heads)[:1]:
+    for name, stored, expected in sorted(key for key in mismatched if key[0] not in heads)[:1]:
         raise ModelError(
             f"{path} has {name} of shape {tuple(stored)}, but its config.json implies shape"
             f" {tuple(expected)}; config.json and weights are from different models"
@@ -307,7 +307,7 @@ def _build(
     return model, set(info["missing_keys"]) | heads
 
 
-def _prepared(
+def _prepare(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
     """Prepare a loaded model: packing if that is exact, quantization, device, evaluation mode."""
@@ -315,7 +315,7 @@ def _prepared(
         model.set_attn_implementation(RAGGED)
     require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
     if not isinstance(config, TrainedModelConfig) and config.quantize != "none":
-        quantized(model.requires_grad_(False), config, device=device)
+        quantize_model(model.requires_grad_(False), config, device=device)
     if defer:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -333,14 +333,14 @@ def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -
         ModelError: there are such parameters; the message has the first one and their number.
     """
     named = list(model.named_parameters())[processes.rank :: processes.size]
-    broken = [name for name, param in named if not _is_finite(param)]
-    found = [name for own in processes.gather_objects(broken) for name in own]
-    if found:
-        others = f" and {len(found) - 1} more weights have" if len(found) > 1 else " has"
+    local = [name for name, param in named if not _is_finite(param)]
+    broken = [name for names in processes.gather_objects(local) for name in names]
+    if broken:
+        others = f" and {len(broken) - 1} more weights have" if len(broken) > 1 else " has"
         narrow = ", or has values too large for fp16: try precision bf16 or fp32"
         is_fp16 = next(model.parameters()).dtype == torch.float16
         raise ModelError(
-            f"{path}: {found[0]}{others} NaN or infinity; the model is damaged or its training"
+            f"{path}: {broken[0]}{others} NaN or infinity; the model is damaged or its training"
             f" diverged: use an earlier one, or download it again{narrow if is_fp16 else ''}"
         )
 
@@ -385,7 +385,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         )
         require_reachable(sentence, ModelError, alternative="a directory")
     try:
-        with errors_only():
+        with suppress_transformers_warnings():
             return load()
     except UserError:
         raise
@@ -397,7 +397,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         if is_out_of_memory(error):
             raise
         if "trust_remote_code" in str(error):
-            raise ModelError(untrusted_code(path)) from error
+            raise ModelError(untrusted_code_error(path)) from error
         if local_directory(path) is None:
             raise ModelError(
                 f"no such model: {path} is neither a local model directory nor a reachable Hub"

@@ -25,8 +25,8 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     template, such as `<|im_end|>`; else a copy that pads with a reserved special token, the unknown
     or beginning-of-sequence token, or a new token.
     """
-    ends = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
-    if not ends and str(tokenizer.pad_token) not in str(tokenizer.chat_template or ""):
+    pads_with_eos = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
+    if not pads_with_eos and str(tokenizer.pad_token) not in str(tokenizer.chat_template or ""):
         return tokenizer
     padded = copy.deepcopy(tokenizer)
     padding = _unused_special_token(tokenizer) or NEW_TOKEN
@@ -52,7 +52,7 @@ def _unused_special_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return candidates[0] if candidates else None
 
 
-def with_rows_for(
+def add_padding_row(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     weights: Iterable[tuple[str, Tensor]],

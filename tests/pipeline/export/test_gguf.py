@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.demo.model import build_tokenizer
 from pipeline.export.command import main
-from pipeline.export.gguf_file import EXPRESSIONS, GgufExport, read_vocabulary
+from pipeline.export.gguf_file import PATTERNS, GgufExport, read_vocabulary
 from pipeline.export.source import read_source
 from pipeline.export.verify import UnverifiedError
 from pipeline.system.errors import ModelError
@@ -145,7 +145,7 @@ def test_llama_3_rope_factors_scale_only_long_wavelengths(tmp_path: Path) -> Non
     assert factors[-1] == pytest.approx(8)  # 2 pi 10000^(62/64) positions, more than 8192
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> None:
     state = json.loads(byte_level().backend_tokenizer.to_str())
     for left, right in ("34", "12", "ĠĠ"):  # each is split by some of the expressions
@@ -154,7 +154,7 @@ def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> Non
     backend = Tokenizer.from_str(json.dumps(state))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     backend: Any = tokenizer.backend_tokenizer
-    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in EXPRESSIONS[name]]
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in PATTERNS[name]]
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
 
@@ -162,7 +162,7 @@ def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> Non
 
     assert vocabulary.pre == name
     texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
-    assert vocabulary.agrees(texts)
+    assert vocabulary.encodes_as(texts)
     backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")
     with pytest.raises(ModelError, match="DIR splits text unlike"):
         read_vocabulary(tokenizer, len(tokenizer), "DIR")
@@ -175,9 +175,9 @@ def test_vocabulary_without_merges_or_scores_is_detected(make: Any) -> None:
     text = "Hello you! How are you?"
     texts = {text: tokenizer.encode(text, add_special_tokens=False)}
 
-    assert vocabulary.agrees(texts)
+    assert vocabulary.encodes_as(texts)
     scores = [0.0] * len(vocabulary.tokens)
-    assert not replace(vocabulary, merges=(), scores=scores).agrees(texts)
+    assert not replace(vocabulary, merges=(), scores=scores).encodes_as(texts)
 
 
 def test_verification_detects_a_flipped_bit(tmp_path: Path) -> None:

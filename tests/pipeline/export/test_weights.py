@@ -13,7 +13,7 @@ from pipeline.export.command import main
 from pipeline.export.source import atomic_directory
 from pipeline.export.verify import UnverifiedError
 from pipeline.export.weights import AdapterExport
-from pipeline.models.adapters.lora import without_advice
+from pipeline.models.adapters.lora import suppress_peft_warnings
 from pipeline.system.errors import ConfigError, ModelError
 from tests.pipeline.export.models import save_model
 
@@ -68,7 +68,7 @@ def test_merging_an_adapter_of_one_tied_layer_unties_the_weights(
     target: str, tmp_path: Path
 ) -> None:
     base = save_model(tmp_path / "base", "llama", tie_word_embeddings=True)
-    with without_advice():
+    with suppress_peft_warnings():
         peft = get_peft_model(base, LoraConfig(r=4, target_modules=[target])).eval()
         with torch.no_grad():
             for name, param in peft.named_parameters():

@@ -10,7 +10,7 @@ from pipeline.config import ParallelConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import Policy, Scorer, base_model
 from pipeline.models.passes import Passes, make_passes
-from pipeline.models.trained import trained_causal_lm, trained_classifier
+from pipeline.models.trained import prepare_causal_lm, prepare_classifier
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
 from pipeline.system.errors import ModelError
@@ -20,8 +20,8 @@ from tests.pipeline.models.hf.test_remote_code import model_with_code
 __all__ = ["model_with_code"]  # a fixture
 
 MAKE = {
-    "log-probabilities": (tiny_causal_lm, trained_causal_lm, Policy),
-    "scores": (tiny_classifier, trained_classifier, Scorer),
+    "log-probabilities": (tiny_causal_lm, prepare_causal_lm, Policy),
+    "scores": (tiny_classifier, prepare_classifier, Scorer),
 }
 
 

@@ -12,7 +12,7 @@ from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.adapters.quantized import QuantizedLinear
 from pipeline.models.forward.forward import Policy, base_model
-from pipeline.models.trained import trained_causal_lm
+from pipeline.models.trained import prepare_causal_lm
 from tests.distributed import rank, world_size
 from tests.families import random_rows, save_to, tiny_causal_lm
 
@@ -36,7 +36,7 @@ def save_base(family: str, directory: Path, **changes: Any) -> str:
 
 def train(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, Engine]:
     """Return a model trained for a few steps on two micro-batches that the ranks share."""
-    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
+    model = prepare_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Policy(model), config, total_steps=steps)
     for _ in range(steps):
         for batch in MICRO_BATCHES[rank() :: world_size()]:

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models.adapters.quantized import BLOCK, NF4, Form, pack, unpack
+from pipeline.models.adapters.quantized import BLOCK, NF4, Scheme, dequantize, quantize
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype)
 
 
-def round_trip(values: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
-    return unpack(pack(values, form), values.shape, form, dtype)
+def round_trip(values: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Tensor:
+    return dequantize(quantize(values, scheme), values.shape, scheme, dtype)
 
 
 def test_nf4_codes_match_hand_computed_ones() -> None:
@@ -22,19 +22,19 @@ def test_nf4_codes_match_hand_computed_ones() -> None:
     # contains two codes, the first in its high bits.
     values = torch.zeros(BLOCK)
     values[:6] = torch.tensor([2.0, -2.0, 0.1, 0.0, -1.0, 0.9])
-    packed = pack(values, "nf4")
+    packed = quantize(values, "nf4")
 
     assert packed["scales"].tolist() == [2.0]
     assert packed["codes"].tolist() == [0xF0, 0x87, 0x2C, *[0x77] * 29]
     expected = torch.zeros(BLOCK)
     expected[:6] = 2 * torch.tensor([1.0, -1.0, NF4[8], 0.0, NF4[2], NF4[12]])
-    assert torch.equal(unpack(packed, values.shape, "nf4", torch.float32), expected)
+    assert torch.equal(dequantize(packed, values.shape, "nf4", torch.float32), expected)
 
 
 def test_int8_codes_match_hand_computed_ones() -> None:
     values = torch.zeros(BLOCK)
     values[:3] = torch.tensor([-4.0, 2.0, 0.01])
-    packed = pack(values, "int8")
+    packed = quantize(values, "int8")
 
     assert packed["codes"][:4].tolist() == [-127, 64, 0, 0]  # 63.5 is rounded to even
     assert round_trip(values, "int8")[:2].tolist() == [-4.0, pytest.approx(64 * 4 / 127)]
@@ -47,10 +47,10 @@ def test_nf4_matches_bitsandbytes(dtype: torch.dtype) -> None:
         bitsandbytes = pytest.importorskip("bitsandbytes.functional")
     values = weight(96, 320, dtype=dtype)
     codes, state = bitsandbytes.quantize_4bit(values, quant_type="nf4", blocksize=BLOCK)
-    packed = pack(values, "nf4")
+    packed = quantize(values, "nf4")
 
     assert torch.equal(packed["codes"], codes.view(-1))
     assert torch.equal(packed["scales"], state.absmax.float())
     assert torch.equal(
-        unpack(packed, values.shape, "nf4", dtype), bitsandbytes.dequantize_4bit(codes, state)
+        dequantize(packed, values.shape, "nf4", dtype), bitsandbytes.dequantize_4bit(codes, state)
     )

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.sharding.tensor_parallel import ParamShard
-from pipeline.models.adapters.quantized import BLOCK, Form, QuantizedLinear, weights_per_code
+from pipeline.models.adapters.quantized import BLOCK, QuantizedLinear, Scheme, weights_per_code
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
 
-FORMS: list[Form] = ["nf4", "int8"]
+FORMS: list[Scheme] = ["nf4", "int8"]
 
 Bounds = tuple[tuple[tuple[int, int], ...], ...]
 """Start and end of each process's shards."""
@@ -36,10 +36,10 @@ def make_weight(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> T
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * rows).to(dtype)
 
 
-def make_linear(shape: tuple[int, int], form: Form) -> QuantizedLinear:
+def make_linear(shape: tuple[int, int], scheme: Scheme) -> QuantizedLinear:
     plain = nn.Linear(shape[1], shape[0], bias=False)
     plain.weight.data = make_weight(shape)
-    return QuantizedLinear(plain.requires_grad_(requires_grad=False), form)
+    return QuantizedLinear(plain.requires_grad_(requires_grad=False), scheme)
 
 
 def make_shards(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamShard]:
@@ -47,13 +47,13 @@ def make_shards(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamS
     return [ParamShard(torch.Size(shape), specs, rank) for rank in range(len(specs))]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scheme", FORMS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, form: Form) -> None:
+def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, scheme: Scheme) -> None:
     shape, dim, bounds = SHARDINGS[sharding]
-    full = make_linear(shape, form)
+    full = make_linear(shape, scheme)
     for shard in make_shards(shape, dim, bounds):
-        layer = make_linear(shape, form)
+        layer = make_linear(shape, scheme)
         layer.cut(shard, name="it")
         expected = shard.spec.extract(full.dequantized())
         assert torch.equal(layer.dequantized(), expected)
@@ -61,7 +61,7 @@ def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, f
         assert layer.weight.is_contiguous()
         assert (layer.out_features, layer.in_features) == expected.shape
         vectors = get_vectors(layer)
-        assert vectors["codes"].numel() * weights_per_code(form) == expected.numel()
+        assert vectors["codes"].numel() * weights_per_code(scheme) == expected.numel()
         assert vectors["scales"].numel() == expected.numel() // BLOCK
 
 

@@ -14,7 +14,7 @@ from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
-from pipeline.models.trained import trained_causal_lm, trained_classifier
+from pipeline.models.trained import prepare_causal_lm, prepare_classifier
 from tests.families import random_rows, save_to, tiny_causal_lm
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_path: Path) -> None:
     config = settings(save_base(family, tmp_path / "base"))
-    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
+    model = prepare_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     frozen = plain_weights(model)
     with torch.enable_grad():
         train(Policy(model), config)
@@ -83,7 +83,7 @@ def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_pat
 def test_rslora_scales_by_root_of_rank_in_training_and_export(tmp_path: Path) -> None:
     lora = LoraConfig(rank=4, alpha=8.0, variant="rslora")
     config = settings(save_base("llama", tmp_path / "base"), lora=lora)
-    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
+    model = prepare_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
     with torch.enable_grad():
         train(Policy(model), config)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
@@ -105,7 +105,7 @@ def test_rslora_scales_by_root_of_rank_in_training_and_export(tmp_path: Path) ->
 @torch.no_grad()
 def test_reward_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
     config = settings(save_base("llama", tmp_path / "base"))
-    model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
+    model = prepare_classifier(config, build_tokenizer(), device=CPU, seed=0)
     head = model.base_model.model.score.modules_to_save["default"].weight
     before = head.clone()
     with torch.enable_grad():

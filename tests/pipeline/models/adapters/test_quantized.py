@@ -15,11 +15,11 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.state import frozen_fragments, trained_fragments
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
-from pipeline.models.adapters.quantized import Form, QuantizedLinear
+from pipeline.models.adapters.quantized import QuantizedLinear, Scheme
 from pipeline.models.forward.forward import Scorer
 from pipeline.models.hf.consolidate import TOKENIZER, consolidate, describe_model
 from pipeline.models.hf.export import export
-from pipeline.models.trained import trained_classifier
+from pipeline.models.trained import prepare_classifier
 from tests.families import save_to, tiny_classifier
 from tests.pipeline.models.adapters.quantized_models import (
     BATCH,
@@ -36,16 +36,16 @@ from tests.pipeline.models.adapters.quantized_models import (
 )
 
 
-@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("scheme", ["nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
 def test_outputs_and_gradients_match_dequantized_weights_bitwise(
-    kind: str, dtype: torch.dtype, form: Form
+    kind: str, dtype: torch.dtype, scheme: Scheme
 ) -> None:
     torch.manual_seed(0)
     plain = Conv1D(24, 40) if kind == "conv1d" else nn.Linear(40, 24, bias=kind == "linear")
     nn.Module.to(plain, dtype).requires_grad_(requires_grad=False)
-    layer = QuantizedLinear(plain, form)
+    layer = QuantizedLinear(plain, scheme)
     plain.weight.copy_(layer.weight)
     grad = torch.randn(2, 3, 24, dtype=dtype)
 
@@ -121,7 +121,7 @@ def test_checkpoint_has_codes_and_consolidates_to_the_export(tmp_path: Path) -> 
 def test_head_of_a_quantized_reward_model_is_trained_unquantized(tmp_path: Path) -> None:
     path = save_to(tiny_classifier("llama", vocab_size=VOCABULARY), tmp_path / "base")
     config = settings(path, **NF4)
-    model = trained_classifier(config, build_tokenizer(), device=CPU, seed=0)
+    model = prepare_classifier(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Scorer(model), config, total_steps=1)
     before = get_module(model, "score").modules_to_save.default.weight.clone()
     engine.backward(engine(BATCH).square().mean())

@@ -14,7 +14,7 @@ from pipeline.config import LoraConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy, Scorer, base_model
-from pipeline.models.trained import trained_causal_lm, trained_classifier
+from pipeline.models.trained import prepare_causal_lm, prepare_classifier
 from tests.distributed import run_ranks
 from tests.families import save_to, tiny_causal_lm, tiny_classifier
 
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, alpha=8.0)
 FAMILIES = ("opt", "gpt2", "llama")
 BUILD: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
-    "causal": (trained_causal_lm, Policy),
-    "classifier": (trained_classifier, Scorer),
+    "causal": (prepare_causal_lm, Policy),
+    "classifier": (prepare_classifier, Scorer),
 }
 
 
@@ -125,7 +125,7 @@ def test_weights_are_memory_mapped_if_their_dtype_matches(
 ) -> None:
     path = save_to(tiny_causal_lm("llama", vocab_size=VOCABULARY), tmp_path)
 
-    model = trained_causal_lm(
+    model = prepare_causal_lm(
         settings(path, precision=precision), build_tokenizer(), device=CPU, seed=0
     )
 

@@ -22,7 +22,7 @@ from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.chat import load_chat
 from pipeline.models.hf.export import as_saved, can_stream, export, set_stop_tokens, stream_export
-from pipeline.models.trained import trained_causal_lm, trained_classifier
+from pipeline.models.trained import prepare_causal_lm, prepare_classifier
 from tests.distributed import rank, run_ranks, world_size
 from tests.families import FAMILIES, UNPACKED, random_rows, save_to, tiny_causal_lm, tiny_classifier
 from tests.mixtures import MIXTURES, tiny_mixture
@@ -100,7 +100,7 @@ def test_export_keeps_all_stop_tokens(tmp_path: Path) -> None:
     config = TrainedModelConfig(path=str(tmp_path / "start"))
     chat = load_chat(config, DataConfig(format="chatml"))
     tokenizer = chat.tokenizer
-    trained = trained_causal_lm(config, tokenizer, device=CPU, seed=0)
+    trained = prepare_causal_lm(config, tokenizer, device=CPU, seed=0)
     set_stop_tokens(trained, chat.stop_ids)
 
     export(trained, tokenizer, tmp_path / "out")
@@ -128,7 +128,7 @@ def make_engine(
         optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
         **changes,
     )
-    build = trained_causal_lm if task == "causal" else trained_classifier
+    build = prepare_causal_lm if task == "causal" else prepare_classifier
     model = build(config, build_tokenizer(), device=CPU, seed=0)
     engine = Engine(Policy(model) if task == "causal" else Scorer(model), config, total_steps=2)
     for _ in range(2):
