@@ -56,15 +56,15 @@ class Sharding(TensorShards):
             return
         for name, kind in self.styles.items():
             module, style = self.model.get_submodule(name), STYLES[kind]
-            if not style.by_outputs:
+            if not style.is_colwise:
                 module.register_forward_hook(self._reduce_output)
-            if style.joins:
+            if style.gathers_output:
                 module.register_forward_hook(self._gather_output)
-            if style.splits:
+            if style.splits_input:
                 module.register_forward_pre_hook(self._split_input)
         self.narrow()
         setattr(self.model, _TP_GROUP, self.tp_group)
-        setattr(self.model, _KV_HEADS, self.kv_heads_here)
+        setattr(self.model, _KV_HEADS, self.local_kv_heads)
 
     def _reduce_output(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
         return all_reduce_(output, self.tp_group)

@@ -19,7 +19,7 @@ from pipeline.cli.options import run_main
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import TokenRow
 from pipeline.models.hf.load import load_tokenizer
-from pipeline.models.passes import learning_model
+from pipeline.models.passes import make_policy
 from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
@@ -70,7 +70,7 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
     """The model in its engine, with an earlier run's state if this run resumes it."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
-    model, passes = learning_model(
+    model, passes = make_policy(
         config.model,
         rows.tokenizer,
         config.parallel,

@@ -18,7 +18,7 @@ from inference.hybrid_engine import HybridEngine
 from pipeline.cli.options import run_main
 from pipeline.data.examples import Encoded
 from pipeline.models.hf.export import set_stop_tokens
-from pipeline.models.passes import learning_model
+from pipeline.models.passes import make_policy
 from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
@@ -75,7 +75,7 @@ def train(config: SFTConfig) -> Path:
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
     """The actor in its engine, with an earlier run's state if this run resumes it."""
-    model, passes = learning_model(
+    model, passes = make_policy(
         config.model,
         rows.tokenizer,
         config.parallel,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.cli.options import run_main
 from pipeline.models.forward.forward import Scorer, base_model, reads_whole
-from pipeline.models.passes import make_passes, scorer_of
+from pipeline.models.passes import get_scorer, make_passes
 from pipeline.models.trained import limit_to_context, prepare_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -128,7 +128,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     check_rows(rows.data, objective.make_fit_check(rows.chat, config), config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     training = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
-    return RewardTraining(training, objective, scorer_of(passes, model))
+    return RewardTraining(training, objective, get_scorer(passes, model))
 
 
 def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
@@ -144,7 +144,7 @@ def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
         rights.extend([] if right is None else [right])
         return loss
 
-    losses = passes.learn(split_rows(rows, config), compute_loss, divisor=len(rows))
+    losses = passes.forward_backward(split_rows(rows, config), compute_loss, divisor=len(rows))
     result = engine.step()
     loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(rights)])
     run.log(

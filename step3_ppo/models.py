@@ -42,9 +42,9 @@ from pipeline.models.passes import (
     ForwardPasses,
     Passes,
     evaluating,
-    frozen_passes,
-    learning_model,
+    make_frozen_passes,
     make_passes,
+    make_policy,
 )
 from pipeline.models.trained import prepare_classifier
 from pipeline.parallel.device import local_device
@@ -129,7 +129,7 @@ class RewardModel:
         *,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        self.engine, self.passes = frozen_passes(
+        self.engine, self.passes = make_frozen_passes(
             model,
             layout,
             parallel or ParallelConfig(),
@@ -297,7 +297,7 @@ def load_models(
 
     minibatches = math.ceil(config.rollout_size / config.batch_size)
     updates = iterations * config.ppo_epochs * minibatches
-    actor, policy_passes = learning_model(
+    actor, policy_passes = make_policy(
         config.actor,
         tokenizer,
         config.parallel,
@@ -364,7 +364,7 @@ def load_critic(
         lambda module: Critic(module, kernels=config.critic.kernels),
         total_steps=total_steps,
         name="critic",
-        passing=CriticStage,
+        wrap_stage=CriticStage,
     )
 
 
@@ -434,7 +434,7 @@ def load_reference(
     model = load_causal_lm(source, device=device, seed=config.seed, defer=True)
     require_context(base_model(model), role, config)
     add_tokens(model, tokenizer, seed=config.seed)
-    engine, passes = frozen_passes(
+    engine, passes = make_frozen_passes(
         model,
         config.actor,
         config.parallel,

@@ -287,7 +287,7 @@ def _reduce_metrics(
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
     local_metrics = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each part takes its values
-    rows = models.policy_passes.from_last(local_metrics)
+    rows = models.policy_passes.from_last_stage(local_metrics)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     max_rewards = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
     sums = dict(zip(columns, data.sums(list(map(sum, columns.values()))), strict=True))
@@ -332,7 +332,7 @@ def _backward_values(
         metrics.append({"value_loss": loss.detach(), "value_clip_fraction": num_clipped})
         return loss
 
-    models.value_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
+    models.value_passes.forward_backward(minibatches, compute_loss, divisor=weighting.num_tokens)
     return metrics
 
 
@@ -391,7 +391,7 @@ def _backward_policy(
         all_metrics.append(metrics)
         return objective
 
-    models.policy_passes.learn(minibatches, compute_loss, divisor=weighting.num_tokens)
+    models.policy_passes.forward_backward(minibatches, compute_loss, divisor=weighting.num_tokens)
     return all_metrics
 
 
@@ -473,5 +473,5 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
         losses.append(loss.detach())
         return config.ptx_coef * loss
 
-    models.policy_passes.learn(batches, compute_loss, divisor=num_targets)
+    models.policy_passes.forward_backward(batches, compute_loss, divisor=num_targets)
     return current_mesh().data.sum(models.policy_passes.total(losses)) / num_targets

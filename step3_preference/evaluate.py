@@ -77,7 +77,7 @@ def evaluate_rows(
         passes.forward(batches, compute_loss)
     means = sum(parts, MetricSums.zero()).means(passes, len(rows), paired=not config.is_unpaired)
     if config.is_unpaired:
-        gathered = current_mesh().data.gather_objects(passes.from_last(values))
+        gathered = current_mesh().data.gather_objects(passes.from_last_stage(values))
         means["accuracy"] = compute_order_accuracy([{**part} for part in gathered], rows)
     return means
 
@@ -203,7 +203,7 @@ class HeldOut(HeldOutPrompts):
             tokens = logprobs.double().cpu().split(counts) if part else ()
             for row, values in zip(part, tokens, strict=True):
                 logp[row] = values.sum()
-        return passes.from_last(logp)
+        return passes.from_last_stage(logp)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
         """The best available measure of each response, under its name; empty without a judge.

@@ -56,7 +56,7 @@ class MetricSums:
 
         In a pipeline, the last stage's are counted.
         """
-        sums = passes.from_last(self.sums.tolist())
+        sums = passes.from_last_stage(self.sums.tolist())
         loss, num_right, *sides, chosen, rejected = current_mesh().data.sums(sums)
         counts = (chosen, rejected, chosen, rejected)
         names = ("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")

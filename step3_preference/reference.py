@@ -359,7 +359,7 @@ def _compute_table(
                 mismatched[offset + index] = value
         held_out_values = _row_logprobs(start.passes, held_out, config)
         held_out_mismatched = _mismatched_logprobs(start.passes, held_out, config)
-    local = start.passes.from_last((train, mismatched, held_out_values, held_out_mismatched))
+    local = start.passes.from_last_stage((train, mismatched, held_out_values, held_out_mismatched))
     gathered = current_mesh().data.gather_objects(local)
     trained, shifted, evaluated, others = (_merge(parts) for parts in zip(*gathered, strict=True))
     num_mismatched = batches * config.batch_size if config.is_unpaired else 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.cli.options import run_main
 from pipeline.guards.guards import Guards
 from pipeline.models.hf.export import set_stop_tokens
-from pipeline.models.passes import learning_model
+from pipeline.models.passes import make_policy
 from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run.exporting import export_verified
@@ -73,7 +73,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         ModelError: the actor's first metrics are not finite.
         ConfigError: the model doesn't support a setting.
     """
-    model, passes = learning_model(
+    model, passes = make_policy(
         config.model,
         rows.tokenizer,
         config.parallel,
@@ -144,7 +144,7 @@ def take_step(setup: Setup, run: Run, *, step: int) -> None:
         return loss
 
     batches = reference.add_reference(split_rows(encoded, config), reference.row_logprobs(numbers))
-    passes.learn(batches, compute_loss, divisor=len(encoded))
+    passes.forward_backward(batches, compute_loss, divisor=len(encoded))
     result = engine.step()
     means = sum(parts, MetricSums.zero()).means(passes, len(encoded), paired=not config.is_unpaired)
     run.log(

@@ -119,14 +119,14 @@ def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
     Raises:
         ConfigError, ModelError: the model can't be divided this way.
     """
-    from pipeline.models.parallel.stages import cut_stage, find_blocks
-    from pipeline.models.parallel.tensor_parallel import cut_for_plan
+    from pipeline.models.parallel.stages import balance_blocks, build_stage
+    from pipeline.models.parallel.tensor_parallel import shard_for_plan
 
     if parallel.tp > 1:
-        cut_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
+        shard_for_plan(copy.deepcopy(module), parallel.tp, sequence=parallel.sequence)
     if parallel.pp > 1:
-        blocks = find_blocks(module, parallel.pp)
-        cut_stage(copy.deepcopy(module), number=0, blocks=blocks)
+        blocks = balance_blocks(module, parallel.pp)
+        build_stage(copy.deepcopy(module), number=0, blocks=blocks)
 
 
 def _config_value(config: object, *names: str, default: int = 0) -> int:

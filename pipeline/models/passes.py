@@ -19,8 +19,8 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine, FrozenEngine
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.load import align_weights
-from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
-from pipeline.models.parallel.tensor_parallel import cut_layers, cut_where_possible
+from pipeline.models.parallel.stages import PipelineStage, StageModule, balance_blocks, build_stage
+from pipeline.models.parallel.tensor_parallel import shard_if_possible, shard_layers
 from pipeline.models.trained import prepare_causal_lm
 from pipeline.parallel.device import local_device, read_scalars
 from pipeline.parallel.group import Group
@@ -29,7 +29,7 @@ from pipeline.parallel.schedules import make_schedule, max_in_flight
 from pipeline.parallel.transfer import Transfers
 from pipeline.system.errors import ConfigError, ModelError
 
-AHEAD = 4
+MAX_AHEAD = 4
 """Micro-batches by which a stage may be ahead of the next one in passes without gradients."""
 
 
@@ -44,7 +44,7 @@ class MicroBatch(Protocol):
 
 T = TypeVar("T")
 B = TypeVar("B", bound=MicroBatch)
-Found = Callable[[B], Tensor]
+BatchFn = Callable[[B], Tensor]
 """Computes a result of a micro-batch with the engine, such as its summed loss."""
 
 
@@ -63,21 +63,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class ForwardPasses:
     """The passes of a complete model."""
 
-    def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
-        """Return `found` of each batch on the last stage, and nothing on the others.
+    def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
+        """Return `fn` of each batch on the last stage, and nothing on the others.
 
         No gradients are computed within `evaluating`.
         """
-        return [found(batch) for batch in batches]
+        return [fn(batch) for batch in batches]
 
     def forward_everywhere(
-        self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
+        self, batches: Sequence[B], fn: BatchFn[B], get_shape: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """Return `found` of each batch on every stage, in fp32; `shape_of` gives its shape."""
-        del shape_of
-        return [each.float() for each in self.forward(batches, found)]
+        """Return `fn` of each batch on every stage, in fp32; `get_shape` gives its shape."""
+        del get_shape
+        return [result.float() for result in self.forward(batches, fn)]
 
-    def from_last(self, value: T) -> T:
+    def from_last_stage(self, value: T) -> T:
         """Return the last stage's `value`, a small object, on every stage."""
         return value
 
@@ -87,7 +87,7 @@ class ForwardPasses:
 
 
 @dataclass
-class Waiting:
+class PendingMicroBatch:
     """A micro-batch after its forward pass, possibly with a pending backward pass."""
 
     output: Tensor
@@ -109,40 +109,40 @@ class StagedForwardPasses(ForwardPasses):
         stages: the processes of the pipeline.
     """
 
-    def __init__(self, engine: Engine | FrozenEngine, stage: Stage, stages: Group) -> None:
-        self._run = engine
+    def __init__(self, engine: Engine | FrozenEngine, stage: PipelineStage, stages: Group) -> None:
+        self._engine = engine
         self._stage, self._stages = stage, stages
         self._transfers = Transfers(stages)
-        self._waiting: dict[int, Waiting] = {}
+        self._pending: dict[int, PendingMicroBatch] = {}
         """Pending backward passes by micro-batch."""
-        self._followed = -1
+        self._synced_at = -1
         """Number of weight updates when the last stage's copy was last updated."""
 
-    def forward(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
+    def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
         """Return the results of the batches; only the last stage has them."""
-        self._follow()
+        self._sync_tied_weight()
         outputs: list[Tensor] = []
-        for number, batch in enumerate(batches):
-            outputs += self._forward(number, batch.tokens, lambda batch=batch: found(batch))
-            self._waiting.clear()
-            self._transfers.wait(except_last=AHEAD)
+        for index, batch in enumerate(batches):
+            outputs += self._forward(index, batch.tokens, lambda batch=batch: fn(batch))
+            self._pending.clear()
+            self._transfers.wait(except_last=MAX_AHEAD)
         self._transfers.wait()
         return outputs
 
     def forward_everywhere(
-        self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
+        self, batches: Sequence[B], fn: BatchFn[B], get_shape: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
         """Return the results of the batches on every stage, in fp32."""
-        outputs = self.forward(batches, found)
-        shapes = [torch.Size(shape_of(batch)) for batch in batches]
-        together = torch.empty(sum(each.numel() for each in shapes), device=local_device())
-        parts = together.split([each.numel() for each in shapes])
-        for part, output in zip(parts, outputs, strict=self._stage.is_last):
-            part.copy_(output.reshape(-1))
-        self.shared(together)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        outputs = self.forward(batches, fn)
+        shapes = [torch.Size(get_shape(batch)) for batch in batches]
+        flat = torch.empty(sum(shape.numel() for shape in shapes), device=local_device())
+        views = flat.split([shape.numel() for shape in shapes])
+        for view, output in zip(views, outputs, strict=self._stage.is_last):
+            view.copy_(output.reshape(-1))
+        self.broadcast_from_last(flat)
+        return [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
 
-    def from_last(self, value: T) -> T:
+    def from_last_stage(self, value: T) -> T:
         """Return the last stage's `value` on every stage."""
         return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyrefly: ignore[bad-return]
 
@@ -150,51 +150,51 @@ class StagedForwardPasses(ForwardPasses):
         """The sum of the last stage's losses, on every stage."""
         return self._stages.sum(super().total(losses))
 
-    def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
-        """Return the last stage's `found()` for a batch on every stage, in `out`."""
-        self._follow()
-        for output in self._forward(0, batch, found):
+    def run_on_all_stages(self, batch: TokenBatch, fn: Callable[[], Tensor], out: Tensor) -> Tensor:
+        """Return the last stage's `fn()` for a batch on every stage, in `out`."""
+        self._sync_tied_weight()
+        for output in self._forward(0, batch, fn):
             out.copy_(output)
-        self._waiting.clear()
+        self._pending.clear()
         self._transfers.wait()
-        return self.shared(out)
+        return self.broadcast_from_last(out)
 
-    def shared(self, tensor: Tensor) -> Tensor:
+    def broadcast_from_last(self, tensor: Tensor) -> Tensor:
         """The last stage's tensor, on every stage."""
         self._stages.broadcast(tensor, source=self._stages.size - 1)
         return tensor
 
-    def _forward(self, number: int, batch: TokenBatch, found: Callable[[], Tensor]) -> list[Tensor]:
-        """Run the forward pass of a micro-batch; on the last stage return the result of `found`."""
+    def _forward(self, index: int, batch: TokenBatch, fn: Callable[[], Tensor]) -> list[Tensor]:
+        """Run the forward pass of a micro-batch; on the last stage return the result of `fn`."""
         stage = self._stage
         received: Tensor | None = None
-        if isinstance(self._run.model, Policy):  # before it receives this micro-batch
-            self._run.model.settle(batch)
-        if stage.inlet is not None:
+        if isinstance(self._engine.model, Policy):  # before it receives this micro-batch
+            self._engine.model.detect_linear_logits(batch)
+        if stage.stage_input is not None:
             received = torch.empty(
                 1, batch.num_tokens, stage.width, dtype=stage.dtype, device=batch.input_ids.device
             )
-            self._transfers.receive(received, stage.number - 1, "hidden states", number)
-            stage.inlet.received = received.requires_grad_(torch.is_grad_enabled())
-        output = found() if stage.is_last else self._run(batch)
+            self._transfers.receive(received, stage.number - 1, "hidden states", index)
+            stage.stage_input.received = received.requires_grad_(torch.is_grad_enabled())
+        output = fn() if stage.is_last else self._engine(batch)
         tied = None if stage.tied is None else stage.tied.view_as(stage.tied)
-        self._waiting[number] = Waiting(output, received, tied)
+        self._pending[index] = PendingMicroBatch(output, received, tied)
         if stage.is_last:
             return [output.detach()]
         self._transfers.send(output, stage.number + 1, "hidden states")
         return []
 
-    def _follow(self) -> None:
+    def _sync_tied_weight(self) -> None:
         """Update the last stage's copy of a tied weight, if weights have changed since."""
-        stage, updates = self._stage, self._run.updates
-        if self._followed == updates:
+        stage, updates = self._stage, self._engine.updates
+        if self._synced_at == updates:
             return
-        self._followed = updates
+        self._synced_at = updates
         if stage.tied is not None:
             self._transfers.send(stage.tied, stage.count - 1, "tied weights")
             self._transfers.wait()
-        if stage.borrowed is not None:
-            self._transfers.receive(stage.borrowed.detach(), 0, "tied weights", updates)
+        if stage.tied_copy is not None:
+            self._transfers.receive(stage.tied_copy.detach(), 0, "tied weights", updates)
 
 
 logger = logging.getLogger(__name__)
@@ -210,8 +210,8 @@ class Passes(ForwardPasses):
         """Return the metrics of a step's passes. A collective."""
         return {}
 
-    def learn(
-        self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
+    def forward_backward(
+        self, batches: Iterable[B], compute_loss: BatchFn[B], *, divisor: float
     ) -> list[Tensor]:
         """Add the gradients of all losses, divided by `divisor`; return the losses for `total`."""
         losses: list[Tensor] = []
@@ -229,102 +229,102 @@ class StagedPasses(StagedForwardPasses, Passes):
     where autograd adds it to the embedding's, as in a single process.
     """
 
-    def __init__(self, engine: Engine, stage: Stage, stages: Group) -> None:
+    def __init__(self, engine: Engine, stage: PipelineStage, stages: Group) -> None:
         Passes.__init__(self, engine)
         StagedForwardPasses.__init__(self, engine, stage, stages)
-        self._took = 0.0
+        self._seconds = 0.0
         """Seconds of the passes in the last optimizer step."""
 
-    def learn(
-        self, batches: Iterable[B], compute_loss: Found[B], *, divisor: float
+    def forward_backward(
+        self, batches: Iterable[B], compute_loss: BatchFn[B], *, divisor: float
     ) -> list[Tensor]:
         """Add all gradients in the order of the schedule; only the last stage returns losses."""
-        began, self._transfers.wait_seconds = time.perf_counter(), 0.0
-        self._follow()
+        start, self._transfers.wait_seconds = time.perf_counter(), 0.0
+        self._sync_tied_weight()
         batches = list(batches)
         stage, count = self._stage.number, self._stage.count
         losses: list[Tensor] = []
-        for at in make_schedule(stage=stage, stages=count, count=len(batches)):
-            if at.kind == "forward":
-                batch = batches[at.micro_batch]
+        for instruction in make_schedule(stage=stage, stages=count, count=len(batches)):
+            if instruction.kind == "forward":
+                batch = batches[instruction.micro_batch]
                 losses += self._forward(
-                    at.micro_batch, batch.tokens, lambda batch=batch: compute_loss(batch)
+                    instruction.micro_batch, batch.tokens, lambda batch=batch: compute_loss(batch)
                 )
             else:
-                self._backward(at.micro_batch, divisor)
+                self._backward(instruction.micro_batch, divisor)
             self._transfers.wait(except_last=max_in_flight(count))
         self._transfers.wait()
-        self._took = time.perf_counter() - began
+        self._seconds = time.perf_counter() - start
         return losses
 
     def metrics(self) -> dict[str, float]:
         """`bubble`: the average fraction of the passes' time for which a stage was idle."""
-        wait_seconds, took = self._stages.sums([self._transfers.wait_seconds, self._took])
-        return {"bubble": wait_seconds / max(took, 1e-9)}
+        wait_seconds, seconds = self._stages.sums([self._transfers.wait_seconds, self._seconds])
+        return {"bubble": wait_seconds / max(seconds, 1e-9)}
 
-    def _backward(self, number: int, divisor: float) -> None:
+    def _backward(self, index: int, divisor: float) -> None:
         """Run the backward pass of a micro-batch, and send the gradient of the received input."""
-        stage, waiting = self._stage, self._waiting.pop(number)
+        stage, pending = self._stage, self._pending.pop(index)
         if stage.is_last:
-            self.engine.backward(waiting.output / divisor)
-            self._send_tied()
+            self.engine.backward(pending.output / divisor)
+            self._send_tied_gradient()
         else:
-            roots, gradients = [waiting.output], [torch.empty_like(waiting.output)]
-            self._transfers.receive(gradients[0], stage.number + 1, "gradients", number)
-            if waiting.tied is not None and waiting.tied.requires_grad:
-                roots.append(waiting.tied)
-                gradients.append(torch.empty_like(waiting.tied))
-                self._transfers.receive(gradients[1], stage.count - 1, "tied gradients", number)
+            roots, gradients = [pending.output], [torch.empty_like(pending.output)]
+            self._transfers.receive(gradients[0], stage.number + 1, "gradients", index)
+            if pending.tied is not None and pending.tied.requires_grad:
+                roots.append(pending.tied)
+                gradients.append(torch.empty_like(pending.tied))
+                self._transfers.receive(gradients[1], stage.count - 1, "tied gradients", index)
             if any(root.requires_grad for root in roots):
                 self.engine.backward_from(roots, gradients, blocks_only=not stage.is_first)
-        if waiting.received is not None:
-            gradient = waiting.received.grad
-            gradient = torch.zeros_like(waiting.received) if gradient is None else gradient
+        if pending.received is not None:
+            gradient = pending.received.grad
+            gradient = torch.zeros_like(pending.received) if gradient is None else gradient
             self._transfers.send(gradient, stage.number - 1, "gradients")
 
-    def _send_tied(self) -> None:
+    def _send_tied_gradient(self) -> None:
         """Send the first stage the micro-batch's gradient of the tied weight."""
-        borrowed = self._stage.borrowed
-        if borrowed is None or not borrowed.requires_grad:
+        tied_copy = self._stage.tied_copy
+        if tied_copy is None or not tied_copy.requires_grad:
             return
-        gradient, borrowed.grad = borrowed.grad, None
-        gradient = torch.zeros_like(borrowed) if gradient is None else gradient
+        gradient, tied_copy.grad = tied_copy.grad, None
+        gradient = torch.zeros_like(tied_copy) if gradient is None else gradient
         self._transfers.send(gradient, 0, "tied gradients")
 
 
-def own_part(
+def make_stage_module(
     model: nn.Module,
     stages: Group,
-    whole: Callable[[nn.Module], nn.Module],
+    wrap_model: Callable[[nn.Module], nn.Module],
     *,
     kernels: Kernels,
-    passing: Callable[[StageModule], nn.Module] | None = None,
-) -> tuple[nn.Module, Stage]:
+    wrap_stage: Callable[[StageModule], nn.Module] | None = None,
+) -> tuple[nn.Module, PipelineStage]:
     """The module for this process's engine, and its stage; other stages are removed from `model`.
 
     Args:
         model: the Hugging Face model.
         stages: the processes of the pipeline.
-        whole: wraps a model with its head for the engine.
+        wrap_model: wraps a model with its head for the engine.
         kernels: the setting for a stage without the head.
-        passing: wraps a stage without the head for the engine, if its parameters have other names
-            than those of `whole`.
+        wrap_stage: wraps a stage without the head for the engine, if its parameters have names
+            other than those of `wrap_model`.
 
     Raises:
         ConfigError: the model has fewer blocks than stages.
         ModelError: models of its family can't be split.
     """
     if stages.size == 1:
-        return whole(model), Stage()
-    blocks = find_blocks(model, stages.size)
-    stage = cut_stage(model, number=stages.rank, blocks=blocks)
+        return wrap_model(model), PipelineStage()
+    blocks = balance_blocks(model, stages.size)
+    stage = build_stage(model, number=stages.rank, blocks=blocks)
     if stage.is_last:
-        return whole(model), stage
-    passage = StageModule(model, kernels=kernels)
-    return (passage if passing is None else passing(passage)), stage
+        return wrap_model(model), stage
+    stage_module = StageModule(model, kernels=kernels)
+    return (stage_module if wrap_stage is None else wrap_stage(stage_module)), stage
 
 
-def learning_model(
+def make_policy(
     settings: TrainedModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     parallel: ParallelConfig,
@@ -346,7 +346,7 @@ def learning_model(
         settings,
         parallel,
         mesh,
-        lambda whole: Policy(whole, kernels=settings.kernels),
+        lambda module: Policy(module, kernels=settings.kernels),
         total_steps=total_steps,
         name=name,
     )
@@ -358,22 +358,24 @@ def make_passes(
     settings: TrainedModelConfig,
     parallel: ParallelConfig,
     mesh: Mesh,
-    whole: Callable[[nn.Module], nn.Module],
+    wrap_model: Callable[[nn.Module], nn.Module],
     *,
     total_steps: int,
     name: str,
-    passing: Callable[[StageModule], nn.Module] | None = None,
+    wrap_stage: Callable[[StageModule], nn.Module] | None = None,
 ) -> Passes:
     """The passes of a trained model, or of this process's part of it, with an engine.
 
-    See `own_part` for `whole` and `passing`.
+    See `make_stage_module` for `wrap_model` and `wrap_stage`.
 
     Raises:
-        ConfigError, ModelError: as `own_part` and `cut_layers`.
+        ConfigError, ModelError: as `make_stage_module` and `shard_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
-    part, stage = own_part(model, stages, whole, kernels=settings.kernels, passing=passing)
+    shard_layers(model, mesh.tensor, sequence=parallel.sequence)
+    part, stage = make_stage_module(
+        model, stages, wrap_model, kernels=settings.kernels, wrap_stage=wrap_stage
+    )
     engine = Engine(
         part,
         settings,
@@ -389,39 +391,39 @@ def make_passes(
     return StagedPasses(engine, stage, stages)
 
 
-def frozen_passes(
+def make_frozen_passes(
     model: PreTrainedModel,
     like: TrainedModelConfig,
     parallel: ParallelConfig,
     mesh: Mesh,
-    whole: Callable[[nn.Module], nn.Module],
+    wrap_model: Callable[[nn.Module], nn.Module],
     *,
     name: str,
 ) -> tuple[FrozenEngine, ForwardPasses]:
     """An engine for a frozen model with the settings of the trained model `like`, and its passes.
 
     The model is sharded like the trained models or, if that is not possible, as for an encoder,
-    replicated on each process. See `own_part` for `whole`.
+    replicated on each process. See `make_stage_module` for `wrap_model`.
     """
     stages = mesh.stages
-    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
+    shard_if_possible(model, mesh.tensor, sequence=parallel.sequence)
     if stages.size == 1:
         if like.zero_stage < 3:  # at stage 3 the engine moves its shards
-            _move(model)
-        return FrozenEngine(whole(model), like, name=name), ForwardPasses()
+            _move_to_device(model)
+        return FrozenEngine(wrap_model(model), like, name=name), ForwardPasses()
     try:
-        part, stage = own_part(model, stages, whole, kernels=like.kernels)
+        part, stage = make_stage_module(model, stages, wrap_model, kernels=like.kernels)
     except (ConfigError, ModelError) as error:
         logger.info("each process has a full copy of the %s: %s", name, error)
-        part, stage = whole(model), Stage()
-    _move(model)
+        part, stage = wrap_model(model), PipelineStage()
+    _move_to_device(model)
     engine = FrozenEngine(part, like, name=name)
     if stage.count == 1:
         return engine, ForwardPasses()
     return engine, StagedForwardPasses(engine, stage, stages)
 
 
-def _move(model: nn.Module) -> None:
+def _move_to_device(model: nn.Module) -> None:
     """Move a model that was loaded with `defer` to the device."""
     nn.Module.to(model, local_device())
     align_weights(model)
@@ -443,14 +445,14 @@ class StagedScorer(Scorer):
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Tensor:
         num_labels = int(classifier.config.num_labels or 1)
         out = torch.empty(batch.num_tokens, num_labels, device=batch.input_ids.device)
-        return self._passes.everywhere(batch, lambda: self._of_last(batch), out)
+        return self._passes.run_on_all_stages(batch, lambda: self._label_scores(batch), out)
 
-    def _of_last(self, batch: TokenBatch) -> Tensor:
+    def _label_scores(self, batch: TokenBatch) -> Tensor:
         assert isinstance(self._part, Scorer)
         return self._part(batch, labels=True)
 
 
-def scorer_of(passes: Passes, model: nn.Module) -> Scorer:
+def get_scorer(passes: Passes, model: nn.Module) -> Scorer:
     """Return the scorer for evaluations: the trained one, or one over its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model)

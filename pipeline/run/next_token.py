@@ -27,7 +27,7 @@ def learn(
         targets: number of target tokens in the loss, over all processes.
     """
     engine, targets = passes.engine, max(1, targets)
-    losses = passes.learn(
+    losses = passes.forward_backward(
         batches, lambda batch: -engine(batch, uniform=True).logprobs.sum(), divisor=targets
     )
     result = engine.step()

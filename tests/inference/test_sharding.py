@@ -16,7 +16,7 @@ from inference.tensor_parallel import Sharding, kv_heads_here
 from pipeline.config import LoraConfig
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.packing import how_to_run
-from pipeline.models.parallel.stages import cut_stage
+from pipeline.models.parallel.stages import build_stage
 from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.shards import Shard, ShardSpec
@@ -207,7 +207,7 @@ def run_replica(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]
 
 def run_stage_replica(*model: Any, shares: bool) -> list[Any]:
     trained = make_trained(*model)
-    cut_stage(trained, number=rank(), blocks=[1, 2])
+    build_stage(trained, number=rank(), blocks=[1, 2])
     return run_replica(trained, shares=shares, stages=current_mesh().world)
 
 

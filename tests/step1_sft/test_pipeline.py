@@ -140,7 +140,7 @@ def overflow_steps(config: SFTConfig, skips: list[int]) -> list[bool]:
             for step in range(2):
                 batch = encode(rows.next_examples(), rows.chat, config)
                 factor = torch.inf if step in skips else 1.0
-                sft.passes.learn(
+                sft.passes.forward_backward(
                     split_rows(batch, config),
                     lambda batch, factor=factor: (
                         -factor * sft.engine(batch, uniform=True).logprobs.sum()

@@ -228,7 +228,7 @@ def overflow_steps(config: SFTConfig) -> tuple[list[bool], list[float]]:
                 hook = up.register_hook(lambda grad: grad * torch.inf)
                 if step == 1 or mesh.tensor.rank == 0:
                     hook.remove()
-                sft.passes.learn(
+                sft.passes.forward_backward(
                     batches,
                     lambda batch: -sft.engine(batch, uniform=True).logprobs.sum(),
                     divisor=100.0,

@@ -22,16 +22,16 @@ from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_gr
 LARGE = 8192
 """Minimum vocabulary to shard: smaller tables take less memory than a block."""
 
-_WORDS = "divided_words"
+_VOCAB_RANGE = "vocab_range"
 """Attribute of a sharded output layer that holds this process's vocabulary range."""
 
 
-def words_of(head: nn.Module | None) -> VocabularyShard | None:
+def get_vocab_range(head: nn.Module | None) -> VocabularyShard | None:
     """Vocabulary range of an output layer; None if it is not sharded."""
-    return getattr(head, _WORDS, None)
+    return getattr(head, _VOCAB_RANGE, None)
 
 
-def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -> list[nn.Module]:
+def sharded_tables(model: PreTrainedModel, size: int, *, min_rows: int = LARGE) -> list[nn.Module]:
     """Embedding and output layer, if their rows can be sharded.
 
     A table that is not plain (some families scale the embedding, and peft may adapt it) is not
@@ -40,44 +40,44 @@ def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     plain: list[nn.Module] = [
-        each
-        for each in (table, head)
-        if isinstance(each, nn.Module) and type(each) in (nn.Embedding, nn.Linear)
+        module
+        for module in (table, head)
+        if isinstance(module, nn.Module) and type(module) in (nn.Embedding, nn.Linear)
     ]
-    rows = {each: len(cast("Tensor", each.weight)) for each in plain}
-    found = [each for each in plain if rows[each] >= least and rows[each] % size == 0]
-    return [] if tied and len(found) < 2 else found
+    rows = {module: len(cast("Tensor", module.weight)) for module in plain}
+    shardable = [m for m in plain if rows[m] >= min_rows and rows[m] % size == 0]
+    return [] if tied and len(shardable) < 2 else shardable
 
 
-def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
+def row_shard(module: nn.Module, rank: int, size: int) -> ShardSpec:
     """The range of rows of a process."""
     share = cast("Tensor", module.weight).shape[0] // size
     return ShardSpec(0, (Shard(rank * share, (rank + 1) * share),))
 
 
-def divide_table(module: nn.Module, rows: int, group: Group) -> None:
+def shard_table(module: nn.Module, rows: int, group: Group) -> None:
     """Make an embedding or output layer use only this process's share of its `rows` rows."""
-    words = VocabularyShard(group.rank * (rows // group.size), group)
+    vocab_range = VocabularyShard(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
-        setattr(module, _WORDS, words)
+        setattr(module, _VOCAB_RANGE, vocab_range)
         object.__setattr__(module, "forward", partial(_logits, module, group))
     else:
         table = cast("nn.Embedding", module)
-        object.__setattr__(table, "forward", partial(_look_up, table, words))
+        object.__setattr__(table, "forward", partial(_look_up, table, vocab_range))
 
 
 def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
     """The logits of the full vocabulary."""
-    own = F.linear(copy_to_group(hidden, group), head.weight, head.bias)
-    return join_over_group(own, group)
+    logits = F.linear(copy_to_group(hidden, group), head.weight, head.bias)
+    return join_over_group(logits, group)
 
 
-def _look_up(module: nn.Embedding, words: VocabularyShard, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
+def _look_up(module: nn.Embedding, vocab_range: VocabularyShard, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
     """The embedding of all tokens, summed over the processes."""
     count, padding = module.weight.shape[0], module.padding_idx
-    here = (ids >= words.first) & (ids < words.first + count)
-    found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)
-    learns = here if padding is None else here & (ids != padding)
-    found = torch.where(learns[..., None], found, found.detach())
+    is_local = (ids >= vocab_range.first) & (ids < vocab_range.first + count)
+    embeddings = F.embedding(torch.where(is_local, ids - vocab_range.first, 0), module.weight)
+    has_gradient = is_local if padding is None else is_local & (ids != padding)
+    embeddings = torch.where(has_gradient[..., None], embeddings, embeddings.detach())
     # Adding -0.0 preserves every value, including -0.0.
-    return sum_over_group(torch.where(here[..., None], found, -0.0), words.group)
+    return sum_over_group(torch.where(is_local[..., None], embeddings, -0.0), vocab_range.group)

@@ -60,37 +60,37 @@ _PLANS: Mapping[str, FamilyPlan] = {
 REPLICATED = ("replicate", "embedding")
 """Prefixes of the styles of modules that are not sharded here, such as embedding tables."""
 
-OF_KEYS = ("k_proj", "v_proj")
+KV_MODULES = ("k_proj", "v_proj")
 """Name endings of modules that compute keys or values: one head for each key head."""
 
-PACKED = ("query_key_value", "c_attn")
+PACKED_MODULES = ("query_key_value", "c_attn")
 """Name endings of modules that compute queries, keys and values together."""
 
 
 @dataclass(frozen=True)
-class Style:
+class ShardStyle:
     """How a layer is sharded."""
 
-    by_outputs: bool
+    is_colwise: bool
     """Whether the outputs, rather than the inputs, are sharded."""
 
     parts: int = 1
     """Number of equal parts, each of which is sharded."""
 
-    joins: bool = False
+    gathers_output: bool = False
     """Whether the outputs are gathered on all processes."""
 
-    splits: bool = False
+    splits_input: bool = False
     """Whether the inputs are not sharded yet."""
 
 
-STYLES: Mapping[str, Style] = {
-    "colwise": Style(by_outputs=True),
-    "colwise_three": Style(by_outputs=True, parts=3),
-    "packed_colwise": Style(by_outputs=True, parts=2),
-    "colwise_gather_output": Style(by_outputs=True, joins=True),
-    "rowwise": Style(by_outputs=False),
-    "rowwise_split_input": Style(by_outputs=False, splits=True),
+STYLES: Mapping[str, ShardStyle] = {
+    "colwise": ShardStyle(is_colwise=True),
+    "colwise_three": ShardStyle(is_colwise=True, parts=3),
+    "packed_colwise": ShardStyle(is_colwise=True, parts=2),
+    "colwise_gather_output": ShardStyle(is_colwise=True, gathers_output=True),
+    "rowwise": ShardStyle(is_colwise=False),
+    "rowwise_split_input": ShardStyle(is_colwise=False, splits_input=True),
 }
 
 
@@ -101,7 +101,7 @@ class TensorShards:
         model: the model, on any device; nothing is changed before `narrow`.
         tp_group: the tensor-parallel group.
         setting: the user's setting, for messages.
-        divides_head: whether the output layer may be sharded.
+        shards_head: whether the output layer may be sharded.
 
     Raises:
         ConfigError: the family has no plan, or its heads or widths aren't divisible.
@@ -113,12 +113,12 @@ class TensorShards:
         tp_group: Group,
         *,
         setting: str = "inference_tp_size",
-        divides_head: bool = True,
+        shards_head: bool = True,
     ) -> None:
         self.model, self.tp_group, self.size = model, tp_group, tp_group.size
         self.label = f"{setting} {self.size}"
         """The setting with its value."""
-        self.divides_head = divides_head
+        self.shards_head = shards_head
         self.styles: dict[str, str] = {}
         """Style of each sharded module, by name."""
         if self.size == 1:
@@ -129,8 +129,8 @@ class TensorShards:
         self.num_heads = int(settings.num_attention_heads)
         self.kv_heads = int(getattr(settings, "num_key_value_heads", None) or self.num_heads)
         self.styles = dict(self._styles())
-        self.divides_keys = any(
-            name.endswith((*OF_KEYS, *PACKED)) and not STYLES[style].joins
+        self.shards_keys = any(
+            name.endswith((*KV_MODULES, *PACKED_MODULES)) and not STYLES[style].gathers_output
             for name, style in self.styles.items()
         )
         self._check_heads()
@@ -140,20 +140,20 @@ class TensorShards:
         for name, _ in self.model.named_parameters():
             style = match(self.plan.styles, name)
             if style is not None and not style.startswith(REPLICATED):
-                raise self.refused(f"{name} would be sharded as {style}")
-        for name, each in self.model.named_modules():
+                raise self.unsupported(f"{name} would be sharded as {style}")
+        for name, module in self.model.named_modules():
             style = match(self.plan.styles, name)
             if style is None or style.startswith(REPLICATED):
                 continue
-            if each is head and not self.divides_head:
+            if module is head and not self.shards_head:
                 continue
-            module = get_layer(each)
-            if not isinstance(module, LinearLayer) or style not in STYLES:
-                raise self.refused(f"{name} would be sharded as {style}")
+            layer = unwrap_lora(module)
+            if not isinstance(layer, LinearLayer) or style not in STYLES:
+                raise self.unsupported(f"{name} would be sharded as {style}")
             if style == "colwise_gather_output":
                 # Not sharded if tied to the embedding table, which every process has.
-                is_table = head is not None and module is head and head.weight is table.weight
-                outputs = module.nf if isinstance(module, Conv1D) else module.out_features
+                is_table = head is not None and layer is head and head.weight is table.weight
+                outputs = layer.nf if isinstance(layer, Conv1D) else layer.out_features
                 if is_table or outputs % self.size:
                     continue
             yield name, style
@@ -161,31 +161,31 @@ class TensorShards:
     def _check_heads(self) -> None:
         size = self.size
         if not self.styles:
-            raise self.refused("none of its layers is sharded")
-        if not self.divides_keys:
+            raise self.unsupported("none of its layers is sharded")
+        if not self.shards_keys:
             return
         require(
             self.num_heads % size == 0,
             f"{self.label} doesn't divide the {self.num_heads} attention heads of"
             f" {self.family}; choose one that does",
         )
-        packed = any(name.endswith(PACKED) for name in self.styles)
+        packed = any(name.endswith(PACKED_MODULES) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
             f"{self.label} doesn't divide the {self.kv_heads} key heads of {self.family}; choose"
             " one that does",
         )
 
-    def refused(self, reason: str) -> ConfigError:
+    def unsupported(self, reason: str) -> ConfigError:
         """The error for a model whose layers can't be sharded."""
         return ConfigError(
             f"{self.label}: the layers of {self.family} can't be sharded: {reason}; set it to 1"
         )
 
     @property
-    def kv_heads_here(self) -> int:
+    def local_kv_heads(self) -> int:
         """Key heads of this process."""
-        share = self.kv_heads // self.size if self.divides_keys else self.kv_heads
+        share = self.kv_heads // self.size if self.shards_keys else self.kv_heads
         return max(1, share)
 
     def spec(
@@ -200,28 +200,28 @@ class TensorShards:
             return None
         rank = self.tp_group.rank if rank is None else rank
         style = STYLES[name]
-        transposed = is_transposed(get_layer(self.model.get_submodule(owner)))
+        transposed = is_transposed(unwrap_lora(self.model.get_submodule(owner)))
         if leaf == "weight":
-            dim = int(style.by_outputs == transposed)
+            dim = int(style.is_colwise == transposed)
             return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim], rank)))
-        if style.by_outputs:
+        if style.is_colwise:
             return ShardSpec(0, tuple(self._shards(owner, name, shape[0], rank)))
         # Only rank 0 adds the bias.
-        whole = (Shard(0, shape[0], is_first_copy=False),)
-        return ShardSpec(0, whole, zero=True) if rank > 0 else None
+        full = (Shard(0, shape[0], is_first_copy=False),)
+        return ShardSpec(0, full, zero=True) if rank > 0 else None
 
     def _shards(self, owner: str, style: str, total: int, rank: int) -> Iterator[Shard]:
         size = self.size
-        if owner.endswith(OF_KEYS) and not STYLES[style].joins and self.kv_heads < size:
+        if owner.endswith(KV_MODULES) and not STYLES[style].gathers_output and self.kv_heads < size:
             width, copies = total // self.kv_heads, size // self.kv_heads
             head = rank // copies
             yield Shard(head * width, (head + 1) * width, copies, is_first_copy=rank % copies == 0)
         else:
             parts = STYLES[style].parts
             for part in range(parts):
-                yield self._even(owner, part * (total // parts), total // parts, rank)
+                yield self._even_shard(owner, part * (total // parts), total // parts, rank)
 
-    def _even(self, owner: str, first: int, total: int, rank: int) -> Shard:
+    def _even_shard(self, owner: str, first: int, total: int, rank: int) -> Shard:
         """A process's equal share of `total` elements from `first` on."""
         require(
             total % self.size == 0,
@@ -234,32 +234,32 @@ class TensorShards:
     def narrow(self) -> None:
         """Set the widths and head counts of the modules to those of this process's shards."""
         for name in self.styles:
-            self._narrow(name, get_layer(self.model.get_submodule(name)))
+            self._set_local_widths(name, unwrap_lora(self.model.get_submodule(name)))
         for name, module in self.model.named_modules():
             for attribute in match(self.plan.counts, name) or ():
                 setattr(module, attribute, getattr(module, attribute) // self.size)
-            if hasattr(module, "num_key_value_groups") and self.divides_keys:
+            if hasattr(module, "num_key_value_groups") and self.shards_keys:
                 share = self.num_heads // self.size
-                object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
+                object.__setattr__(module, "num_key_value_groups", share // self.local_kv_heads)
 
-    def _narrow(self, name: str, module: nn.Module) -> None:
+    def _set_local_widths(self, name: str, module: nn.Module) -> None:
         """Set a module's width attributes, which Conv1D uses."""
         if isinstance(module, Conv1D):
-            module.nx, module.nf = self._shape(name, module.nx, module.nf)
+            module.nx, module.nf = self._local_shape(name, module.nx, module.nf)
         elif isinstance(module, nn.Linear):
             rows, columns = module.out_features, module.in_features
-            module.out_features, module.in_features = self._shape(name, rows, columns)
+            module.out_features, module.in_features = self._local_shape(name, rows, columns)
 
-    def _shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
+    def _local_shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
         """The shape of this process's shard of a weight."""
-        whole = torch.Size((rows, columns))
-        spec = self.spec(name, "weight", whole)
+        full = torch.Size((rows, columns))
+        spec = self.spec(name, "weight", full)
         assert spec is not None
-        rows, columns = spec.shape(whole)
+        rows, columns = spec.shape(full)
         return rows, columns
 
 
-def get_layer(module: nn.Module) -> nn.Module:
+def unwrap_lora(module: nn.Module) -> nn.Module:
     """The layer inside its adapter, or the module itself."""
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
@@ -269,7 +269,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:
-            layer = get_layer(model.get_submodule(name))
+            layer = unwrap_lora(model.get_submodule(name))
             assert isinstance(layer, LinearLayer)
             layers.spec(name, "weight", weight_shape(layer))
     except ConfigError:
@@ -283,18 +283,18 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
     Raises:
         ConfigError: there is no plan for the family.
     """
-    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
-    plan = _PLANS.get(model.config.model_type) or theirs
+    builtin = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
+    plan = _PLANS.get(model.config.model_type) or builtin
     require(
         bool(plan.styles),
         f"{setting}: there is no sharding plan for {model.config.model_type}; set it to 1",
     )
 
-    def named(keys: Mapping[str, Any]) -> dict[str, Any]:
+    def with_prefix(keys: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
 
     head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
-    return FamilyPlan({**head, **named(plan.styles)}, named(plan.counts))
+    return FamilyPlan({**head, **with_prefix(plan.styles)}, with_prefix(plan.counts))
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401

@@ -32,7 +32,7 @@ from pipeline.models.forward.forward import (
 )
 from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
 from pipeline.models.hf.export import can_stream
-from pipeline.models.parallel.sharding import get_layer
+from pipeline.models.parallel.sharding import unwrap_lora
 from pipeline.parallel.device import local_device
 from pipeline.parallel.schedules import balance_stages
 from pipeline.system.errors import ConfigError, ModelError
@@ -53,9 +53,9 @@ class PassThrough(nn.Module):
         hidden = self.hidden(cast("Tensor", args[0] if args else kwargs["hidden_states"]))
         return (hidden,) if self.as_tuple else hidden
 
-    def hidden(self, given: Tensor) -> Tensor:
+    def hidden(self, hidden_states: Tensor) -> Tensor:
         """The hidden states to return."""
-        return given
+        return hidden_states
 
 
 class StageInput(PassThrough):
@@ -64,34 +64,34 @@ class StageInput(PassThrough):
     received: Float[Tensor, "1 N d"] | None = None
     """Hidden states for the next pass, from the previous stage."""
 
-    def hidden(self, given: Tensor) -> Tensor:
+    def hidden(self, hidden_states: Tensor) -> Tensor:
         """The received hidden states; noise in a trial of the model."""
         received, self.received = self.received, None
         if received is not None:
             return received
-        if given.is_meta:
-            return torch.empty_like(given, requires_grad=torch.is_grad_enabled())
+        if hidden_states.is_meta:
+            return torch.empty_like(hidden_states, requires_grad=torch.is_grad_enabled())
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(given.shape, generator=generator).to(given)
+        return torch.randn(hidden_states.shape, generator=generator).to(hidden_states)
 
 
 class ZeroOutput(nn.Module):
     """Replaces an embedding or a projection of the first stage: returns zeros."""
 
-    def __init__(self, module: nn.Module, *, of_tokens: bool) -> None:
+    def __init__(self, module: nn.Module, *, is_token_table: bool) -> None:
         super().__init__()
         is_table = isinstance(module, nn.Embedding)
         self.width = module.embedding_dim if is_table else cast("int", module.out_features)
-        self.whole = of_tokens or not is_table
+        self.keeps_length = is_token_table or not is_table
         """Whether the output has the length of the input, rather than being broadcast."""
         self.dtype = cast("Tensor", module.weight).dtype
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Zeros in the shape of the replaced module's output."""
-        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-        like = given if given.dtype.is_floating_point is False else given[..., 0]
-        shape = like.shape if self.whole else (1,) * like.ndim
-        return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
+        inputs = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        tokens = inputs if inputs.dtype.is_floating_point is False else inputs[..., 0]
+        shape = tokens.shape if self.keeps_length else (1,) * tokens.ndim
+        return torch.zeros(*shape, self.width, dtype=self.dtype, device=inputs.device)
 
 
 class StageModule(nn.Module):
@@ -111,20 +111,19 @@ class StageModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A process's stage of a model, and its boundaries with the other stages."""
 
     number: int = 0
-
     count: int = 1
 
-    inlet: StageInput | None = None
+    stage_input: StageInput | None = None
     """Destination of received hidden states; None on the first stage."""
 
     tied: Tensor | None = None
     """Embedding of the first stage that is tied to the last stage's output layer."""
 
-    borrowed: Tensor | None = None
+    tied_copy: Tensor | None = None
     """The last stage's copy of that matrix, which is updated from the first stage."""
 
     width: int = 0
@@ -144,7 +143,7 @@ class Stage:
         return self.number == self.count - 1
 
 
-def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
+def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> PipelineStage:
     """Remove other stages' modules from a model; `blocks` are the block counts of all stages.
 
     Raises:
@@ -162,11 +161,11 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
             " stages; set parallel.pp 1"
         )
     family = Family.of(plain)
-    require_exact(family, tuple(blocks))
-    return _cut(plain, find_order(family), number=number, blocks=blocks)
+    require_equal_outputs(family, tuple(blocks))
+    return _build(plain, find_module_order(family), number=number, blocks=blocks)
 
 
-def find_blocks(model: nn.Module, stages: int) -> list[int]:
+def balance_blocks(model: nn.Module, stages: int) -> list[int]:
     """Number of blocks of each stage, balanced by time.
 
     The time of a block, or of the output layer, is taken as proportional to its matrix weights,
@@ -176,41 +175,40 @@ def find_blocks(model: nn.Module, stages: int) -> list[int]:
         ConfigError: there are fewer blocks than stages.
     """
     plain = base_model(model)
-    _, every = block_list(plain)
-    if len(every) < stages:
+    _, all_blocks = get_block_list(plain)
+    if (count := len(all_blocks)) < stages:
         raise ConfigError(
-            f"parallel.pp {stages} is more than the {len(every)} blocks of the model; use at most"
-            f" {len(every)}"
+            f"parallel.pp {stages} is more than the {count} blocks of the model; use up to {count}"
         )
     head = plain.get_output_embeddings()
-    costs = [num_weights(each) for each in every]
+    costs = [num_weights(block) for block in all_blocks]
     last = 0 if head is None else sum(param.numel() for param in head.parameters())
     return balance_stages(costs, stages, last=last)
 
 
-def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def get_block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The model's blocks, and the name of their list.
 
     Raises:
         ModelError: the blocks aren't all in one list.
     """
-    found = {
+    lists = {
         name: module
         for name, module in plain.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) > 0
-        and all(isinstance(each, GradientCheckpointingLayer | PassThrough) for each in module)
+        and all(isinstance(block, GradientCheckpointingLayer | PassThrough) for block in module)
     }
-    if len(found) != 1:
+    if len(lists) != 1:
         raise ModelError(
-            f"{plain.config.model_type} models have their blocks in {len(found)} lists, so they"
+            f"{plain.config.model_type} models have their blocks in {len(lists)} lists, so they"
             " can't be split into stages; set parallel.pp 1"
         )
-    return next(iter(found.items()))
+    return next(iter(lists.items()))
 
 
 @dataclass(frozen=True)
-class Order:
+class ModuleOrder:
     """Names of modules before and after a family's blocks, and whether blocks return tuples."""
 
     before: frozenset[str]
@@ -219,110 +217,113 @@ class Order:
 
 
 @functools.cache
-def find_order(family: Family) -> Order:
+def find_module_order(family: Family) -> ModuleOrder:
     """Return the modules before and after the blocks, as found by running a small copy.
 
     Raises:
         ModelError: the order can't be determined.
     """
     model = family.copy(packed=True)
-    name, blocks = block_list(model)
+    path, blocks = get_block_list(model)
     before: set[str] = set()
     after: set[str] = set()
     tuples: list[bool] = []
 
-    def note(called: str) -> Callable[..., None]:
-        return lambda *_: (after if tuples else before).add(called)
+    def record(module_name: str) -> Callable[..., None]:
+        return lambda *_: (after if tuples else before).add(module_name)
 
-    for each, module in model.named_modules():
-        if not each.startswith(f"{name}.") and any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(note(each))
+    for name, module in model.named_modules():
+        if not name.startswith(f"{path}.") and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(record(name))
     for block in blocks:
         block.register_forward_hook(lambda _m, _a, out: tuples.append(isinstance(out, tuple)))
     with torch.no_grad():
         small_hidden_states(model)
     if before & after:
         raise ModelError(
-            _unlike(model.config, f"{min(before & after)} is used before and after blocks")
+            _explain(model.config, f"{min(before & after)} is used before and after blocks")
         )
-    return Order(frozenset(before), frozenset(after), as_tuple=any(tuples))
+    return ModuleOrder(frozenset(before), frozenset(after), as_tuple=any(tuples))
 
 
-def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int]) -> Stage:
-    list_name, every = block_list(plain)
+def _build(
+    plain: PreTrainedModel, order: ModuleOrder, *, number: int, blocks: Sequence[int]
+) -> PipelineStage:
+    list_name, all_blocks = get_block_list(plain)
     first, last = sum(blocks[:number]), sum(blocks[: number + 1])
     stages = len(blocks)
     is_first, is_last = number == 0, number == stages - 1
     embedding = plain.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):  # such as one with an adapter
-        raise ModelError(_unlike(plain.config, f"their embedding is a {type(embedding).__name__}"))
+        raise ModelError(_explain(plain.config, f"their embedding is a {type(embedding).__name__}"))
     head = plain.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
-    outside = _outside(plain, order, list_name)  # before any block is removed
-    inlet = None if is_first else StageInput(every[0], as_tuple=order.as_tuple)
-    for index, block in enumerate(every):
+    modules = _modules_outside_blocks(plain, order, list_name)  # before any block is removed
+    stage_input = None if is_first else StageInput(all_blocks[0], as_tuple=order.as_tuple)
+    for index, block in enumerate(all_blocks):
         if not first <= index < last:
-            passed = PassThrough(block, as_tuple=order.as_tuple)
-            every[index] = inlet if index == 0 and inlet is not None else passed
-    borrowed = _borrow(cast("nn.Linear", head)) if tied and is_last and not is_first else None
-    for name, module, early in outside:
-        if not (is_first if early else is_last):
+            all_blocks[index] = PassThrough(block, as_tuple=order.as_tuple)
+    if stage_input is not None:
+        all_blocks[0] = stage_input
+    tied_copy = _detach_head(cast("nn.Linear", head)) if tied and is_last and not is_first else None
+    for name, module, is_before in modules:
+        if not (is_first if is_before else is_last):
             is_table = module is embedding
-            layer, other = get_layer(module), nn.Identity()
-            if early and isinstance(layer, nn.Embedding | nn.Linear):
-                other = ZeroOutput(layer, of_tokens=is_table)
-            plain.set_submodule(name, other)
-    return Stage(
+            layer, replacement = unwrap_lora(module), nn.Identity()
+            if is_before and isinstance(layer, nn.Embedding | nn.Linear):
+                replacement = ZeroOutput(layer, is_token_table=is_table)
+            plain.set_submodule(name, replacement)
+    return PipelineStage(
         number,
         stages,
-        inlet,
+        stage_input,
         tied=embedding.weight if tied and is_first and not is_last else None,
-        borrowed=borrowed,
+        tied_copy=tied_copy,
         width=width,
         dtype=dtype,
     )
 
 
-def _outside(
-    plain: PreTrainedModel, order: Order, blocks: str
+def _modules_outside_blocks(
+    plain: PreTrainedModel, order: ModuleOrder, blocks: str
 ) -> list[tuple[str, nn.Module, bool]]:
     """The modules with parameters outside the blocks, and whether they come before them.
 
     An adapter belongs to its layer.
     """
     head = plain.get_output_embeddings()
-    found: list[tuple[str, nn.Module, bool]] = []
+    modules: list[tuple[str, nn.Module, bool]] = []
     adapted = ""
     for name, module in plain.named_modules():
         if name.startswith(f"{blocks}.") or (adapted and name.startswith(f"{adapted}.")):
             continue
-        if get_layer(module) is not module and name in order.before | order.after:
+        if unwrap_lora(module) is not module and name in order.before | order.after:
             adapted = name
         elif not any(True for _ in module.parameters(False)):
             continue
         owner = name.partition(".")[0]
         if module is head or owner == SCORE_HEAD:
-            found.append((name, module, False))
+            modules.append((name, module, False))
         elif name in order.before or name in order.after:
-            found.append((name, module, name in order.before))
+            modules.append((name, module, name in order.before))
         else:
-            raise ModelError(_unlike(plain.config, f"it is not clear where {name} is used"))
-    return found
+            raise ModelError(_explain(plain.config, f"it is not clear where {name} is used"))
+    return modules
 
 
-def _borrow(head: nn.Linear) -> Tensor:
+def _detach_head(head: nn.Linear) -> Tensor:
     """Replace the output layer's weight by a plain tensor, which the engine ignores; return it."""
     weight = head.weight
-    borrowed = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
+    tied_copy = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight
-    head.weight = borrowed
-    return borrowed
+    head.weight = tied_copy
+    return tied_copy
 
 
 @functools.cache
 @torch.no_grad()
-def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
+def require_equal_outputs(family: Family, blocks: tuple[int, ...]) -> None:
     """Check that a small copy has bitwise equal hidden states with and without stages.
 
     Raises:
@@ -332,13 +333,13 @@ def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
     hidden: Tensor | None = None
     for number in range(len(blocks)):
         part = family.copy(packed=True)
-        stage = _cut(part, find_order(family), number=number, blocks=blocks)
-        if stage.inlet is not None:
-            stage.inlet.received = hidden
+        stage = _build(part, find_module_order(family), number=number, blocks=blocks)
+        if stage.stage_input is not None:
+            stage.stage_input.received = hidden
         hidden = small_hidden_states(part)
     if hidden is None or not torch.equal(hidden, expected):
-        raise ModelError(_unlike(family.settings, "their blocks read more than hidden states"))
+        raise ModelError(_explain(family.settings, "their blocks read more than hidden states"))
 
 
-def _unlike(settings: PreTrainedConfig, reason: str) -> str:
+def _explain(settings: PreTrainedConfig, reason: str) -> str:
     return f"{settings.model_type} models can't be split into stages: {reason}; set parallel.pp 1"

@@ -41,9 +41,9 @@ from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear, wei
 from pipeline.models.forward.attention import KEY_BLOCK, Ragged
 from pipeline.models.forward.forward import base_model
 from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
-from pipeline.models.forward.vocab_parallel import divide_table, divisible_tables, rows_of
-from pipeline.models.parallel.sharding import STYLES, TensorShards, can_shard, get_layer, match
-from pipeline.models.parallel.stages import block_list
+from pipeline.models.forward.vocab_parallel import row_shard, shard_table, sharded_tables
+from pipeline.models.parallel.sharding import STYLES, TensorShards, can_shard, match, unwrap_lora
+from pipeline.models.parallel.stages import get_block_list
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
@@ -62,11 +62,11 @@ from pipeline.system.errors import ModelError, one_line
 logger = logging.getLogger(__name__)
 
 
-MIXING = ("full_attention", "sliding_attention", "chunked_attention")
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which only attention mixes tokens."""
 
 
-class OwnTokens:
+class SequenceParallel:
     """Runs the blocks of a model on this process's tokens; its methods are hooks.
 
     Args:
@@ -76,106 +76,106 @@ class OwnTokens:
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
         self._plain, self._group = plain, group
-        self._list, blocks = block_list(plain)
+        self._list, blocks = get_block_list(plain)
         self.prefix = f"{self._list}."
         """Prefix of the names of modules in the blocks."""
-        self._fed: set[str] = set()
+        self._gathering: set[str] = set()
         self._tokens = 0
         """Number of tokens in the current block's row."""
         for block in blocks:
-            block.register_forward_pre_hook(self._begin, with_kwargs=True)
-            block.register_forward_hook(self._end)
+            block.register_forward_pre_hook(self._before_block, with_kwargs=True)
+            block.register_forward_hook(self._after_block)
 
-    def feed(self, name: str) -> None:
+    def gather_input(self, name: str) -> None:
         """Gather the tokens of all processes as the input of a column-parallel layer.
 
         They are gathered for the layer's parent module, whose code may use the row's length; the
         block itself continues with its own tokens.
         """
         owner = name.rpartition(".")[0]
-        place = name if owner.rpartition(".")[0] == self._list else owner
-        if place not in self._fed:
-            self._fed.add(place)
-            module = self._plain.get_submodule(place)
+        target = name if owner.rpartition(".")[0] == self._list else owner
+        if target not in self._gathering:
+            self._gathering.add(target)
+            module = self._plain.get_submodule(target)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
 
-    def _begin(
+    def _before_block(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        hidden, layout = _hidden(args, kwargs), kwargs.get("ragged")
-        if block is self._present()[0]:
+        hidden, layout = _get_hidden(args, kwargs), kwargs.get("ragged")
+        if block is self._local_blocks()[0]:
             self._tokens = hidden.shape[-2]
-            return _replaced(args, kwargs, split_tokens(hidden, self._group))
+            return _replace_hidden(args, kwargs, split_tokens(hidden, self._group))
         is_row = isinstance(layout, Ragged)
         self._tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
         return None
 
-    def _end(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+    def _after_block(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
         hidden = output[0] if isinstance(output, tuple) else output
-        runs_again = block.training and getattr(block, "gradient_checkpointing", False)
-        if runs_again and hidden.requires_grad:
-            hidden.register_hook(partial(self._begin_again, self._tokens))
-        if block is not self._present()[-1]:
+        is_recomputed = block.training and getattr(block, "gradient_checkpointing", False)
+        if is_recomputed and hidden.requires_grad:
+            hidden.register_hook(partial(self._before_recomputation, self._tokens))
+        if block is not self._local_blocks()[-1]:
             return output
-        whole = join_tokens(hidden, self._tokens, self._group)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        full = join_tokens(hidden, self._tokens, self._group)
+        return (full, *output[1:]) if isinstance(output, tuple) else full
 
-    def _begin_again(self, tokens: int, _gradient: Tensor) -> None:
+    def _before_recomputation(self, tokens: int, _gradient: Tensor) -> None:
         """Prepare for the recomputation of a block, which runs without its hooks."""
         self._tokens = tokens
 
     def _gather(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        full = gather_tokens(_hidden(args, kwargs), self._tokens, self._group)
-        return _replaced(args, kwargs, full)
+        full = gather_tokens(_get_hidden(args, kwargs), self._tokens, self._group)
+        return _replace_hidden(args, kwargs, full)
 
-    def _present(self) -> list[nn.Module]:
+    def _local_blocks(self) -> list[nn.Module]:
         """The blocks of this pipeline stage."""
         blocks = cast("nn.ModuleList", self._plain.get_submodule(self._list))
-        return [each for each in blocks if isinstance(each, GradientCheckpointingLayer)]
+        return [block for block in blocks if isinstance(block, GradientCheckpointingLayer)]
 
 
-def why_not(plain: PreTrainedModel, size: int) -> str | None:
+def unsupported_reason(plain: PreTrainedModel, size: int) -> str | None:
     """Return the reason why tokens can't be sharded over `size` processes; None if they can."""
-    kind = plain.config.model_type
+    family = plain.config.model_type
     settings = plain.config.get_text_config()
-    others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(MIXING))
+    others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(ATTENTION_TYPES))
     if others:
-        return f"{kind} models have layers of type {others[0]}, which may mix tokens"
+        return f"{family} models have layers of type {others[0]}, which may mix tokens"
     if getattr(plain, "_is_stateful", False):
-        return f"layers of {kind} models carry state between tokens"
+        return f"layers of {family} models carry state between tokens"
     if KEY_BLOCK % size and not how_to_run(plain).packed:
         return (
-            f"{kind} models are padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
+            f"{family} models are padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
             " divide"
         )
     try:
-        block_list(plain)
+        get_block_list(plain)
     except ModelError:
-        return f"{kind} models have their blocks in several lists"
+        return f"{family} models have their blocks in several lists"
     return None
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _get_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states that a module of a block is given, positionally or by name."""
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _replaced(
+def _replace_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-CLOSE = 1e-3
+TOLERANCE = 1e-3
 """Tolerance of the relative distance in fp32, which is about 1 if a sum is missing."""
 
 NOISE = 1e-6
 """Fraction of the gradient that may be rounding error, as for the biases of keys."""
 
 
-def mismatch(
+def find_mismatch(
     model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
 ) -> str | None:
     """Return the reason why a model of this family can't be trained sharded; None if it can.
@@ -189,16 +189,16 @@ def mismatch(
         sequence: whether hidden states are sharded too.
     """
     family, packed = Family.of(model, heads=2 * group.size), how_to_run(model).packed
-    whole, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
+    full, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
     try:
-        tables = divisible_tables(sharded, group.size, least=0) if shards_tables else []
-        divide(sharded, group, tables, sequence=sequence)
-        expected, output = small_hidden_states(whole), small_hidden_states(sharded)
+        tables = sharded_tables(sharded, group.size, min_rows=0) if shards_tables else []
+        shard_model(sharded, group, tables, sequence=sequence)
+        expected, output = small_hidden_states(full), small_hidden_states(sharded)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
         for each in (expected, output):
             (each * weights.to(each)).sum().backward()
-        reason = _different_gradient(whole, sharded, group)
-        if not _close(output.detach(), expected.detach()):
+        reason = _find_different_gradient(full, sharded, group)
+        if not _is_close(output.detach(), expected.detach()):
             reason = "the sharded output differs"
     except Exception as error:  # noqa: BLE001  # its code may raise anything
         reason = f"their code failed ({one_line(error)})"
@@ -206,24 +206,24 @@ def mismatch(
     return reasons[0] if reasons else None
 
 
-def _different_gradient(whole: nn.Module, sharded: nn.Module, group: Group) -> str | None:
+def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) -> str | None:
     """The first parameter whose gradient, summed over processes, differs from the full copy's."""
-    norms = [param.grad.norm() for param in whole.parameters() if param.grad is not None]
+    norms = [param.grad.norm() for param in full.parameters() if param.grad is not None]
     noise = NOISE * torch.stack(norms).norm()
     names: list[str] = []
-    for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+    for (name, param), other in zip(sharded.named_parameters(), full.parameters(), strict=True):
         if param.grad is None or other.grad is None:
             continue
-        own, part = param.grad.flatten(), get_shard(param)
-        stretch = (param, 0, slice(0, own.numel()))
-        found = reduce_gradient(own, get_role(param), group, [stretch]).view(param.shape)
-        if not _close(found, other.grad if part is None else part.spec.extract(other.grad), noise):
+        local, part = param.grad.flatten(), get_shard(param)
+        span = (param, 0, slice(0, local.numel()))
+        gradient = reduce_gradient(local, get_role(param), group, [span]).view(param.shape)
+        if not _is_close(gradient, other.grad if part is None else part.spec.extract(other.grad), noise):
             names.append(name)
     return f"the gradient of {names[0]} differs" if names else None
 
 
-def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
-    return bool((found - expected).norm() <= CLOSE * expected.norm() + noise)
+def _is_close(actual: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
+    return bool((actual - expected).norm() <= TOLERANCE * expected.norm() + noise)
 
 
 SETTING = "parallel.tp"
@@ -232,7 +232,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 """Entry in `transformers` plans for replicated weights used with a process's heads only."""
 
 
-def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
+def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     """Keep only this process's shard of each layer of a model. A collective.
 
     Parameters keep their names. Only the shards of weights that are not loaded yet are read. With
@@ -246,30 +246,30 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
         return
     plain = base_model(model)
     _list_shards(plain, group)  # report its errors before those of a copy
-    tables = divisible_tables(plain, group.size)
-    differs = functools.partial(mismatch, plain, group, shards_tables=len(tables) > 0)
+    tables = sharded_tables(plain, group.size)
+    mismatch = functools.partial(find_mismatch, plain, group, shards_tables=len(tables) > 0)
     if sequence:
-        reason = why_not(plain, group.size) or differs(sequence=True)
+        reason = unsupported_reason(plain, group.size) or mismatch(sequence=True)
         if reason is not None:
             logger.info("hidden states between layers are replicated, not sharded: %s", reason)
         sequence = reason is None
     if not sequence:
-        reason = differs(sequence=False)
+        reason = mismatch(sequence=False)
         if reason is not None:
             raise ModelError(
                 f"{plain.config.model_type} models don't support tensor parallelism: {reason}; "
                 f"set parallel.tp 1"
             )
-    divide(plain, group, tables, sequence=sequence)
+    shard_model(plain, group, tables, sequence=sequence)
 
 
-def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
-    """`cut_layers` of a frozen model; a model that can't be sharded stays complete.
+def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
+    """`shard_layers` of a frozen model; a model that can't be sharded stays complete.
 
     It may be of another family than the trained model, such as an encoder without a plan.
     """
     if can_shard(model, group.size):
-        cut_layers(model, group, sequence=sequence)
+        shard_layers(model, group, sequence=sequence)
     else:
         logger.info(
             "%s models have no layers that %d processes can share: each process has a full copy",
@@ -278,25 +278,25 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
         )
 
 
-def divide(
+def shard_model(
     plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
 ) -> None:
-    """`cut_layers` without a check of the family; `tables` are sharded too."""
+    """`shard_layers` without a check of the family; `tables` are sharded too."""
     shards = _list_shards(plain, group)
     _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
-    _divide(plain, shards, sequence=sequence)
-    _divide_tables(tables, group)
+    _shard_modules(plain, shards, sequence=sequence)
+    _shard_tables(tables, group)
 
 
-def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
+def shard_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     """Keep one process's shard of each layer of a model on the meta device.
 
     Raises:
         ConfigError: the layers of the model can't be sharded this way.
     """
     plain, group = base_model(model), Group(0, tuple(range(size)))
-    by_tokens = sequence and why_not(plain, size) is None
-    divide(plain, group, divisible_tables(plain, size), sequence=by_tokens)
+    shards_tokens = sequence and unsupported_reason(plain, size) is None
+    shard_model(plain, group, sharded_tables(plain, size), sequence=shards_tokens)
 
 
 def _partial_parameters(
@@ -309,37 +309,37 @@ def _partial_parameters(
     """
     names = {name.replace(".base_layer.", ".") for name, _ in plain.named_parameters()}
     if sequence:
-        blocks, _ = block_list(plain)
+        blocks, _ = get_block_list(plain)
         return {name for name in names if name.startswith(f"{blocks}.")}
     styles = shards.plan.styles
     return {name for name in names if match(styles, name.rpartition(".")[0]) == PARTIAL}
 
 
 def _list_shards(plain: PreTrainedModel, group: Group) -> TensorShards:
-    return TensorShards(plain, group, setting=SETTING, divides_head=False)
+    return TensorShards(plain, group, setting=SETTING, shards_head=False)
 
 
-def _divide(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
-    group, branches = shards.tp_group, dict[str, _Branch]()
-    tokens = OwnTokens(plain, group) if sequence else None
+def _shard_modules(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
+    group, shared_inputs = shards.tp_group, dict[str, _SharedInput]()
+    tokens = SequenceParallel(plain, group) if sequence else None
     for name, kind in shards.styles.items():
         module, style = plain.get_submodule(name), STYLES[kind]
-        bias = _cut_layer(shards, name, module)
-        if style.splits:
+        bias = _shard_layer(shards, name, module)
+        if style.splits_input:
             module.register_forward_pre_hook(
                 lambda _module, args: (split_over_group(args[0], group),)
             )
-        if style.joins:
-            module.register_forward_hook(lambda *given: join_over_group(given[-1], group))  # pyrefly: ignore[bad-argument-type]
+        if style.gathers_output:
+            module.register_forward_hook(lambda *inputs: join_over_group(inputs[-1], group))  # pyrefly: ignore[bad-argument-type]
         own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
-        if style.by_outputs and own is not None:
-            own.feed(name)
-        elif style.by_outputs:
+        if style.is_colwise and own is not None:
+            own.gather_input(name)
+        elif style.is_colwise:
             owner = name.rpartition(".")[0]
-            branches.setdefault(owner, _Branch(group)).feeds(module)
+            shared_inputs.setdefault(owner, _SharedInput(group)).add_layer(module)
         else:
-            total = sum_over_group if own is None else reduce_scatter_tokens
-            module.register_forward_hook(_summing(partial(total, group=group), bias))
+            fn = sum_over_group if own is None else reduce_scatter_tokens
+            module.register_forward_hook(_sum_hook(partial(fn, group=group), bias))
     shards.narrow()
 
 
@@ -354,81 +354,81 @@ def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
                 mark_partial(cast("Tensor", adapter["default"].weight))
 
 
-def _divide_tables(tables: list[nn.Module], group: Group) -> None:
+def _shard_tables(tables: list[nn.Module], group: Group) -> None:
     """Keep this process's rows of embedding and output layer, once if they are tied."""
-    made = dict[int, nn.Parameter]()
+    replaced = dict[int, nn.Parameter]()
     for module in tables:
         weight = cast("nn.Parameter", module.weight)
-        rows, known = weight.shape[0], id(weight)
-        specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
-        if known in made:
-            setattr(module, "weight", made[known])  # noqa: B010  # inferred as a Tensor
+        rows, key = weight.shape[0], id(weight)
+        specs = tuple(row_shard(module, rank, group.size) for rank in range(group.size))
+        if key in replaced:
+            setattr(module, "weight", replaced[key])  # noqa: B010  # inferred as a Tensor
         else:
-            _replace(module, "weight", specs, group)
-            made[known] = module.get_parameter("weight")
+            _set_shard(module, "weight", specs, group)
+            replaced[key] = module.get_parameter("weight")
         if getattr(module, "bias", None) is not None:
-            _replace(module, "bias", specs, group)
-        divide_table(module, rows, group)
+            _set_shard(module, "bias", specs, group)
+        shard_table(module, rows, group)
 
 
-def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
+def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
     """Keep this process's shard of a layer and its adapter; return the layer if it omits its bias.
 
     A row-parallel layer no longer adds its bias: it must be added once, after the sum.
     """
-    layer = cast("LinearLayer", get_layer(module))
-    by_outputs = STYLES[shards.styles[name]].by_outputs
-    specs = _cut(layer, "weight", shards, name)
+    layer = cast("LinearLayer", unwrap_lora(module))
+    is_colwise = STYLES[shards.styles[name]].is_colwise
+    specs = _shard(layer, "weight", shards, name)
     has_bias = layer.bias is not None
-    if has_bias and by_outputs:
-        _cut(layer, "bias", shards, name)
+    if has_bias and is_colwise:
+        _shard(layer, "bias", shards, name)
     elif has_bias:
-        object.__setattr__(layer, "forward", functools.partial(_product, layer))
+        object.__setattr__(layer, "forward", functools.partial(_matmul, layer))
     if isinstance(module, LoraLayer):
-        _cut_adapter(shards, module, specs, by_outputs=by_outputs)
-    return layer if has_bias and not by_outputs else None
+        _shard_adapter(shards, module, specs, is_colwise=is_colwise)
+    return layer if has_bias and not is_colwise else None
 
 
-def _cut_adapter(
-    shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
+def _shard_adapter(
+    shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, is_colwise: bool
 ) -> None:
     """Keep this process's shard of an adapter, sharded like its layer by `specs`.
 
     One matrix is replicated; each process has a partial gradient of it.
     """
     down, up = module.lora_A["default"], module.lora_B["default"]
-    cut, whole = (up, down) if by_outputs else (down, up)
-    of_cut = tuple(replace(spec, dim=0 if by_outputs else 1) for spec in specs)
-    _replace(cut, "weight", of_cut, shards.tp_group)
-    mark_partial(cast("Tensor", whole.weight))
+    sharded, replicated = (up, down) if is_colwise else (down, up)
+    adapter_specs = tuple(replace(spec, dim=0 if is_colwise else 1) for spec in specs)
+    _set_shard(sharded, "weight", adapter_specs, shards.tp_group)
+    mark_partial(cast("Tensor", replicated.weight))
 
 
-def _cut(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
+def _shard(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
     is_weight = leaf == "weight"
     shape = weight_shape(layer) if is_weight else layer.get_parameter(leaf).shape
-    found = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
-    specs = tuple(spec for spec in found if spec is not None)
+    candidates = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
+    specs = tuple(spec for spec in candidates if spec is not None)
     if isinstance(layer, QuantizedLinear) and is_weight:
         layer.cut(ParamShard(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
     else:
-        _replace(layer, leaf, specs, shards.tp_group)
+        _set_shard(layer, leaf, specs, shards.tp_group)
     return specs
 
 
-def _replace(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
+def _set_shard(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:
     """Replace a layer's parameter with this process's shard of it."""
     shape = layer.get_parameter(leaf).shape
     replace_by_shard(layer, leaf, ParamShard(shape, specs, group.rank))
 
 
-def _product(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+def _matmul(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """Return the output of a layer without its bias."""
     if isinstance(layer, QuantizedLinear):
         return layer.product(values)
     return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
 
 
-class _Branch:
+class _SharedInput:
     """Column-parallel layers of one module with the same input.
 
     Their input passes through one copy, so that its gradients are added locally before they are
@@ -437,32 +437,32 @@ class _Branch:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._layers = self._left = 0
-        self._given: Tensor | None = None
+        self._layers = self._remaining = 0
+        self._input: Tensor | None = None
         self._copied: Tensor | None = None
 
-    def feeds(self, layer: nn.Module) -> None:
+    def add_layer(self, layer: nn.Module) -> None:
         """Make a layer read the copied input."""
         layer.register_forward_pre_hook(self._copy)
         self._layers += 1
 
     def _copy(self, _layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        given, *rest = args
-        if given is not self._given or self._copied is None:
-            self._given, self._left = given, self._layers
-            self._copied = copy_to_group(given, self._group)
+        inputs, *rest = args
+        if inputs is not self._input or self._copied is None:
+            self._input, self._remaining = inputs, self._layers
+            self._copied = copy_to_group(inputs, self._group)
         copied = self._copied
-        self._left -= 1
-        if self._left == 0:
-            self._given = self._copied = None
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._input = self._copied = None
         return (copied, *rest)
 
 
-def _summing(total: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
+def _sum_hook(fn: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
     """Return a hook that sums the outputs of a layer, and adds its bias once."""
 
     def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        summed = total(output)
+        summed = fn(output)
         return summed if biased is None else summed + biased.get_parameter("bias")
 
     return hook

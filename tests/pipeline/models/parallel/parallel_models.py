@@ -15,8 +15,8 @@ from pipeline.engine.sharding.tensor_parallel import get_role, get_shard
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy
 from pipeline.models.forward.packing import how_to_run
-from pipeline.models.forward.vocab_parallel import LARGE, words_of
-from pipeline.models.parallel.tensor_parallel import cut_layers
+from pipeline.models.forward.vocab_parallel import LARGE, get_vocab_range
+from pipeline.models.parallel.tensor_parallel import shard_layers
 from pipeline.parallel.mesh import Mesh, current_mesh
 from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
 from tests.pipeline.engine.inspection import get_gradients
@@ -65,9 +65,9 @@ def compute_results(
         model.set_attn_implementation("ragged")
     trained = model if lora is None else add_random_adapters(model, lora)
     mesh = mesh or current_mesh()
-    cut_layers(trained, mesh.tensor, sequence=sequence)
+    shard_layers(trained, mesh.tensor, sequence=sequence)
     is_large = mesh.tensor.size > 1 and model.config.vocab_size >= LARGE
-    assert (words_of(model.get_output_embeddings()) is not None) == is_large
+    assert (get_vocab_range(model.get_output_embeddings()) is not None) == is_large
     engine = Engine(
         Policy(trained),
         TrainedModelConfig(),

@@ -11,7 +11,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.forward.attention import RAGGED
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.forward.packing import how_to_run
-from pipeline.models.parallel.stages import Stage, StageModule, cut_stage, find_blocks
+from pipeline.models.parallel.stages import PipelineStage, StageModule, balance_blocks, build_stage
 from pipeline.models.passes import StagedPasses, StagedScorer
 from pipeline.parallel.group import SELF_GROUP
 from pipeline.system.errors import ConfigError, ModelError
@@ -41,15 +41,13 @@ def batch() -> TokenBatch:
 def test_pipeline_of_one_stage_scores_all_labels(labels: int) -> None:
     model = tiny_classifier("llama", vocab_size=VOCAB)
     model.config.num_labels, model.score = labels, nn.Linear(model.config.hidden_size, labels)
-    scorer = Scorer(model)
-    passes = StagedPasses(
-        Engine(scorer, settings(0, max_norm=None), total_steps=1), Stage(), SELF_GROUP
-    )
+    engine = Engine(Scorer(model), settings(0, max_norm=None), total_steps=1)
+    passes = StagedPasses(engine, PipelineStage(), SELF_GROUP)
 
     with torch.no_grad():
         scores = StagedScorer(passes, model)(batch(), labels=True)
         assert scores.shape == (16, labels)
-        assert torch.equal(scores, scorer(batch(), labels=True))
+        assert torch.equal(scores, engine.model(batch(), labels=True))
 
 
 @pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
@@ -63,11 +61,11 @@ def test_stages_of_packed_families_match_the_full_model(family: str) -> None:
     hidden: Tensor | None = None
     for number in range(3):
         stage_model = copy.deepcopy(model)
-        stage = cut_stage(stage_model, number=number, blocks=[1, 1, 1])
+        stage = build_stage(stage_model, number=number, blocks=[1, 1, 1])
         stage_names += [name for name, _ in stage_model.named_parameters()]
-        assert stage.is_first == (stage.inlet is None)
-        if stage.inlet is not None:
-            stage.inlet.received = hidden
+        assert stage.is_first == (stage.stage_input is None)
+        if stage.stage_input is not None:
+            stage.stage_input.received = hidden
         with torch.no_grad():
             if stage.is_last:
                 logprobs = Policy(stage_model, kernels="off")(batch()).logprobs
@@ -80,11 +78,11 @@ def test_stages_of_packed_families_match_the_full_model(family: str) -> None:
 
 def test_splitting_a_padded_family_raises() -> None:
     with pytest.raises(ModelError, match=r"^falcon models run padded.*; set parallel.pp 1$"):
-        cut_stage(tiny_causal_lm("falcon"), number=0, blocks=[1, 1])
+        build_stage(tiny_causal_lm("falcon"), number=0, blocks=[1, 1])
 
 
 def test_blocks_are_balanced_over_stages() -> None:
     model = make_model("llama", blocks=5)
-    assert find_blocks(model, 2) == [3, 2]
+    assert balance_blocks(model, 2) == [3, 2]
     with pytest.raises(ConfigError, match="is more than the 5 blocks"):
-        find_blocks(model, 6)
+        balance_blocks(model, 6)

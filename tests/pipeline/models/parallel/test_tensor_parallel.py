@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.models.parallel.tensor_parallel import _different_gradient
+from pipeline.models.parallel.tensor_parallel import _find_different_gradient
 from pipeline.parallel.group import SELF_GROUP
 from pipeline.parallel.mesh import split_mesh
 from tests.distributed import run_ranks
@@ -66,7 +66,7 @@ def test_first_parameter_with_a_different_gradient_is_reported() -> None:
     reports: list[str | None] = []
     for name, change in changes.items():
         sharded.get_parameter(name).grad.copy_(full.get_parameter(name).grad + change)
-        reports.append(_different_gradient(full, sharded, SELF_GROUP))
+        reports.append(_find_different_gradient(full, sharded, SELF_GROUP))
 
     differ = [f"the gradient of {name} differs" for name in ("1.weight", "0.weight")]
     assert reports == [None, None, *differ]
