@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.cli.options import run_main
-from pipeline.models.forward.forward import Scorer, base_model, reads_whole
+from pipeline.models.forward.forward import Scorer, base_model, is_encoder
 from pipeline.models.passes import get_scorer, make_passes
 from pipeline.models.trained import limit_to_context, prepare_classifier
 from pipeline.parallel.device import local_device
@@ -120,7 +120,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         name="reward model",
     )
     config = limit_to_context(config, config.model)
-    if labels.kind == "steps" and reads_whole(base_model(model)):
+    if labels.kind == "steps" and is_encoder(base_model(model)):
         raise ModelError(
             f"reward.model.path {config.model.path} is an encoder, which can't score steps; start"
             " from a language model"

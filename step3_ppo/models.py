@@ -30,8 +30,8 @@ from pipeline.models.forward.forward import (
     Scorer,
     base_model,
     context_length,
+    is_encoder,
     is_ragged,
-    reads_whole,
 )
 from pipeline.models.forward.scores import require_score, response_scores
 from pipeline.models.hf.chat import decode_response, require_same_chat, same_chat_format
@@ -349,7 +349,7 @@ def load_critic(
     if not config.has_critic:
         return None
     critic = prepare_classifier(config.critic, tokenizer, device=local_device(), seed=config.seed)
-    if reads_whole(base_model(critic)):
+    if is_encoder(base_model(critic)):
         raise ModelError(
             f"ppo.critic.path {config.critic.path} is an encoder, but a critic needs a value at"
             " each token; set ppo.critic.path to step 1's output, or choose a --method without a"

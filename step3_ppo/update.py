@@ -411,11 +411,11 @@ def _distillation_loss(
         settings = {"beta": config.gkd_beta, "temperature": config.temperature}
         with torch.enable_grad():
             return models.actor(
-                batch, read=lambda *x: gkd_loss(Logits(*x), teacher, targets, weights, **settings)
+                batch, fn=lambda *x: gkd_loss(Logits(*x), teacher, targets, weights, **settings)
             )
 
     with evaluating(engine.model):
-        loss, logprobs, reverse_kl = engine(batch, read=lambda *x: compare(Logits(*x)))
+        loss, logprobs, reverse_kl = engine(batch, fn=lambda *x: compare(Logits(*x)))
     counted = minibatch.counted
     metrics = {"policy_loss": loss.detach(), "reverse_kl": (reverse_kl * counted).sum()}
     return loss, metrics | _ratio_metrics(logprobs, minibatch)

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pipeline.models.forward.packing import how_to_run, small_copy, small_settings
+from pipeline.models.forward.packing import detect_batching, small_copy, small_settings
 
 ALL_FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -178,7 +178,7 @@ def classify(family: str) -> tuple[str, str]:
     """The family's heading and reason in docs/models.md."""
     if family in UNSUPPORTED:
         return NOT_LOADED, UNSUPPORTED[family]
-    run = how_to_run(tiny_model(family))
+    run = detect_batching(tiny_model(family))
     if not run.causal:
         return NOT_LOADED, _NOT_CAUSAL
     if run.packed:

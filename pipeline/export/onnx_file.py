@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from pipeline.config import FrozenModelConfig
 from pipeline.export.source import Source, copy_settings
 from pipeline.export.verify import compare_outputs
-from pipeline.models.forward.forward import Backbone, reads_whole, score_head
+from pipeline.models.forward.forward import Backbone, is_encoder, score_head
 from pipeline.models.hf.load import load_causal_lm, load_classifier
 from pipeline.system.errors import ModelError, is_out_of_memory, one_line
 
@@ -88,7 +88,7 @@ class ClassifierGraph(nn.Module):
     def _logits(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"]
     ) -> Float[Tensor, "B C"]:
-        if reads_whole(self.model):
+        if is_encoder(self.model):
             return self.model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
         backbone = cast("Backbone", self.model.base_model)
         hidden = backbone(

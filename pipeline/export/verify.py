@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from pipeline.config import FrozenModelConfig
 from pipeline.demo.task import corpus
-from pipeline.models.forward.packing import how_to_run
+from pipeline.models.forward.packing import detect_batching
 from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ModelError
 
@@ -86,7 +86,7 @@ def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids, mask) batches, each (B, T), of English text; causal models get left padding too."""
     tokenizer = load_tokenizer(FrozenModelConfig(path=model.config.name_or_path))
     text = iter(tokenizer.encode(" ".join(corpus()[::40]), add_special_tokens=False))
-    sides = ("right", "left") if how_to_run(model).causal else ("right",)
+    sides = ("right", "left") if detect_batching(model).causal else ("right",)
     for lengths in LENGTHS:
         for side in sides:
             shape = len(lengths), max(lengths)

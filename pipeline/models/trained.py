@@ -12,7 +12,7 @@ from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedMode
 from pipeline.demo.model import CONTEXT
 from pipeline.models.adapters.lora import Task, add_lora
 from pipeline.models.adapters.quantized import quantize_model
-from pipeline.models.forward.forward import positions
+from pipeline.models.forward.forward import max_positions
 from pipeline.models.hf.chat import untrained_tokens_error
 from pipeline.models.hf.load import (
     add_tokens,
@@ -106,7 +106,7 @@ def get_context(config: FrozenModelConfig) -> int:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} has no readable configuration: {error}") from error
-    return positions(settings)
+    return max_positions(settings)
 
 
 def limit_to_context(config: StepT, model: FrozenModelConfig) -> StepT:

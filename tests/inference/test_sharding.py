@@ -15,7 +15,7 @@ from inference.replica import Replica
 from inference.tensor_parallel import Sharding, kv_heads_here
 from pipeline.config import LoraConfig
 from pipeline.models.adapters.lora import add_lora
-from pipeline.models.forward.packing import how_to_run
+from pipeline.models.forward.packing import detect_batching
 from pipeline.models.parallel.stages import build_stage
 from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import current_mesh
@@ -60,7 +60,7 @@ def make_replica(model: PreTrainedModel, size: int) -> PreTrainedModel:
 
 def make_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
     model = tiny_causal_lm(family, **changes)
-    if how_to_run(model).packed:
+    if detect_batching(model).packed:
         model.set_attn_implementation("ragged")
     return model
 

@@ -36,22 +36,22 @@ from pipeline.parallel.device import to_device
 logger = logging.getLogger(__name__)
 
 
-FORMATS = (torch.bfloat16, torch.float16)
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
-LARGEST = 256
+MAX_HEAD_SIZE = 256
 """Largest head size of `varlen_attn`."""
 
 VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters.keys()
 """Parameters of `varlen_attn`; in torch 2.11 it supports neither grouped queries nor split keys."""
 
 
-def varlen_runs(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> bool:
+def supports_varlen(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> bool:
     """True if `varlen_attention` supports these heads, and their gradients if needed."""
     size = query.shape[-1]
-    fits = size <= LARGEST and size % 8 == 0 and value.shape[-1] == size
-    if not (query.is_cuda and query.dtype in FORMATS and fits) or dropout:
+    fits = size <= MAX_HEAD_SIZE and size % 8 == 0 and value.shape[-1] == size
+    if not (query.is_cuda and query.dtype in VARLEN_DTYPES and fits) or dropout:
         return False
-    return _varlen_works(query.device, query.dtype, size, query.shape[1] // key.shape[1])
+    return _probe_varlen(query.device, query.dtype, size, query.shape[1] // key.shape[1])
 
 
 class Keys(NamedTuple):
@@ -89,18 +89,18 @@ def varlen_attention(
         scaling: factor of the scores; by default head size ** -0.5.
         sliding_window: number of tokens each token attends to, including itself; None has no limit.
     """
-    query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     if keys is not None:
         key, value = key[keys.index], value[keys.index]
     key_bounds, longest_keys = (bounds, longest) if keys is None else keys[1:]
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if "num_splits" in VARLEN_OPTIONS:
-        more["num_splits"] = 1  # bitwise independent of the rest of the batch
+        options["num_splits"] = 1  # bitwise independent of the rest of the batch
     if "enable_gqa" in VARLEN_OPTIONS:
-        more["enable_gqa"] = query.shape[1] != key.shape[1]
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
         shared_by = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+        key, value = (heads.repeat_interleave(shared_by, dim=1) for heads in (key, value))
     attended: Any = varlen_attn(
         query,
         key,
@@ -111,7 +111,7 @@ def varlen_attention(
         longest_keys,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **more,
+        **options,
     )
     return attended.unsqueeze(0)
 
@@ -122,7 +122,7 @@ def compute_bounds(lengths: Sequence[int]) -> Tensor:
 
 
 @functools.cache
-def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) -> bool:
+def _probe_varlen(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) -> bool:
     """Whether a small call of `varlen_attention` succeeds, forward and backward."""
     lengths = (5, 33)
     try:
@@ -133,7 +133,7 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
                 for count in (2 * shared_by, 2, 2)
             ]
             out = varlen_attention(
-                *(each.requires_grad_() for each in heads),
+                *(head.requires_grad_() for head in heads),
                 bounds=compute_bounds(lengths).to(device),
                 longest=max(lengths),
                 scaling=None,
@@ -147,45 +147,45 @@ def _varlen_works(device: torch.device, dtype: torch.dtype, size: int, shared_by
     return True
 
 
-def unpad(padded: Float[Tensor, "P ..."], place: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
-    """Remove padding: row n is at `place[n]`; padding gets a zero gradient."""
-    return _Unpad.apply(padded, place)
+def unpad(padded: Float[Tensor, "P ..."], index: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
+    """Remove padding: row n is at `index[n]`; padding gets a zero gradient."""
+    return _Unpad.apply(padded, index)
 
 
 class _Unpad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, place: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, padded: Tensor, index: Tensor) -> Tensor:  # noqa: ANN401
         ctx.padded = len(padded)
-        ctx.save_for_backward(place)
-        return padded.index_select(0, place)
+        ctx.save_for_backward(index)
+        return padded.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        (place,) = ctx.saved_tensors
+        (index,) = ctx.saved_tensors
         padded = grad.new_zeros(ctx.padded, *grad.shape[1:])
-        return padded.index_copy_(0, place, grad), None
+        return padded.index_copy_(0, index, grad), None
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def in_order(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def run_reproducibly(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Run `attend` on these heads, with reproducible gradients if the step requires them."""
     heads = (query, key, value)
-    wanted = query.is_cuda and torch.is_deterministic_algorithms_warn_only_enabled()
-    if wanted and torch.is_grad_enabled() and any(each.requires_grad for each in heads):
-        return _OneOrder.apply(attend, *heads)
+    is_required = query.is_cuda and torch.is_deterministic_algorithms_warn_only_enabled()
+    if is_required and torch.is_grad_enabled() and any(head.requires_grad for head in heads):
+        return _ReproducibleBackward.apply(attend, *heads)
     return attend(*heads)
 
 
-class _OneOrder(torch.autograd.Function):
+class _ReproducibleBackward(torch.autograd.Function):
     """Attention whose backward pass raises rather than run a nondeterministic operator."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401
         with torch.enable_grad():
-            ctx.heads = [each.detach().requires_grad_(each.requires_grad) for each in heads]
+            ctx.heads = [head.detach().requires_grad_(head.requires_grad) for head in heads]
             ctx.out = attend(*ctx.heads)
         return ctx.out.detach()
 
@@ -195,14 +195,14 @@ class _OneOrder(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         grad: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        learning = [each for each in ctx.heads if each.requires_grad]
+        inputs = [head for head in ctx.heads if head.requires_grad]
         torch.use_deterministic_algorithms(mode=True, warn_only=False)
         try:
-            found = iter(torch.autograd.grad(ctx.out, learning, grad))
+            gradients = iter(torch.autograd.grad(ctx.out, inputs, grad))
         finally:
             torch.use_deterministic_algorithms(mode=True, warn_only=True)
         del ctx.out  # frees its graph
-        return (None, *(next(found) if each.requires_grad else None for each in ctx.heads))
+        return (None, *(next(gradients) if head.requires_grad else None for head in ctx.heads))
 
 
 RAGGED = "ragged"
@@ -211,7 +211,7 @@ KEY_BLOCK = 32
 """Attention reads keys in multiples of this number, in training and in generation."""
 
 
-class LostLayoutError(RuntimeError):
+class MissingLayoutError(RuntimeError):
     """A packed batch reached a layer that does not receive its sequence boundaries."""
 
 
@@ -250,7 +250,7 @@ class Padded:
     source: Int[Tensor, " P"]
     """Index in the row of each padded token; padding repeats the sequence's last token."""
 
-    place: Int[Tensor, " N"]
+    index: Int[Tensor, " N"]
     """Index among the padded tokens of each token of the row."""
 
     def split(self, padded: Shaped[Tensor, "P ..."]) -> list[Shaped[Tensor, "_B _T ..."]]:
@@ -280,10 +280,10 @@ class Ragged:
         self.kernels: Kernels = kernels
         self.lengths = tuple(lengths)
         self.continues = tuple(continues) or (None,) * len(self.lengths)
-        before = [0 if index is None else lengths[index] for index in self.continues]
-        self.key_lengths = tuple(map(sum, zip(lengths, before, strict=True)))
+        starts = [0 if index is None else lengths[index] for index in self.continues]
+        self.key_lengths = tuple(map(sum, zip(lengths, starts, strict=True)))
         positions = [
-            torch.arange(first, last) for first, last in zip(before, self.key_lengths, strict=True)
+            torch.arange(first, last) for first, last in zip(starts, self.key_lengths, strict=True)
         ]
         self.positions = to_device(torch.cat(positions), device)
         self.device = device
@@ -303,8 +303,8 @@ class Ragged:
         On a GPU in 16 bits, one call computes all sequences if `varlen_attn` supports it. Otherwise
         each has its own call: padding them to a common length takes longer than the attention.
         """
-        if self.kernels != "off" and varlen_runs(query, key, value, dropout=dropout):
-            together = partial(
+        if self.kernels != "off" and supports_varlen(query, key, value, dropout=dropout):
+            attend_all = partial(
                 varlen_attention,
                 bounds=self._bounds,
                 longest=max(self.lengths),
@@ -312,34 +312,34 @@ class Ragged:
                 scaling=scaling,
                 sliding_window=sliding_window,
             )
-            return in_order(together, query, key, value)
+            return run_reproducibly(attend_all, query, key, value)
         attend = partial(
             attend_causally, scaling=scaling, sliding_window=sliding_window, dropout=dropout
         )
-        queries, keys, values = (each.split(self.lengths, dim=2) for each in (query, key, value))
+        queries, keys, values = (heads.split(self.lengths, dim=2) for heads in (query, key, value))
         outputs = [
-            in_order(attend, queries[index], self._read(keys, index), self._read(values, index))
-            for index in range(len(self.lengths))
+            run_reproducibly(attend, q, self._with_prefix(keys, i), self._with_prefix(values, i))
+            for i, q in enumerate(queries)
         ]
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
-    def _read(self, heads: Sequence[Tensor], index: int) -> Float[Tensor, "1 G M D"]:
+    def _with_prefix(self, heads: Sequence[Tensor], index: int) -> Float[Tensor, "1 G M D"]:
         """The keys or values that a sequence attends to."""
-        before = self.continues[index]
-        return heads[index] if before is None else torch.cat([heads[before], heads[index]], dim=2)
+        prefix = self.continues[index]
+        return heads[index] if prefix is None else torch.cat([heads[prefix], heads[index]], dim=2)
 
     @cached_property
     def _keys(self) -> "Keys | None":
         """The keys that each sequence attends to; None if each attends only to its own."""
         if self.key_lengths == self.lengths:
             return None
-        own = torch.arange(sum(self.lengths)).split(self.lengths)
-        read = [
-            each if before is None else torch.cat([own[before], each])
-            for each, before in zip(own, self.continues, strict=True)
+        indices = torch.arange(sum(self.lengths)).split(self.lengths)
+        keys = [
+            local if prefix is None else torch.cat([indices[prefix], local])
+            for local, prefix in zip(indices, self.continues, strict=True)
         ]
         bounds = to_device(compute_bounds(self.key_lengths), self.device)
-        return Keys(to_device(torch.cat(read), self.device), bounds, max(self.key_lengths))
+        return Keys(to_device(torch.cat(keys), self.device), bounds, max(self.key_lengths))
 
     @cached_property
     def _bounds(self) -> Tensor:
@@ -349,7 +349,7 @@ class Ragged:
     @cached_property
     def padded(self) -> Padded:
         """The sequences in the padded form that other models require."""
-        return _padded(similar_lengths(self.lengths), self.lengths, self.device)
+        return _pad_groups(group_by_length(self.lengths), self.lengths, self.device)
 
 
 def attend_causally(
@@ -362,10 +362,10 @@ def attend_causally(
     dropout: float = 0.0,
 ) -> Float[Tensor, "1 H T E"]:
     """Attention of the last T of a sequence's M tokens, each to all tokens up to itself."""
-    leave_out_cudnn(query)
+    disable_cudnn_attention(query)
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries
-        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+        key, value = (heads.repeat_interleave(shared_by, dim=1) for heads in (key, value))
     mask = causal_mask(query.shape[2], key.shape[2], sliding_window, query.device)
     return F.scaled_dot_product_attention(
         query,
@@ -391,7 +391,7 @@ def causal_mask(
     return mask if sliding_window is None else mask & (distance < sliding_window)
 
 
-def leave_out_cudnn(query: Tensor) -> None:
+def disable_cudnn_attention(query: Tensor) -> None:
     """Disable cuDNN's attention for the whole process, so that PyTorch can use FlashAttention.
 
     On Hopper and later GPUs PyTorch prefers cuDNN's attention, which builds a plan for each shape,
@@ -401,19 +401,19 @@ def leave_out_cudnn(query: Tensor) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Group the sequences, sorted by length, so that padding is limited (`MAX_PADDING`)."""
     by_length = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    parts: list[list[int]] = []
+    groups: list[list[int]] = []
     tokens = 0
     for row in by_length:
         tokens += lengths[row]
-        if parts and lengths[parts[-1][0]] * (len(parts[-1]) + 1) <= MAX_PADDING * tokens:
-            parts[-1].append(row)
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= MAX_PADDING * tokens:
+            groups[-1].append(row)
         else:
-            parts.append([row])
+            groups.append([row])
             tokens = lengths[row]
-    return parts
+    return groups
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -421,7 +421,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _padded(
+def _pad_groups(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> Padded:
     """Each group padded to a multiple of KEY_BLOCK."""
@@ -429,7 +429,7 @@ def _padded(
     first = sizes.cumsum(0) - sizes
     shapes: list[tuple[int, int]] = []
     source: list[Tensor] = []
-    real: list[Tensor] = []
+    is_real: list[Tensor] = []
     for rows in groups:
         size = sizes[list(rows), None]  # (B, 1)
         length = round_up(int(size.max()), KEY_BLOCK)
@@ -437,11 +437,11 @@ def _padded(
         tokens = first[list(rows), None] + torch.minimum(step, size - 1)
         shapes.append((tokens.shape[0], tokens.shape[1]))
         source.append(tokens.flatten())
-        real.append((step < size).flatten())
-    rows = torch.cat(real).nonzero().squeeze(-1)
-    of_row = torch.cat(source)
-    place = rows[of_row[rows].argsort()]
-    return Padded(shapes, to_device(of_row, device), to_device(place, device))
+        is_real.append((step < size).flatten())
+    rows = torch.cat(is_real).nonzero().squeeze(-1)
+    source_index = torch.cat(source)
+    index = rows[source_index[rows].argsort()]
+    return Padded(shapes, to_device(source_index, device), to_device(index, device))
 
 
 def ragged_attention(
@@ -462,17 +462,17 @@ def ragged_attention(
     With a layout, Q is 1.
 
     Raises:
-        LostLayoutError: a placeholder mask was passed without its layout.
+        MissingLayoutError: a placeholder mask was passed without its layout.
     """
     if ragged is None:
         _require_mask(module, query, key, attention_mask)
 
-        def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, **kwargs
             )[0]
 
-        return in_order(whole, query, key, value), None
+        return run_reproducibly(sdpa, query, key, value), None
     attended = ragged.attend(
         query,
         key,
@@ -490,7 +490,7 @@ def _require_mask(
     """Reject a one-element mask for all pairs of tokens, which is not causal."""
     pairs = query.shape[2] * key.shape[2]
     if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
-        raise LostLayoutError(f"{type(module).__name__} drops the sequence boundaries")
+        raise MissingLayoutError(f"{type(module).__name__} drops the sequence boundaries")
 
 
 AttentionInterface.register(RAGGED, ragged_attention)

@@ -63,7 +63,7 @@ class Policy(nn.Module):
         self.kernels: Kernels = kernels
         self.tile = tile
         """Maximum number of fp32 logits in memory at once; None uses the kernels' default."""
-        self._is_product: bool | None = None
+        self._has_linear_logits: bool | None = None
 
     def forward(
         self,
@@ -73,22 +73,22 @@ class Policy(nn.Module):
         entropy: bool = False,
         entropy_grad: bool = True,
         uniform: bool = False,
-        read: Callable[..., tuple[Tensor, ...]] | None = None,
+        fn: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> TokenLogprobs | tuple[Tensor, ...]:
         """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
         `entropy_grad` says that the loss includes the requested entropy; `uniform`, that the loss
-        weights all log-probabilities equally, which allows a faster computation. With `read`, the
-        result is `read(hidden states, matrix, bias)` of the output layer, or `read(logits)`.
+        weights all log-probabilities equally, which allows a faster computation. With `fn`, the
+        result is `fn(hidden states, matrix, bias)` of the output layer, or `fn(logits)`.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
         head = self._output_matrix(batch)
         vocab_shard = get_vocab_range(head)
-        if read is not None:
+        if fn is not None:
             if head is None or vocab_shard is not None:
-                return read(self._logits(batch))
-            return self.uses_head(read, self._hidden(batch), head.weight, head.bias)
+                return fn(self._logits(batch))
+            return self.uses_head(fn, self._hidden(batch), head.weight, head.bias)
         is_large_batch = head is not None and len(targets) * head.out_features > (
             self.tile or MAX_UNTILED
         )
@@ -144,11 +144,11 @@ class Policy(nn.Module):
         is_large = type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
         if get_vocab_range(head) is None and (self.kernels == "off" or not is_large):
             return None
-        if self._is_product is None:
-            self._is_product = is_product(self.model, batch)
-            if not self._is_product:
-                _say_whole(type(base_model(self.model)).__name__, self.kernels)
-        return head if self._is_product and isinstance(head, nn.Linear) else None
+        if self._has_linear_logits is None:
+            self._has_linear_logits = has_linear_logits(self.model, batch)
+            if not self._has_linear_logits:
+                _report_full_logits(type(base_model(self.model)).__name__, self.kernels)
+        return head if self._has_linear_logits and isinstance(head, nn.Linear) else None
 
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
         """Input of the output layer for each target."""
@@ -202,8 +202,8 @@ class Scorer(nn.Module):
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
         backbone = cast("Backbone", classifier.base_model)
         ragged = ragged_layout(batch, self.kernels)
-        if reads_whole(classifier):
-            return run_padded(batch, ragged, lambda inputs: whole_logits(classifier, inputs))
+        if is_encoder(classifier):
+            return run_padded(batch, ragged, lambda inputs: pooled_logits(classifier, inputs))
         if is_ragged(classifier):
             hidden = backbone(**ragged_inputs(batch, ragged))[0][0]
         else:
@@ -211,13 +211,13 @@ class Scorer(nn.Module):
         return F.linear(hidden.float(), score_head(classifier).weight.float())
 
 
-def whole_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Float[Tensor, "B T C"]:
+def pooled_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Float[Tensor, "B T C"]:
     """The outputs of an encoder, the same at each token of a sequence."""
     logits: Tensor = classifier(**inputs).logits.float()
     return logits[:, None].expand(-1, inputs["input_ids"].shape[1], -1)
 
 
-def reads_whole(classifier: PreTrainedModel) -> bool:
+def is_encoder(classifier: PreTrainedModel) -> bool:
     """Whether a classifier is an encoder, which attends in both directions."""
     return not hasattr(classifier, SCORE_HEAD)
 
@@ -232,12 +232,12 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 LARGE_VOCABULARY = 8192
 """Vocabulary size below which a token's logits take no more memory than its activations."""
 
-PROBE = 8
+NUM_PROBE_TOKENS = 8
 """Number of tokens on which a model's logits are compared with the matrix product."""
 
 
 @torch.no_grad()
-def is_product(model: nn.Module, batch: TokenBatch) -> bool:
+def has_linear_logits(model: nn.Module, batch: TokenBatch) -> bool:
     """Whether the model's logits are exactly its output layer applied to its last hidden states.
 
     Some families scale, cap or shift them, or the hidden states. The model itself is run on a few
@@ -248,19 +248,19 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
     backbone = cast("Backbone", plain.base_model)
     if backbone is plain:  # the model doesn't name its backbone
         return False
-    count = min(PROBE, batch.lengths[0])
+    count = min(NUM_PROBE_TOKENS, batch.lengths[0])
     ids = batch.input_ids[:count]
-    few = TokenBatch(ids, (count,), batch.targets[:0])
+    probe = TokenBatch(ids, (count,), batch.targets[:0])
     training = model.training
     model.eval()  # dropout would differ between passes and advance the generator
     try:
         if is_ragged(model):
-            inputs = ragged_inputs(few, Ragged(few.lengths, ids.device))
+            inputs = ragged_inputs(probe, Ragged(probe.lengths, ids.device))
         else:
-            more = (0, -count % KEY_BLOCK)  # padded rows are multiples of it
+            padding = (0, -count % KEY_BLOCK)  # padded rows are multiples of it
             inputs = {
-                "input_ids": F.pad(ids, more)[None],
-                "attention_mask": F.pad(torch.ones_like(ids), more)[None],
+                "input_ids": F.pad(ids, padding)[None],
+                "attention_mask": F.pad(torch.ones_like(ids), padding)[None],
             }
         hidden = backbone(**inputs)[0]
         logits: Tensor = model(**inputs).logits
@@ -269,7 +269,7 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
     return torch.equal(logits, head(hidden))
 
 
-def _say_whole(family: str, kernels: Kernels) -> None:
+def _report_full_logits(family: str, kernels: Kernels) -> None:
     """Log that full logits are computed, or raise if they must not be."""
     reason = f"the logits of {family} are not a matrix product with the last hidden states"
     if kernels == "required":
@@ -281,10 +281,10 @@ def _say_whole(family: str, kernels: Kernels) -> None:
 
 def context_length(model: PreTrainedModel) -> int:
     """Maximum length of the model's position encoding; 2^31 if the settings don't limit it."""
-    return positions(model.config)
+    return max_positions(model.config)
 
 
-def positions(settings: PreTrainedConfig) -> int:
+def max_positions(settings: PreTrainedConfig) -> int:
     """`context_length` of a model with these settings."""
     return getattr(settings.get_text_config(), "max_position_embeddings", None) or 2**31
 
@@ -343,7 +343,7 @@ def run_padded(
     passes gather weights collectively.
     """
     padded = ragged.padded
-    real = torch.zeros_like(padded.source).index_fill(0, padded.place, 1)
+    real = torch.zeros_like(padded.source).index_fill(0, padded.index, 1)
     groups = [
         {"input_ids": ids, "attention_mask": mask}
         for ids, mask in zip(
@@ -351,9 +351,9 @@ def run_padded(
         )
     ]
     outputs = [run(group).flatten(0, 1) for group in groups]
-    spare = int(current_mesh().data.max(len(groups))) - len(groups)
-    outputs += [run(groups[0]).flatten(0, 1)[:0] for _ in range(spare)]
-    return unpad(torch.cat(outputs), padded.place)
+    num_spare = int(current_mesh().data.max(len(groups))) - len(groups)
+    outputs += [run(groups[0]).flatten(0, 1)[:0] for _ in range(num_spare)]
+    return unpad(torch.cat(outputs), padded.index)
 
 
 def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:

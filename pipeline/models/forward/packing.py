@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.data.batches import TokenBatch
-from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, LostLayoutError, Ragged
+from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, MissingLayoutError, Ragged
 from pipeline.models.forward.forward import Backbone, ragged_inputs
 from pipeline.system.errors import one_line
 
@@ -71,7 +71,7 @@ _RANKS = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), HEAD_SIZE
 _EXPERTS = dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_expert"), 4
 )
-_CHOSEN = dict.fromkeys(
+_EXPERTS_PER_TOKEN = dict.fromkeys(
     (
         "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts",
         "moe_topk", "num_experts_per_topk",
@@ -88,7 +88,7 @@ SIZES: dict[str, int] = {
 }  # fmt: skip
 """Settings of a copy by name; those that a model doesn't have are not added."""
 
-AT_MOST: dict[str, int] = {**_EXPERTS, **_CHOSEN, **_GROUPS}
+MAX_SIZES: dict[str, int] = {**_EXPERTS, **_EXPERTS_PER_TOKEN, **_GROUPS}
 """Upper bounds of a copy's settings, which are otherwise the model's."""
 
 WINDOWS = (
@@ -115,43 +115,43 @@ def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrai
     return small
 
 
-def small_copy(kind: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
-    """A model of class `kind` with these settings, on the CPU in fp32, with large random weights.
+def small_copy(model_class: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
+    """A model of this class and these settings, on the CPU in fp32, with large random weights.
 
     The weights are the same at each call. With the usual initialization attention is nearly
     uniform, so that outputs would hardly depend on what a token attends to.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        made: PreTrainedModel = kind._from_config(  # noqa: SLF001
+        model: PreTrainedModel = model_class._from_config(  # noqa: SLF001
             copy.deepcopy(settings), dtype=torch.float32
         )
         with torch.no_grad():
-            for param in made.parameters():
+            for param in model.parameters():
                 if param.is_floating_point():
                     noise = torch.randn(param.shape)
                     param.copy_(param + 0.1 * noise if param.ndim == 1 else 0.2 * noise)
-    return made.eval()
+    return model.eval()
 
 
-def _shrink(settings: PreTrainedConfig, few: int) -> None:
+def _shrink(settings: PreTrainedConfig, num_heads: int) -> None:
     values = dict(vars(settings))
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), None)
     context = values.get("max_position_embeddings")
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
-            _shrink(value, few)
+            _shrink(value, num_heads)
         elif name in ("rope_parameters", "rope_scaling"):
             _set(settings, name, _small_rope(value))
         elif name in WINDOWS:
             _set(settings, name, _small_window(value, context))
         elif name in KEY_HEADS and isinstance(value, int):
-            _set(settings, name, {1: 1, heads: few}.get(value, few // 2))
+            _set(settings, name, {1: 1, heads: num_heads}.get(value, num_heads // 2))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            _set(settings, name, _small_size(name, value, few))
-    words, hidden = (values.get(name) for name in ("word_embed_proj_dim", "hidden_size"))
-    if isinstance(words, int) and words != hidden:  # embeddings are projected, as in OPT 350m
-        _set(settings, "word_embed_proj_dim", _small_size("hidden_size", words, few) // 2)
+            _set(settings, name, _small_size(name, value, num_heads))
+    width, hidden = (values.get(name) for name in ("word_embed_proj_dim", "hidden_size"))
+    if isinstance(width, int) and width != hidden:  # embeddings are projected, as in OPT 350m
+        _set(settings, "word_embed_proj_dim", _small_size("hidden_size", width, num_heads) // 2)
     if getattr(settings, "quantization_config", None) is not None:
         delattr(settings, "quantization_config")  # not declared by the base class
 
@@ -163,8 +163,8 @@ def _set(settings: PreTrainedConfig, name: str, value: object) -> None:
 def _small_size(name: str, value: int, heads: int) -> int:
     if name in SPECIAL_TOKENS:
         return min(value, VOCABULARY - 1)
-    if name in AT_MOST:
-        return min(value, AT_MOST[name])
+    if name in MAX_SIZES:
+        return min(value, MAX_SIZES[name])
     if name in _WIDTHS or name in _INNER or name in _HEADS:
         return SIZES[name] * heads // HEADS
     return SIZES.get(name, value)
@@ -173,7 +173,7 @@ def _small_size(name: str, value: int, heads: int) -> int:
 def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
     """The window of a copy; a window that exceeds the context has no effect and is unchanged."""
     if isinstance(window, list | tuple):
-        return type(window)(_small_window(each, context) for each in window)
+        return type(window)(_small_window(item, context) for item in window)
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
         return window
     return window if isinstance(context, int) and window >= context else WINDOW
@@ -203,12 +203,12 @@ TOLERANCE = 0.01
 by 1e-6 to 1e-4; attending to one token too many or too few, by 0.1 and more."""
 
 
-LEAK = 0.01
+LEAK_TOLERANCE = 0.01
 """Maximum change in nats, through rounding, of earlier log-probabilities by a later token."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Batching:
     """How a model's sequences are run: packed or padded."""
 
     packed: bool
@@ -221,23 +221,23 @@ class Run:
     """Whether the output for a token is independent of later tokens, as it must be."""
 
 
-def how_to_run(model: PreTrainedModel) -> Run:
+def detect_batching(model: PreTrainedModel) -> Batching:
     """Packed if the result is the same, else padded; a reason that only a trial finds is logged.
 
     The model's weights are not used: it may be on the meta device.
     """
-    reason = unlike_causal_attention(model)
+    reason = find_unsupported_attention(model)
     if getattr(model, "_is_stateful", False):
-        return Run(packed=False, reason=str(reason))  # slow to test, and always causal
-    return _tried(Family.of(model), reason)
+        return Batching(packed=False, reason=str(reason))  # slow to test, and always causal
+    return _probe_batching(Family.of(model), reason)
 
 
-def unlike_causal_attention(model: PreTrainedModel) -> str | None:
+def find_unsupported_attention(model: PreTrainedModel) -> str | None:
     """Return a reason why layers are not plain causal attention; None if none is known."""
     settings = model.config.get_text_config()
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))
-    found = {
+    reasons = {
         "it has recurrent layers": getattr(model, "_is_stateful", False),
         f"it has layers of type {others}": others,
         "its attention code can't be replaced by an attention function": not getattr(
@@ -250,14 +250,14 @@ def unlike_causal_attention(model: PreTrainedModel) -> str | None:
             name.endswith(".sinks") for name, _ in model.named_parameters()
         ),
     }
-    return next((reason for reason, holds in found.items() if holds), None)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 @dataclass(frozen=True)
 class Family:
     """Models of one class with equal small copies: one trial decides whether all can be packed."""
 
-    kind: type[PreTrainedModel]
+    model_class: type[PreTrainedModel]
     text: str
     settings: PreTrainedConfig = field(compare=False)
     """Settings of a small copy."""
@@ -271,7 +271,7 @@ class Family:
 
     def copy(self, *, packed: bool = False) -> PreTrainedModel:
         """A small model, the same at each call, optionally with attention over packed rows."""
-        model = small_copy(self.kind, self.settings)
+        model = small_copy(self.model_class, self.settings)
         if packed:
             model.set_attn_implementation(RAGGED)
         return model
@@ -291,7 +291,7 @@ def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
 
 
 @functools.cache
-def _tried(family: Family, reason: str | None) -> Run:
+def _probe_batching(family: Family, reason: str | None) -> Batching:
     """Decide by a trial how models of a family are run; `reason` is a known reason to pad."""
     causal = True
     is_known = reason is not None
@@ -299,9 +299,9 @@ def _tried(family: Family, reason: str | None) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = family.copy()
-            causal = leak(model) <= LEAK
-            difference = 0.0 if is_known else difference_of_packing(model)
-    except LostLayoutError as error:
+            causal = measure_leak(model) <= LEAK_TOLERANCE
+            difference = 0.0 if is_known else packing_difference(model)
+    except MissingLayoutError as error:
         reason = f"{error}, so tokens would attend to other sequences"
     except Exception as error:  # noqa: BLE001  # its code may raise anything; padding may still work
         reason = reason or f"a small copy of it can't be tried ({one_line(error)})"
@@ -312,50 +312,50 @@ def _tried(family: Family, reason: str | None) -> Run:
                 " and separate sequences"
             )
     if reason is None:
-        return Run(packed=True, causal=causal)
+        return Batching(packed=True, causal=causal)
     if not is_known:
         logger.info("%s runs padded, not packed: %s", family.settings.model_type, reason)
-    return Run(packed=False, reason=reason, causal=causal)
+    return Batching(packed=False, reason=reason, causal=causal)
 
 
 @torch.no_grad()
-def leak(model: PreTrainedModel) -> float:
+def measure_leak(model: PreTrainedModel) -> float:
     """Largest change of earlier log-probabilities by the last token, in nats; 0 if causal.
 
     Compares two last tokens, and a sequence with and without its last token: ProphetNet's code
     mixes up positions, so that its log-probabilities depend on the length of the whole text. The
     few tokens fit in the window of any learned mask.
     """
-    ids, few = _tokens()[: max(LENGTHS)], _tokens()[: min(LENGTHS)]
+    ids, prefix = _probe_tokens()[: max(LENGTHS)], _probe_tokens()[: min(LENGTHS)]
     other = torch.cat([ids[:-1], ids[-1:] ^ 1])
-    one, two, whole, short = (
-        _outputs(model, {"input_ids": row[None]}) for row in (ids, other, few, few[:-1])
+    first, second, full, short = (
+        _outputs(model, {"input_ids": row[None]}) for row in (ids, other, prefix, prefix[:-1])
     )
-    return max(_largest(one[:-1] - two[:-1]), _largest(whole[:-1] - short))
+    return max(_max_abs(first[:-1] - second[:-1]), _max_abs(full[:-1] - short))
 
 
 @torch.no_grad()
-def difference_of_packing(model: PreTrainedModel) -> float:
+def packing_difference(model: PreTrainedModel) -> float:
     """Largest difference of log-probabilities between packed and separate sequences, in nats.
 
     The model is left with ragged attention.
 
     Raises:
-        LostLayoutError: a layer doesn't receive the sequence boundaries.
+        MissingLayoutError: a layer doesn't receive the sequence boundaries.
     """
-    ids = _tokens()
+    ids = _probe_tokens()
     batch = TokenBatch(ids, LENGTHS, ids[:0])
-    alone = torch.cat([_outputs(model, {"input_ids": row[None]}) for row in ids.split(LENGTHS)])
+    separate = torch.cat([_outputs(model, {"input_ids": row[None]}) for row in ids.split(LENGTHS)])
     model.set_attn_implementation(RAGGED)
     packed = _outputs(model, ragged_inputs(batch, Ragged(LENGTHS, ids.device, kernels="off")))
-    return _largest(packed - alone)
+    return _max_abs(packed - separate)
 
 
-def _tokens() -> Int[Tensor, " N"]:
+def _probe_tokens() -> Int[Tensor, " N"]:
     return torch.randint(4, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
 
-def _largest(difference: Tensor) -> float:
+def _max_abs(difference: Tensor) -> float:
     largest = difference.abs().max().item()
     return math.inf if math.isnan(largest) else largest
 

@@ -64,14 +64,14 @@ def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[in
     """The tokens that end with the separator, possibly followed by spaces."""
     count = len(tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(count)])
-    ends = [token for token, text in enumerate(texts) if _ends_in(text, separator)]
+    ends = [token for token, text in enumerate(texts) if _ends_with_separator(text, separator)]
     special = set(tokenizer.all_special_ids)
     return [token for token in ends if token not in special]
 
 
-def _ends_in(text: str, separator: str) -> bool:
-    _, found, behind = text.rpartition(separator)
-    return bool(found) and not behind.strip()
+def _ends_with_separator(text: str, separator: str) -> bool:
+    _, found, rest = text.rpartition(separator)
+    return bool(found) and not rest.strip()
 
 
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
@@ -80,25 +80,25 @@ def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]
     The response is the last run of tokens in the loss. A sequence without such tokens has one step.
     """
     tokens, counted = batch.input_ids.tolist(), set(batch.targets.tolist())
-    found: list[list[int]] = []
+    ends_by_sequence: list[list[int]] = []
     start = 0
     for length in batch.lengths:
         stop = start + length
-        last = next((at for at in range(stop - 1, start - 1, -1) if at in counted), stop - 1)
+        last = next((i for i in range(stop - 1, start - 1, -1) if i in counted), stop - 1)
         first = last
         while first > start and first - 1 in counted:
             first -= 1
         ends: list[int] = []
         has_text = False
-        for at in range(first, last):
-            if tokens[at] not in separators:
+        for i in range(first, last):
+            if tokens[i] not in separators:
                 has_text = True
             elif has_text:
-                ends.append(at)
+                ends.append(i)
                 has_text = False
-        found.append([*ends, last] if has_text or not ends else ends)
+        ends_by_sequence.append([*ends, last] if has_text or not ends else ends)
         start = stop
-    return found
+    return ends_by_sequence
 
 
 def response_scores(
@@ -112,11 +112,11 @@ def response_scores(
     if getattr(settings, "label_kind", None) != STEPS:
         return scores[batch.last_tokens]
     separators = frozenset(settings.step_token_ids)
-    pieces = [scores[ends] for ends in step_ends(batch, separators)]
+    step_scores = [scores[ends] for ends in step_ends(batch, separators)]
     match settings.step_score:
         case "last":
-            return torch.stack([each[-1] for each in pieces])
+            return torch.stack([scores[-1] for scores in step_scores])
         case "product":
-            return torch.stack([F.logsigmoid(each).sum() for each in pieces])
+            return torch.stack([F.logsigmoid(scores).sum() for scores in step_scores])
         case _:
-            return torch.stack([each.min() for each in pieces])
+            return torch.stack([scores.min() for scores in step_scores])

@@ -26,7 +26,7 @@ from pipeline.config import EMBEDDED, FrozenModelConfig, Precision, TrainedModel
 from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.models.adapters.quantized import quantize_model
 from pipeline.models.forward.attention import RAGGED
-from pipeline.models.forward.packing import how_to_run
+from pipeline.models.forward.packing import detect_batching
 from pipeline.models.hf.directory import (
     check_configuration,
     check_tokenizer,
@@ -122,7 +122,7 @@ def load_causal_lm(
         require_language_model(path, settings.architectures)
         model, missing = _load_weights(AutoModelForCausalLM, config, settings, device)
         _require_weights(path, missing)
-    if not how_to_run(model).causal:
+    if not detect_batching(model).causal:
         raise ModelError(
             f"{path} is not a causal language model: the outputs of {model.config.model_type}"
             " depend on later tokens; use another model, or set is_decoder true in its config.json"
@@ -311,7 +311,7 @@ def _prepare(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
     """Prepare a loaded model: packing if that is exact, quantization, device, evaluation mode."""
-    if how_to_run(model).packed:
+    if detect_batching(model).packed:
         model.set_attn_implementation(RAGGED)
     require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
     if not isinstance(config, TrainedModelConfig) and config.quantize != "none":

@@ -30,7 +30,7 @@ from pipeline.models.forward.forward import (
     ragged_layout,
     require_context,
 )
-from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
+from pipeline.models.forward.packing import Family, detect_batching, small_hidden_states
 from pipeline.models.hf.export import can_stream
 from pipeline.models.parallel.sharding import unwrap_lora
 from pipeline.parallel.device import local_device
@@ -155,7 +155,7 @@ def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Pipe
             f"{plain.config.model_type} models merge several parameters into one tensor in their"
             " files, so they can't be split into stages; set parallel.pp 1"
         )
-    if not how_to_run(plain).packed:
+    if not detect_batching(plain).packed:
         raise ModelError(
             f"{plain.config.model_type} models run padded, not packed, so they can't be split into"
             " stages; set parallel.pp 1"

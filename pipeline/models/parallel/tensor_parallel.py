@@ -40,7 +40,7 @@ from pipeline.engine.sharding.tensor_parallel import (
 from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear, weight_shape
 from pipeline.models.forward.attention import KEY_BLOCK, Ragged
 from pipeline.models.forward.forward import base_model
-from pipeline.models.forward.packing import Family, how_to_run, small_hidden_states
+from pipeline.models.forward.packing import Family, detect_batching, small_hidden_states
 from pipeline.models.forward.vocab_parallel import row_shard, shard_table, sharded_tables
 from pipeline.models.parallel.sharding import STYLES, TensorShards, can_shard, match, unwrap_lora
 from pipeline.models.parallel.stages import get_block_list
@@ -145,7 +145,7 @@ def unsupported_reason(plain: PreTrainedModel, size: int) -> str | None:
         return f"{family} models have layers of type {others[0]}, which may mix tokens"
     if getattr(plain, "_is_stateful", False):
         return f"layers of {family} models carry state between tokens"
-    if KEY_BLOCK % size and not how_to_run(plain).packed:
+    if KEY_BLOCK % size and not detect_batching(plain).packed:
         return (
             f"{family} models are padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
             " divide"
@@ -188,7 +188,7 @@ def find_mismatch(
         shards_tables: whether embedding and output layer are sharded.
         sequence: whether hidden states are sharded too.
     """
-    family, packed = Family.of(model, heads=2 * group.size), how_to_run(model).packed
+    family, packed = Family.of(model, heads=2 * group.size), detect_batching(model).packed
     full, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
     try:
         tables = sharded_tables(sharded, group.size, min_rows=0) if shards_tables else []

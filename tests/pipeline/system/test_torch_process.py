@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.models.forward.attention import in_order
+from pipeline.models.forward.attention import run_reproducibly
 from pipeline.system.torch_process import (
     gpu_numerics,
     random_state,
@@ -61,7 +61,7 @@ def test_backward_pass_of_attention_is_deterministic() -> None:
 
     def gradients() -> torch.Tensor:
         leaves = [state.clone().requires_grad_() for state in heads]
-        out = in_order(partial(scaled_dot_product_attention, is_causal=True), *leaves)
+        out = run_reproducibly(partial(scaled_dot_product_attention, is_causal=True), *leaves)
         out.float().square().sum().backward()
         return torch.stack([leaf.grad for leaf in leaves if leaf.grad is not None])
 

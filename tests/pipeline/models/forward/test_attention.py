@@ -65,7 +65,7 @@ def test_one_call_for_all_sequences_matches_separate_calls(
     settings: Any = {"device": torch.device("cpu"), "continues": continues}
     separate = Ragged(LENGTHS, **settings).attend(*states, **options)
 
-    monkeypatch.setattr(attention, "varlen_runs", lambda *_, **__: True)
+    monkeypatch.setattr(attention, "supports_varlen", lambda *_, **__: True)
     monkeypatch.setattr(attention, "varlen_attn", reference)
     monkeypatch.setattr(attention, "VARLEN_OPTIONS", torch_options)
     joint = Ragged(LENGTHS, **settings).attend(*states, **options)

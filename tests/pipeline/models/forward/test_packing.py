@@ -12,7 +12,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import Policy, is_ragged
-from pipeline.models.forward.packing import HEADS, _tried, small_settings
+from pipeline.models.forward.packing import HEADS, _probe_batching, small_settings
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ModelError
 from tests.families import VOCAB, depends_on_later_tokens, random_rows, save_to
@@ -88,7 +88,7 @@ def test_sequences_are_independent_and_padding_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = random_rows(LENGTHS)
-    _tried.cache_clear()
+    _probe_batching.cache_clear()
     assert small_settings(AutoConfig.for_model("gemma3")).text_config.num_attention_heads == HEADS
     failures: list[str] = []
     for family, (_, reason) in FAMILIES.items():

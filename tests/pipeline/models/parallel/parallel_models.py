@@ -14,7 +14,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.sharding.tensor_parallel import get_role, get_shard
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy
-from pipeline.models.forward.packing import how_to_run
+from pipeline.models.forward.packing import detect_batching
 from pipeline.models.forward.vocab_parallel import LARGE, get_vocab_range
 from pipeline.models.parallel.tensor_parallel import shard_layers
 from pipeline.parallel.mesh import Mesh, current_mesh
@@ -61,7 +61,7 @@ def compute_results(
     """Return full gradients, their norm, parameters by role, the loss and the sum of logits."""
     model = tiny_causal_lm(family, **changes)
     nn.Module.to(model, dtype=dtype)
-    if how_to_run(model).packed:
+    if detect_batching(model).packed:
         model.set_attn_implementation("ragged")
     trained = model if lora is None else add_random_adapters(model, lora)
     mesh = mesh or current_mesh()

@@ -10,7 +10,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.attention import RAGGED
 from pipeline.models.forward.forward import Policy, Scorer
-from pipeline.models.forward.packing import how_to_run
+from pipeline.models.forward.packing import detect_batching
 from pipeline.models.parallel.stages import PipelineStage, StageModule, balance_blocks, build_stage
 from pipeline.models.passes import StagedPasses, StagedScorer
 from pipeline.parallel.group import SELF_GROUP
@@ -27,7 +27,7 @@ def make_model(family: str, blocks: int = 3) -> nn.Module:
     projections = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
     changes = {name: blocks, **(projections if family == PROJECTIONS else {})}
     model = tiny_causal_lm(family.partition(" ")[0], **changes)
-    if how_to_run(model).packed:
+    if detect_batching(model).packed:
         model.set_attn_implementation(RAGGED)
     return model.eval()
 
