@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pipeline.cli.help import help_entry, names_help, settings_help
 from pipeline.cli.options import print_output, run_main, split_options
 from pipeline.plan.request import Request
-from pipeline.plan.stage import BEFORE, Stage
+from pipeline.plan.stage import INITIAL, Stage
 from pipeline.run import orchestrator
 from pipeline.settings.fields import list_settings
 from pipeline.system.installation import MODULE, TRAIN
@@ -26,9 +26,9 @@ STAGES = (
         "pretrain",
         PretrainConfig,
         "step0_pretrain.train",
-        models={"model": BEFORE},
+        models={"model": INITIAL},
         options={"model": "actor"},
-        by_choice=True,
+        on_request=True,
     ),
     Stage(
         1,
@@ -54,9 +54,9 @@ STAGES = (
         "ppo",
         PPOConfig,
         "step3_ppo.train",
-        models={"actor": "sft", "critic": "reward", "reward": "reward", "base": BEFORE},
+        models={"actor": "sft", "critic": "reward", "reward": "reward", "base": INITIAL},
         options={"actor": "actor", "critic": "reward", "reward": "reward"},
-        without={"critic": "sft"},
+        fallbacks={"critic": "sft"},
     ),
     Stage(
         3,
@@ -64,12 +64,12 @@ STAGES = (
         "preference",
         PreferenceConfig,
         "step3_preference.train",
-        models={"model": "sft", "reward": "reward", "base": BEFORE},
+        models={"model": "sft", "reward": "reward", "base": INITIAL},
         options={"model": "actor"},
-        begins={"orpo": {"model": BEFORE}},
+        method_origins={"orpo": {"model": INITIAL}},
         optional=frozenset({"reward"}),
-        takes_shares=True,
-        own_directories=True,
+        uses_skipped_rows=True,
+        separate_directories=True,
     ),
 )
 

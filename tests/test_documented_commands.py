@@ -16,7 +16,7 @@ import pytest
 from pipeline.cli.options import parse_step
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.plan.stage import side_by_side, without_unchosen
+from pipeline.plan.stage import drop_unselected, split_methods
 from pipeline.system.errors import UserError
 from train import STAGES
 
@@ -85,8 +85,8 @@ def find_error(words: list[str]) -> str:
 def check_request(options: list[str]) -> str:
     try:
         request = parse_request(options, STAGES)
-        stages = without_unchosen(STAGES, request.request.step, ())
-        step_configs(request, side_by_side(stages, request.request.method), world=2)
+        stages = drop_unselected(STAGES, request.request.step, ())
+        step_configs(request, split_methods(stages, request.request.method), world=2)
     except UserError as error:
         return str(error)
     return ""

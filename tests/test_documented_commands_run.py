@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.plan.request import parse_request
-from pipeline.plan.stage import side_by_side, without_unchosen
+from pipeline.plan.stage import drop_unselected, split_methods
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
 from tests.test_documented_commands import FILES, ROOT, command_lines
@@ -116,8 +116,8 @@ def shorten(command: str) -> str:
     program, *rest = shlex.split(command)
     if rest[0] == "train.py":
         request = parse_request(rest[1:], STAGES).request
-        stages = without_unchosen(STAGES, request.step, ())
-        sections = {stage.section for stage in side_by_side(stages, request.method)}
+        stages = drop_unselected(STAGES, request.step, ())
+        sections = {stage.section for stage in split_methods(stages, request.method)}
         few_steps = [word for section in sections for word in FEW_STEPS.get(section, [])]
         few_steps = [] if "--dry-run" in rest else few_steps
         output = [] if "--output-dir" in rest else ["--output-dir", name]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SAMPLE = 128
 """Maximum number of rows that are encoded to estimate the mean length."""
 
-MOST_BYTES = 512 * 2**20
+MAX_BYTES = 512 * 2**20
 """Maximum size of data files that are read for a plan; larger ones are left to the steps."""
 
 
@@ -78,7 +78,8 @@ def check_settings(plan: Plan) -> None:
     request = plan.request
     if request.push_to_hub is not None:
         check_push(request.push_to_hub, online=not (request.dry_run or request.plan_for))
-    _run(plan, [partial(check, plan) for check in (_trackers, _processes, _model_files)])
+    checks = (_check_trackers, _check_processes, _check_model_files)
+    _run_checks(plan, [partial(check, plan) for check in checks])
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
@@ -91,7 +92,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     Raises:
         UserError: a model or the rows can't be used.
     """
-    chats = Chats(plan, downloads=downloads)
+    chats = ChatFormats(plan, downloads=downloads)
     previews: dict[str, Preview] = {}
 
     def rows(stage: Stage) -> None:
@@ -101,21 +102,21 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
     def chat(stage: Stage) -> None:
         config, preview = plan.configs[stage.name], previews.get(stage.name)
-        chat = chats.of_step(stage) if config.reads_dialogues else None
+        chat = chats.get_format(stage) if config.reads_dialogues else None
         if chat is not None and preview is not None and preview.data is not None:
             tokens = mean_tokens(preview.data.train, config, chat)
             previews[stage.name] = replace(preview, row_tokens=tokens)
 
     gc.disable()  # modules and rows stay alive: a collection would free nothing
     try:
-        _run(plan, [rows, chat, partial(_lengths, plan)])
+        _run_checks(plan, [rows, chat, partial(_check_lengths, plan)])
     finally:
         gc.freeze()
         gc.enable()
     return previews
 
 
-def _run(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
+def _run_checks(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
     """Run the checks on each unfinished step, or none with `--plan off`."""
     for stage in plan.unfinished if plan.request.plan != "off" else ():
         for check in checks:
@@ -127,31 +128,31 @@ def _run(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
                 raise type(error)(f"method {stage.method}: {error}") from None
 
 
-def _trackers(plan: Plan, stage: Stage) -> None:
+def _check_trackers(plan: Plan, stage: Stage) -> None:
     plan.configs[stage.name].require_trackers()
 
 
-def _processes(plan: Plan, stage: Stage) -> None:
+def _check_processes(plan: Plan, stage: Stage) -> None:
     """Check that prompts and layers can be divided among the processes."""
     settings: Any = plan.configs[stage.name]
     world = plan.machine.world
     settings.parallel.check(world, section=stage.prefix)
-    rollout, together = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
+    rollout, tp_size = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
     group = getattr(settings, "group_size", 1)
-    of_groups = f" in groups of {group}" if group > 1 else ""
+    in_groups = f" in groups of {group}" if group > 1 else ""
     require(
         rollout is None or rollout // group >= world,
-        f"{stage.prefix}.rollout_size {rollout}{of_groups} leaves some of {world} processes"
+        f"{stage.prefix}.rollout_size {rollout}{in_groups} leaves some of {world} processes"
         " without a prompt; raise it, or start fewer processes",
     )
     require(
-        together is None or world % together == 0,
-        f"{stage.prefix}.inference_tp_size {together} doesn't divide the {world} processes; choose"
+        tp_size is None or world % tp_size == 0,
+        f"{stage.prefix}.inference_tp_size {tp_size} doesn't divide the {world} processes; choose"
         " one that does, or start a different number of processes",
     )
 
 
-def _model_files(plan: Plan, stage: Stage) -> None:
+def _check_model_files(plan: Plan, stage: Stage) -> None:
     """Check the files of local model directories, except those that the run will write."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
@@ -160,7 +161,7 @@ def _model_files(plan: Plan, stage: Stage) -> None:
     generating = {str(use.settings.path) for use in uses if not use.scores}
     for model in config.used_models().values():
         path = str(model.path)
-        if path != EMBEDDED and is_local(path) and path not in _makers(plan):
+        if path != EMBEDDED and is_local(path) and path not in _writers(plan):
             check_model_directory(
                 path,
                 generates=path in generating,
@@ -169,12 +170,12 @@ def _model_files(plan: Plan, stage: Stage) -> None:
             )
 
 
-def _makers(plan: Plan) -> dict[str, Stage]:
+def _writers(plan: Plan) -> dict[str, Stage]:
     """The steps that will run, by output directory."""
     return {str(plan.configs[stage.name].output_dir): stage for stage in plan.unfinished}
 
 
-def _lengths(plan: Plan, stage: Stage) -> None:
+def _check_lengths(plan: Plan, stage: Stage) -> None:
     """Check that each model of step 3 can read a complete prompt and response.
 
     A model that does not exist yet has the context of the one it starts from.
@@ -203,7 +204,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     texts: DataConfig | None = getattr(config, "ptx_rows", None)
     wanted = [(config.data, stage.number, config.row_columns, config.row_share)]
     wanted += [(texts, 1, RowColumns(), None)] if texts is not None else []
-    unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
+    unread = _unread_reason([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(unread=unread)
     # Nothing reads the preview of a run that starts, and drawing these rows takes seconds.
@@ -221,7 +222,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
 ON_HUB = "on the Hub, read when the run starts"
 
 
-def _unread(paths: Iterable[str]) -> str:
+def _unread_reason(paths: Iterable[str]) -> str:
     """The reason why rows of these data paths are not read for a plan; empty if they are."""
     size = 0
     for path in paths:
@@ -236,7 +237,7 @@ def _unread(paths: Iterable[str]) -> str:
         else:
             files = local.rglob("*") if local.is_dir() else [local]
         size += sum(file.stat().st_size for file in files if file.is_file())
-    return f"{size / 2**30:.1f} GiB, read when the run starts" if size > MOST_BYTES else ""
+    return f"{size / 2**30:.1f} GiB, read when the run starts" if size > MAX_BYTES else ""
 
 
 def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat") -> float:
@@ -252,14 +253,14 @@ def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat")
 
 def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
-    responses = [each for each in (row.chosen, row.rejected) if each]
+    responses = [text for text in (row.chosen, row.rejected) if text]
     if not responses:
         return [len(chat.encode_prompt(row.prompt, origin=row.origin))]
-    encoded = (chat.encode(row.prompt, each, origin=row.origin) for each in responses[:sequences])
+    encoded = (chat.encode(row.prompt, text, origin=row.origin) for text in responses[:sequences])
     return list(map(len, encoded))
 
 
-class Chats:
+class ChatFormats:
     """The tokenizer and chat format of every model of a plan, even if it does not exist yet.
 
     A model made by an earlier step has the tokenizer of the model it starts from, with the chat
@@ -268,10 +269,10 @@ class Chats:
     """
 
     def __init__(self, plan: Plan, *, downloads: bool) -> None:
-        self.plan, self.downloads, self.makers = plan, downloads, _makers(plan)
-        self.known: dict[str, PreTrainedTokenizerBase | None] = {}
+        self.plan, self.downloads, self.writers = plan, downloads, _writers(plan)
+        self.tokenizers: dict[str, PreTrainedTokenizerBase | None] = {}
 
-    def of_step(self, stage: Stage) -> "ChatFormat | None":
+    def get_format(self, stage: Stage) -> "ChatFormat | None":
         """The format that a step trains with; None if its tokenizer is unknown.
 
         Raises:
@@ -280,8 +281,8 @@ class Chats:
         """
         from pipeline.models.hf.chat import require_same_chat, same_chat_format
 
-        own, *others = _models(self.plan.configs[stage.name])
-        tokenizer, chat = self._with_format(own.settings, self.plan.configs[stage.name].data)
+        trained, *others = _models_sharing_vocabulary(self.plan.configs[stage.name])
+        tokenizer, chat = self._with_format(trained.settings, self.plan.configs[stage.name].data)
         for use in others:
             other = self.tokenizer(use.settings)
             if tokenizer is None or other is None:
@@ -301,17 +302,17 @@ class Chats:
         from pipeline.models.hf.load import load_tokenizer
 
         path = str(model.path)
-        if path not in self.known:
-            if path in self.makers:
-                config = self.plan.configs[self.makers[path].name]
-                start = _models(config)[0].settings
-                formatted = config.reads_dialogues
-                chat = self._with_format(start, config.data) if formatted else None
-                self.known[path] = chat[0] if chat else self.tokenizer(start)
+        if path not in self.tokenizers:
+            if path in self.writers:
+                config = self.plan.configs[self.writers[path].name]
+                start = _models_sharing_vocabulary(config)[0].settings
+                has_chat_format = config.reads_dialogues
+                chat = self._with_format(start, config.data) if has_chat_format else None
+                self.tokenizers[path] = chat[0] if chat else self.tokenizer(start)
             else:
-                is_here = self.downloads or _has_tokenizer(path)
-                self.known[path] = load_tokenizer(model) if is_here else None
-        return self.known[path]
+                is_available = self.downloads or _has_tokenizer(path)
+                self.tokenizers[path] = load_tokenizer(model) if is_available else None
+        return self.tokenizers[path]
 
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
@@ -339,7 +340,7 @@ def _has_tokenizer(path: str) -> bool:
     return any(directory.glob("token*")) or any(directory.glob("*.model"))
 
 
-def _models(config: StepConfig) -> list[ModelUse]:
+def _models_sharing_vocabulary(config: StepConfig) -> list[ModelUse]:
     """The step's models that must share a vocabulary, the trained one first.
 
     A model used only for comparison is not included: the step skips it if the vocabulary differs.

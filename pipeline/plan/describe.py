@@ -30,10 +30,10 @@ from pipeline.settings.fields import to_options, unflatten
 from pipeline.system.installation import ROOT
 from pipeline.system.threads import cores_per_process
 
-RESPONSE = 0.6
+RESPONSE_FRACTION = 0.6
 """Mean length of a response, as a fraction of the maximum."""
 
-START = 12.0
+STARTUP_SECONDS = 12.0
 """Seconds of imports, loading and export."""
 
 EFFICIENCY = 0.35
@@ -42,7 +42,7 @@ EFFICIENCY = 0.35
 BLOCK_SECONDS = 1e-3
 """Minimum seconds of a block in a forward pass; a backward pass takes twice as long."""
 
-SPREAD = (0.5, 2.5)
+ESTIMATE_RANGE = (0.5, 2.5)
 """Factors from an estimate to its shortest and longest time."""
 
 
@@ -74,21 +74,21 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     if unknown:
         return "unknown until the models exist"
     generation = work.generation
-    new_tokens = RESPONSE * generation.new_tokens if generation is not None else 0.0
+    new_tokens = RESPONSE_FRACTION * generation.new_tokens if generation is not None else 0.0
     row = prompt_tokens + (new_tokens if work.generates_first else 0.0)
     group = generation.group_size if generation is not None else 1
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
         """Seconds of `times` forward passes over `rows` rows."""
-        most = work.micro_batch_size * work.length * work.sequences_per_row
-        least = max(1, math.ceil(rows * row / most)) * model.shape.layers * BLOCK_SECONDS
-        is_judge = model.use.scores and model.trained is None
-        tokens = rows * row if is_judge else rows * (row - (1 - 1 / group) * prompt_tokens)
-        return times * max(least, tokens * 2 * model.parameters / flops)
+        limit = work.micro_batch_size * work.length * work.sequences_per_row
+        floor = max(1, math.ceil(rows * row / limit)) * model.shape.layers * BLOCK_SECONDS
+        is_scorer = model.use.scores and model.trained is None
+        tokens = rows * row if is_scorer else rows * (row - (1 - 1 / group) * prompt_tokens)
+        return times * max(floor, tokens * 2 * model.parameters / flops)
 
     def generate(prompts: int, group: int = 1) -> float:
         """Seconds to read prompts and to run a pass for each token of the responses."""
-        model = next((each for each in models if generation and each.role == generation.role), None)
+        model = next((m for m in models if generation and m.role == generation.role), None)
         if generation is None or model is None:
             return 0.0
         passes = -(-prompts // max(1, min(generation.slots, prompts))) * new_tokens
@@ -100,31 +100,31 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     rows, held_out = (
         -(-count // work.world) for count in (work.iteration_rows, preview.held_out(config))
     )
-    between = steps // config.eval_every if config.eval_every else 1
-    waits = bubble_fraction(work.parallel.pp, work.micro_batches)
+    evaluations = steps // config.eval_every if config.eval_every else 1
+    idle = bubble_fraction(work.parallel.pp, work.micro_batches)
     learning = [model for model in models if model.trained is not None]
-    seconds = START
+    seconds = STARTUP_SECONDS
     for model in learning:
         assert model.trained is not None
         passes = (2 if model.trained.lora else 3) + model.trained.gradient_checkpointing
         passes = work.epochs * passes - work.reuses_forward
-        seconds += steps * forward(model, rows, times=passes) / (1 - waits)
+        seconds += steps * forward(model, rows, times=passes) / (1 - idle)
     seconds += steps * sum(forward(model, rows, times=model.use.scoring_passes) for model in models)
     if work.generates_first:  # evaluations before and after, greedy and sampled; the base sampled
-        complete = 4 + any(model.use.comparison_only for model in models)
-        seconds += steps * generate(rows, group) + complete * generate(held_out)
-        return seconds + between * generate(min(rows, held_out))
-    seconds += (1 + between) * forward(learning[0], held_out)
+        full_evaluations = 4 + any(model.use.comparison_only for model in models)
+        seconds += steps * generate(rows, group) + full_evaluations * generate(held_out)
+        return seconds + evaluations * generate(min(rows, held_out))
+    seconds += (1 + evaluations) * forward(learning[0], held_out)
     return seconds + (generate(generation.count) if generation is not None else 0.0)
 
 
 def with_spread(seconds: float) -> str:
     """An estimate formatted with its range, as `5 min (2.5 min to 12 min)`."""
-    shortest, longest = (in_words(seconds * factor) for factor in SPREAD)
-    return f"{in_words(seconds)} ({shortest} to {longest})"
+    shortest, longest = (format_duration(seconds * factor) for factor in ESTIMATE_RANGE)
+    return f"{format_duration(seconds)} ({shortest} to {longest})"
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds formatted as `40 s`, `5 min`, `3.5 h`, `2.1 days`."""
     for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.5 * unit:
@@ -148,10 +148,10 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
     times: list[float] = []
     speed = estimate_speed(plan) if previews else None
     for stage in plan.stages:
-        lines += ["", *_step(plan, stage)]
+        lines += ["", *_describe_step(plan, stage)]
         if stage.name in previews:
             preview = previews[stage.name]
-            lines += _data(plan.configs[stage.name], preview)
+            lines += _describe_data(plan.configs[stage.name], preview)
             time = "unknown: no peak performance is recorded for this GPU"
             if speed is not None:
                 time = estimate(plan, stage, preview, speed[0])
@@ -166,9 +166,9 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         if plan.machine.world > 1:
             lines.append("Excludes communication between processes.")
     lines += ["", *chosen_settings(plan)] if plan.chosen else []
-    lines += ["", *_commands(plan), "", describe_memory(plan)]
+    lines += ["", *_describe_commands(plan), "", describe_memory(plan)]
     if plan.request.plan != "off":
-        lines += [f"\nThis would fail: {message}" for message in refusals(plan)]
+        lines += [f"\nThis would fail: {message}" for message in memory_errors(plan)]
     return "\n".join(lines)
 
 
@@ -192,12 +192,12 @@ def memory_lines(plan: Plan) -> Iterator[str]:
 def chosen_settings(plan: Plan) -> Iterator[str]:
     """The choice of `--plan auto` as a settings file."""
     yield "chosen by --plan auto; as a file for --config:"
-    dotted = {f"{at}.{name}": v for at, each in plan.chosen.items() for name, v in each.items()}
+    dotted = {f"{k}.{name}": v for k, group in plan.chosen.items() for name, v in group.items()}
     text = yaml.safe_dump(unflatten(dotted), sort_keys=False)
-    yield from (f"  {each}" for each in text.splitlines())
+    yield from (f"  {line}" for line in text.splitlines())
 
 
-def refusals(plan: Plan) -> Iterator[str]:
+def memory_errors(plan: Plan) -> Iterator[str]:
     """An error message for each unfinished step that can't fit its machine."""
     for stage in plan.unfinished:
         config, memory = plan.configs[stage.name], plan.memory(stage)
@@ -206,7 +206,7 @@ def refusals(plan: Plan) -> Iterator[str]:
         yield from [message] if message else []
 
 
-def _step(plan: Plan, stage: Stage) -> Iterator[str]:
+def _describe_step(plan: Plan, stage: Stage) -> Iterator[str]:
     config = plan.configs[stage.name]
     done = " (finished, skipped)" if stage.name in plan.finished else ""
     yield f"Step {stage.number}: {stage.name}{done}"
@@ -215,18 +215,18 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         role = name.partition(".")[0]
         text = path
         if role in trained:
-            places = vars(trained[role].zero.offload)
+            targets = vars(trained[role].zero.offload)
             kinds = ("optimizer", "gradients", "params")
-            away = [f"{kind} to {places[kind]}" for kind in kinds if places[kind] != "none"]
+            offloaded = [f"{kind} to {targets[kind]}" for kind in kinds if targets[kind] != "none"]
             text += f", ZeRO stage {trained[role].zero_stage}"
-            text += f", offloaded: {', '.join(away)}" if away else ""
+            text += f", offloaded: {', '.join(offloaded)}" if offloaded else ""
         yield _line(role, text)
     parallel, work = config.parallel, config.workload(plan.machine.world)
     sizes = {"pp": "stages", "tp": "processes per layer", "replicas": "replicas"}
     shared = [f"{n} {text}" for name, text in sizes.items() if (n := getattr(parallel, name)) > 1]
     if parallel.pp > 1:
-        waits = bubble_fraction(parallel.pp, work.micro_batches)
-        shared.append(f"{work.micro_batches} micro-batches per step: stages wait {waits:.0%}")
+        idle = bubble_fraction(parallel.pp, work.micro_batches)
+        shared.append(f"{work.micro_batches} micro-batches per step: stages wait {idle:.0%}")
     if shared:
         yield _line("parallel", ", ".join(shared))
     if work.generates_first and (method := getattr(config, "method", None)):
@@ -241,7 +241,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     )
 
 
-def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
+def _describe_data(config: StepConfig, preview: Preview) -> Iterator[str]:
     """Lines on the step's rows, optimizer steps and tokens."""
     if preview.data is None:
         yield _line("rows", f"unknown: {preview.unread}")
@@ -259,11 +259,11 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     passes += " pass" if passes == "1" else " passes"
     yield _line("steps", f"{steps:,} {kind} of {work.data_rows:,} rows: {passes} over the rows")
     if tokens is not None:
-        total = _count(tokens * work.data_rows * steps)
+        total = _format_count(tokens * work.data_rows * steps)
         yield _line("tokens", f"{tokens:.0f} per row, {total} in all")
 
 
-def _commands(plan: Plan) -> Iterator[str]:
+def _describe_commands(plan: Plan) -> Iterator[str]:
     """Return the command of each step, with the settings that differ from the step's defaults."""
     yield "Equivalent commands, step by step"
     if Path.cwd() != ROOT:
@@ -279,17 +279,16 @@ def _commands(plan: Plan) -> Iterator[str]:
         module, *rest = step_arguments(stage.module, Path("FILE"))[1:]
         words = ["-m", module, *options, *rest[2:]]
         yield ""
-        yield from _wrapped(launch_command(words, plan.layout, plan.request))
+        yield from _wrap_command(launch_command(words, plan.layout, plan.request))
         if plan.layout.launcher == "ssh":
             for rank, host in enumerate(plan.layout.hosts):
                 yield f"  on {host.name}"
-                command = node_command(words, plan.layout, rank)
                 slots = ",".join(str(slot) for slot in host.slots)
                 shown = [] if host.has_first_slots else [f"CUDA_VISIBLE_DEVICES={slots}"]
-                yield from _wrapped([*shown, *command])
+                yield from _wrap_command([*shown, *node_command(words, plan.layout, rank)])
 
 
-def _wrapped(words: Sequence[str]) -> Iterator[str]:
+def _wrap_command(words: Sequence[str]) -> Iterator[str]:
     """A command wrapped with line continuations, keeping each option with its values."""
     groups: list[str] = []
     for word in words:
@@ -312,7 +311,7 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<10} {text}".rstrip()
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     """A number formatted as `850`, `12.3 thousand`, `4.5 million`."""
     for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= unit:

@@ -36,24 +36,24 @@ def check_inputs(
         ConfigError: a model is in the output directory of the step that loads it.
         DataError: a data file is missing.
     """
-    makers = {configs[stage.name].output_dir: stage for stage in stages}
+    writers = {configs[stage.name].output_dir: stage for stage in stages}
     for stage in stages:
         if stage.number not in request.step:
             continue
         config = configs[stage.name]
         for name, path in model_paths(config):
-            maker = makers.get(Path(path))
-            spelled = _spelled(f"{stage.section}.{name}", path, request)
-            _check_model(spelled, path, stage, config, made=maker is not None)
-            if maker and (maker.number >= stage.number or maker.number not in request.step):
-                _check_made(stage, maker, Path(path), request)
+            writer = writers.get(Path(path))
+            label = _label(f"{stage.section}.{name}", path, request)
+            _check_model(label, path, stage, config, written=writer is not None)
+            if writer and (writer.number >= stage.number or writer.number not in request.step):
+                _check_written(stage, writer, Path(path), request)
         try:
             config.check_corpus()
         except UserError as error:
             raise type(error)(f"{stage.section}.{error}") from None
         for name, paths in _data_paths(config):
             for path in paths:
-                _check_data(_spelled(f"{stage.section}.{name}", path, request), path)
+                _check_data(_label(f"{stage.section}.{name}", path, request), path)
 
 
 def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
@@ -84,33 +84,33 @@ def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "eval_task_data", tuple(getattr(config, "eval_task_data", {}).values())
 
 
-def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> None:
-    """Raise unless the earlier step `maker` has written its model to `path`."""
+def _check_written(stage: Stage, writer: Stage, path: Path, request: Request) -> None:
+    """Raise unless the earlier step `writer` has written its model to `path`."""
     is_ours = (path / MARK).is_file()
     if (path / "config.json").is_file() and ((path / RESULT).is_file() or not is_ours):
         return
     out = str(request.output_dir)
     kept = {"actor_model", "data_path", "eval_path", "data_split", "data_seed", "fields", "format"}
-    kept |= {"seed", *(["reward_model"] if maker.number == 2 else [])}
-    words = ["--step", str(maker.number)]
+    kept |= {"seed", *(["reward_model"] if writer.number == 2 else [])}
+    words = ["--step", str(writer.number)]
     for name, given in to_options(request):
         words += [f"--{name.replace('_', '-')}", *given] if name in kept else []
-    there = f"there is none in {path}; create it with `"
+    problem = f"there is none in {path}; create it with `"
     command = [TRAIN, shlex.join([*words, "--output-dir", out])]
     if is_ours:
-        there = f"{path} has an unfinished one; finish it with `"
+        problem = f"{path} has an unfinished one; finish it with `"
         # It resumes only with its recorded settings.
-        command = [MODULE, shlex.join([maker.module, "--config", str(path / MARK), "--resume"])]
-        if maker.number in last_steps(request.output_dir):
+        command = [MODULE, shlex.join([writer.module, "--config", str(path / MARK), "--resume"])]
+        if writer.number in last_steps(request.output_dir):
             command = [TRAIN, shlex.join(["--output-dir", out, "--resume"])]
-    there += " ".join(command) + "`"
-    if stage.number == 3 and maker.number == 2:
-        there += ", or pass another source of rewards by --reward or --reward-function"
-    raise ModelError(f"step {stage.number} needs the model of step {maker.number}, and {there}")
+    problem += " ".join(command) + "`"
+    if stage.number == 3 and writer.number == 2:
+        problem += ", or pass another source of rewards by --reward or --reward-function"
+    raise ModelError(f"step {stage.number} needs the model of step {writer.number}, and {problem}")
 
 
-def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made: bool) -> None:
-    """Raise if a local model is missing, unless it will be `made`, or if it would be cleared.
+def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, written: bool) -> None:
+    """Raise if a local model is missing, unless the run writes it, or if it would be cleared.
 
     The step clears its own directory before it reads its models.
     """
@@ -122,7 +122,7 @@ def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, made
         f"{name} {path} is in {config.output_dir}, which step {stage.number} may clear before it"
         " reads the model; move the model, or choose another --output-dir",
     )
-    if not made and not (directory / "config.json").is_file():
+    if not written and not (directory / "config.json").is_file():
         try:
             check_configuration(directory)
         except ModelError as error:
@@ -146,7 +146,7 @@ def _check_data(name: str, path: str) -> None:
         raise DataError(f"{name} {path}: no such file or directory")
 
 
-def _spelled(name: str, path: str, request: Request) -> str:
+def _label(name: str, path: str, request: Request) -> str:
     """The option with which the user gave `path`, else the setting's name."""
     given = {
         "sft.model.path": ("--actor-model", (request.actor_model,)),

@@ -2,7 +2,7 @@
 
 `OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
 `OUT/<step>/result.json` marks the step as finished. Replacing a step removes the files that steps
-make (`MADE`) and nothing else. `OUT/command.txt` has the run's shell command, so that `--resume`
+make (`OUTPUTS`) and nothing else. `OUT/command.txt` has the run's shell command, so that `--resume`
 alone repeats its options; paths are as typed.
 """
 
@@ -19,7 +19,7 @@ from pipeline.config import StepConfig, affects_result
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request
-from pipeline.plan.stage import BEFORE, Stage, directories
+from pipeline.plan.stage import INITIAL, Stage, all_directories
 from pipeline.settings.fields import make_portable, read_step_config, to_plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.installation import TRAIN
@@ -50,7 +50,7 @@ RECORDS = (
 )
 """Name patterns of the files that steps write in addition to their model."""
 
-MADE = (
+OUTPUTS = (
     *RECORDS,
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -87,7 +87,7 @@ def finished_steps(
     out = request.output_dir
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--output-dir {out} is a file, not a directory")
-    strangers = _strangers(out, known or stages)
+    foreign = _foreign_files(out, known or stages)
     present = [stage for stage in stages if _files(out / stage.name)]
     for directory in (out / stage.name for stage in present):
         if not (directory / MARK).is_file():
@@ -95,16 +95,16 @@ def finished_steps(
                 f"{directory} contains files that are not from a run (it has no {MARK}); move them"
                 " or choose another --output-dir"
             )
-    if strangers and not (request.resume or request.overwrite):
+    if foreign and not (request.resume or request.overwrite):
         raise ConfigError(
-            f"--output-dir {out} has files that are not from a run ({', '.join(strangers[:3])});"
+            f"--output-dir {out} has files that are not from a run ({', '.join(foreign[:3])});"
             " choose another, or pass --resume or --overwrite, which keep them"
         )
     if not request.overwrite:
         for stage in present:
-            learns = next((each for each in stages if each.number in request.step), stage)
-            _check_step(request, stage, configs[stage.name], learns)
-    return _skipped(request, stages)
+            first = next((other for other in stages if other.number in request.step), stage)
+            _check_step(request, stage, configs[stage.name], first)
+    return _skipped_steps(request, stages)
 
 
 def clear_step(out: Path, name: str) -> None:
@@ -112,13 +112,13 @@ def clear_step(out: Path, name: str) -> None:
     directory = out / name
     if (directory / MARK).is_file():
         files = _files(directory)
-        _remove(directory, [file for file in files if any(fnmatch(file, made) for made in MADE)])
+        _remove(directory, [file for file in files if any(fnmatch(file, p) for p in OUTPUTS)])
     steps = read_summary(out).get("steps", {})
     if name in steps:
         _write_summary(out, {step: result for step, result in steps.items() if step != name})
 
 
-def can_go_on(out: Path, name: str) -> bool:
+def can_resume(out: Path, name: str) -> bool:
     """Whether the step was interrupted and has a checkpoint."""
     directory = out / name
     ended = (directory / DIVERGED).exists() or (directory / RESULT).exists()
@@ -132,8 +132,8 @@ def discard_empty_step(out: Path, name: str) -> None:
     """
     directory = out / name
     files = _files(directory)
-    made = {file for file in files if file != METRICS or (directory / file).stat().st_size > 0}
-    if MARK in files and made <= {MARK, LOCK}:
+    written = {file for file in files if file != METRICS or (directory / file).stat().st_size > 0}
+    if MARK in files and written <= {MARK, LOCK}:
         _remove(directory, files)
 
 
@@ -148,7 +148,7 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
 
 
 @contextmanager
-def only_job(out: Path) -> Iterator[None]:
+def lock_output(out: Path) -> Iterator[None]:
     """Lock the directory; at exit, remove it if it contains at most `COMMAND`.
 
     Raises:
@@ -199,9 +199,9 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
     replace_durably(out / SUMMARY, text.encode())
 
 
-def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
+def _foreign_files(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Foreign names in the output directory, ignoring hidden files."""
-    ours = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *directories(stages)}
+    ours = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *all_directories(stages)}
     if not out.is_dir():
         return []
     # A run that was killed while writing one of them leaves a temporary name.
@@ -209,14 +209,14 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     return sorted(name for name in names if name not in ours and not name.startswith("."))
 
 
-def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stage) -> None:
-    """Raise if the step's earlier output conflicts with this run, whose first step is `learns`."""
+def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage) -> None:
+    """Raise if the step's earlier output conflicts with this run, whose first step is `first`."""
     directory = request.output_dir / stage.name
-    difference = _difference(stage, directory, config, request)
+    difference = _find_difference(stage, directory, config, request)
     finished = (directory / RESULT).is_file()
     chosen = stage.number in request.step
     if chosen and request.resume:
-        started = finished or can_go_on(request.output_dir, stage.name)
+        started = finished or can_resume(request.output_dir, stage.name)
         if started and difference:
             raise ConfigError(
                 f"step {stage.number} in {directory} was {'finished' if finished else 'started'}"
@@ -225,23 +225,23 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, learns: Stag
             )
     elif difference:
         name = difference.partition(" ")[0].partition(".")[2]
-        own = f"--{learns.section}.data.path and --{learns.section}.data.eval_path"
-        rows = f", with {own} for other rows only in {learns.title}"
+        own = f"--{first.section}.data.path and --{first.section}.data.eval_path"
+        rows = f", with {own} for other rows only in {first.title}"
         raise ConfigError(
             f"--output-dir {request.output_dir} contains another run, with {difference}; use that"
             f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"
             " choose another directory, or pass --overwrite"
         )
     elif chosen:
-        goes_on = can_go_on(request.output_dir, stage.name)
-        cut_off = "resumes from its checkpoint" if goes_on else "restarts it"
+        resumes = can_resume(request.output_dir, stage.name)
+        effect = "resumes from its checkpoint" if resumes else "restarts it"
         raise ConfigError(
             f"step {stage.number} in {directory} is {'' if finished else 'not '}finished;"
-            f" --resume {'skips it' if finished else cut_off}, --overwrite replaces it"
+            f" --resume {'skips it' if finished else effect}, --overwrite replaces it"
         )
 
 
-def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
+def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
     """The finished steps that `--resume` skips: those before the first step that must run."""
     chosen = [stage for stage in stages if stage.number in request.step]
     finished = {
@@ -258,7 +258,7 @@ def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
     }
 
 
-def _difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
+def _find_difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
     """The first setting in which a recorded step differs: "sft.seed 1 where this run has 2".
 
     For a step that will not run, only the settings that all steps share are compared.
@@ -272,16 +272,17 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     names = recorded.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
-        begins = field == "path" and stage.models.get(role) == BEFORE and role == stage.main_role
-        own = not stage.config_class.reads_dialogues and name.startswith("data.")
-        shared = (name in SHARED and not own) or begins
+        is_start = field == "path" and stage.models.get(role) == INITIAL and role == stage.main_role
+        own_rows = not stage.config_class.reads_dialogues and name.startswith("data.")
+        shared = (name in SHARED and not own_rows) or is_start
         if stage.number not in request.step and not shared:
             continue
-        there, here = recorded.get(name), wanted.get(name)
-        if any(each.startswith(f"{name}.") for each in (*recorded, *wanted)):
+        old, new = recorded.get(name), wanted.get(name)
+        if any(other.startswith(f"{name}.") for other in (*recorded, *wanted)):
             continue  # a mapping that is empty on the other side: report its first entry
-        if there != here and affects_result(name):
-            return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
+        if old != new and affects_result(name):
+            old, new = _format_value(old), _format_value(new)
+            return f"{stage.section}.{name} {old} where this run has {new}"
     return ""
 
 
@@ -296,7 +297,7 @@ def recorded_model(path: str) -> str | None:
     return None if start is None else str(start)
 
 
-def recorded_start(path: str, within: Path | None = None) -> str:
+def recorded_base_model(path: str, within: Path | None = None) -> str:
     """The model from which the chain of runs to this one, or its part in `within`, started."""
     for _ in range(100):  # records may form a cycle
         if within is not None and not Path(path).is_relative_to(within):
@@ -305,19 +306,19 @@ def recorded_start(path: str, within: Path | None = None) -> str:
     return path
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "null"
     return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)
 
 
-NOT_OF_THE_RUN = ("output_dir", "resume", "overwrite", "dry_run")
+UNRECORDED_OPTIONS = ("output_dir", "resume", "overwrite", "dry_run")
 """Options of a command that are not part of the run, and are never recorded."""
 
 
 def record_command(out: Path, argv: Sequence[str]) -> None:
     """Record the options of the command that runs in the output directory `out`."""
-    command = " ".join([TRAIN, shlex.join(without_options(argv, NOT_OF_THE_RUN))]).rstrip()
+    command = " ".join([TRAIN, shlex.join(without_options(argv, UNRECORDED_OPTIONS))]).rstrip()
     replace_durably(out / COMMAND, f"{command}\n".encode())
 
 
@@ -342,11 +343,11 @@ def last_steps(out: Path) -> set[int]:
 def with_last_options(argv: Sequence[str]) -> list[str]:
     """The command line; with `--resume` and no other options, the recorded run's options are added.
 
-    The options in `NOT_OF_THE_RUN` do not count as other options. If no command is recorded,
+    The options in `UNRECORDED_OPTIONS` do not count as other options. If no command is recorded,
     nothing is added.
     """
     given = dict(split_options(argv))
-    if given.get("resume") not in ([], ["true"]) or given.keys() - set(NOT_OF_THE_RUN):
+    if given.get("resume") not in ([], ["true"]) or given.keys() - set(UNRECORDED_OPTIONS):
         return list(argv)
     out = Path(" ".join(given.get("output_dir", [])) or Request.output_dir)
     try:

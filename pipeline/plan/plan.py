@@ -15,7 +15,7 @@ from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, RESULT, finished_steps
 from pipeline.plan.request import CommandLine, Request, check_sections_run, parse_request
 from pipeline.plan.resolve import EMBEDDED_PRESET, Resolver, resolve_run, step_configs
-from pipeline.plan.stage import METHODS, Stage, side_by_side, without_unchosen
+from pipeline.plan.stage import METHODS, Stage, drop_unselected, split_methods
 from pipeline.system.errors import ModelError, require
 from pipeline.system.installation import ROOT
 
@@ -76,8 +76,8 @@ class Plan:
     def environment(self) -> Mapping[str, str]:
         """Environment variables of the steps, which check memory themselves if the plan can't."""
         environment = step_environment(self.layout, self.request)
-        has_looked = self.machine.is_known or self.request.plan == "off"
-        return {**environment, PLANNED: "1"} if has_looked else environment
+        is_checked = self.machine.is_known or self.request.plan == "off"
+        return {**environment, PLANNED: "1"} if is_checked else environment
 
     def command(self, stage: Stage) -> list[str]:
         """The command that runs the step."""
@@ -89,7 +89,7 @@ class Plan:
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
     """The initial model of each step with the role `model`, by the step's output directory."""
-    models = {str(each.output_dir): each.used_models().get("model") for each in configs.values()}
+    models = {str(c.output_dir): c.used_models().get("model") for c in configs.values()}
     return {out: str(model.path) for out, model in models.items() if model is not None}
 
 
@@ -101,29 +101,29 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """
     command_line = parse_request(argv, stages)
     request, known, out = command_line.request, stages, command_line.request.output_dir
-    left = {each.name for each in known if (out / each.name / RESULT).is_file()}
-    replaced = _replaced(request, known)
-    stages = without_unchosen(known, request.step, left, replaced)
-    stages = side_by_side(stages, request.method)
+    finished_names = {stage.name for stage in known if (out / stage.name / RESULT).is_file()}
+    replaced = _get_replaced_steps(request, known)
+    stages = drop_unselected(known, request.step, finished_names, replaced)
+    stages = split_methods(stages, request.method)
     check_sections_run(command_line, stages, known)
-    made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
-    command_line = replace(command_line, made=frozenset(made))
+    finished_numbers = {stage.number for stage in stages if (out / stage.name / RESULT).is_file()}
+    command_line = replace(command_line, finished_steps=frozenset(finished_numbers))
     stages = tuple(
         stage
         for stage in stages
-        if stage.number <= max(request.step) or _has_part(stage, command_line)
+        if stage.number <= max(request.step) or _is_configured(stage, command_line)
     )
-    imagined = None if request.plan_for is None else parse_machine(request.plan_for)
-    layout = resolve_layout(request) if imagined is None else _imagined(imagined)
+    target = None if request.plan_for is None else parse_machine(request.plan_for)
+    layout = resolve_layout(request) if target is None else _hypothetical_layout(target)
     world = layout.processes or 1
     command_line, configs = resolve_run(command_line, stages, known=known, world=world)
     request = command_line.request
-    machine = imagined or _machine(layout, request)
+    machine = target or _get_machine(layout, request)
     requested = tuple(stage for stage in stages if stage.number in request.step)
     resolver = Resolver(command_line, stages, world)
     chosen: Mapping[str, Settings] = {}
     if request.plan == "auto":
-        chosen = _choose(resolver, requested, configs, machine)
+        chosen = _choose_settings(resolver, requested, configs, machine)
         configs = step_configs(command_line, stages, world=world, chosen=chosen)
     finished = finished_steps(request, stages, configs, known=known)
     check_inputs(request, stages, configs)
@@ -140,7 +140,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     return replace(plan, notes=tuple(_notes(plan, resolver, replaced, known)))
 
 
-def _has_part(stage: Stage, command_line: CommandLine) -> bool:
+def _is_configured(stage: Stage, command_line: CommandLine) -> bool:
     """Whether a later step has a directory, or settings given by the user."""
     given = {name.partition(".")[0] for name, options in command_line.overrides.items() if options}
     given = given.union(*(file.settings for file in command_line.files))
@@ -148,14 +148,14 @@ def _has_part(stage: Stage, command_line: CommandLine) -> bool:
     return is_given or (command_line.request.output_dir / stage.name).exists()
 
 
-def _replaced(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
+def _get_replaced_steps(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
     """Earlier steps without output that --actor-model or --reward-model replaces, by section."""
     models = {"actor": request.actor_model, "reward": request.reward_model}
     return {
         stage.section: stage
         for stage in stages
         if models.get(stage.options.get(stage.main_role, "")) is not None
-        and not stage.by_choice
+        and not stage.on_request
         and stage.number < max(request.step)
         and stage.number not in request.step
         and not (request.output_dir / stage.name / MARK).is_file()
@@ -166,12 +166,12 @@ def _notes(
     plan: Plan, resolver: Resolver, replaced: Mapping[str, Stage], known: Sequence[Stage]
 ) -> Iterator[str]:
     """Notes on the models that replace steps, the preset and the upload."""
-    models = {each.section: each.models for each in known}
+    models = {step.section: step.models for step in known}
     for stage in plan.stages:
         for role, model in plan.configs[stage.name].used_models().items():
             if earlier := replaced.get(models[stage.section].get(role, "")):
-                lacks = f"{plan.request.output_dir} has no output of step {earlier.number}"
-                yield f"{stage.title} uses {model.path} as its {role}: {lacks}"
+                reason = f"{plan.request.output_dir} has no output of step {earlier.number}"
+                yield f"{stage.title} uses {model.path} as its {role}: {reason}"
     for stage in plan.stages:
         if default := resolver.response_length(stage, plan.configs[stage.name]):
             setting, length = f"{stage.section}.max_new_tokens", f"{default[0]:,} tokens"
@@ -185,7 +185,7 @@ def _notes(
         yield f"the model of {last} will be uploaded to {name} on the Hub"
 
 
-def _choose(
+def _choose_settings(
     resolver: Resolver, stages: Sequence[Stage], configs: Mapping[str, StepConfig], machine: Machine
 ) -> Mapping[str, Settings]:
     """The choice of `--plan auto`: settings by stage prefix."""
@@ -207,25 +207,24 @@ def _choose(
     return chosen
 
 
-def _machine(layout: Layout, request: Request) -> Machine:
+def _get_machine(layout: Layout, request: Request) -> Machine:
     """This machine if it is part of the job, else one of unknown memory; all are assumed alike."""
     if layout.launcher == "process":
         return detect_machine(processes=1, world=1, gpus=list_gpus()[:1])
-    each = max(len(host.slots) for host in layout.hosts)
+    processes = max(len(host.slots) for host in layout.hosts)
     world = layout.processes or 1
     for host in layout.hosts:
         if layout.launcher in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
-            return detect_machine(processes=each, world=world, gpus=list_devices(host, request))
-    return Machine(each, world, None, None, "each machine of the job", has_unknown_gpus=True)
+            return detect_machine(processes=processes, world=world, gpus=list_devices(host, request))
+    return Machine(processes, world, None, None, "each machine of the job", has_unknown_gpus=True)
 
 
-def _imagined(machine: Machine) -> Layout:
+def _hypothetical_layout(machine: Machine) -> Layout:
     """Placement of processes on hypothetical machines."""
     slots = tuple(range(machine.processes))
     if machine.world == 1:
         return Layout("process")
     if machine.world == machine.processes:
         return Layout("node", (Host("localhost", slots),))
-    count = machine.world // machine.processes
-    hosts = tuple(Host(f"machine {number}", slots) for number in range(count))
+    hosts = tuple(Host(f"machine {i}", slots) for i in range(machine.world // machine.processes))
     return Layout("ssh", hosts)

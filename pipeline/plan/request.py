@@ -237,7 +237,7 @@ class CommandLine:
     typed: frozenset[str] = frozenset()
     """Names of train.py's options on the command line, not in a file."""
 
-    made: frozenset[int] = frozenset()
+    finished_steps: frozenset[int] = frozenset()
     """Numbers of the steps that an earlier run finished in the output directory."""
 
 
@@ -247,7 +247,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     Raises:
         ConfigError: an option or a settings file can't be used; the message names it.
     """
-    own: list[Option] = []
+    typed: list[Option] = []
     dotted: dict[str, list[Option]] = {stage.section: [] for stage in stages}
     files: list[Layer] = []
     for name, words in split_options(argv):
@@ -260,28 +260,28 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
             method, _, rest = rest.partition(".")
             dotted.setdefault(f"{METHODS}.{method}", []).append((rest, words))
         else:
-            own.append((name, words))
-    _check_names(own, files, stages)
+            typed.append((name, words))
+    _check_names(typed, files, stages)
     sections = {*(stage.section for stage in stages), METHODS}
     layers = [
         replace(file, settings={k: v for k, v in file.settings.items() if k not in sections})
         for file in files
     ]
     try:
-        request = build_config(Request, layers, own)
+        request = build_config(Request, layers, typed)
     except ConfigError as error:
-        raise ConfigError(_as_option(str(error), files)) from None
+        raise ConfigError(_with_option_name(str(error), files)) from None
     request = replace(
         request,
-        actor_model=full_name("--actor-model", request.actor_model),
-        reward_model=full_name("--reward-model", request.reward_model),
+        actor_model=resolve_model_name("--actor-model", request.actor_model),
+        reward_model=resolve_model_name("--reward-model", request.reward_model),
     )
     _check_sections(files, dotted, request.method, stages)
     overrides = {section: tuple(options) for section, options in dotted.items()}
-    return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in own))
+    return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in typed))
 
 
-def full_name(option: str, path: str | None) -> str | None:
+def resolve_model_name(option: str, path: str | None) -> str | None:
     """`facebook/opt-1.3b` for `1.3b` (DeepSpeed-Chat's sizes).
 
     A local directory with that name takes precedence.
@@ -310,10 +310,10 @@ def check_sections_run(
     present = {stage.section for stage in stages}
     for stage in known:
         options = command_line.overrides.get(stage.section, ())
-        is_chosen = stage.by_choice or stage.number in command_line.request.step
+        is_chosen = stage.on_request or stage.number in command_line.request.step
         if options and stage.section not in present and is_chosen:
             how = f"methods {', '.join(stage.methods)}, none of which runs; add one to --method"
-            if stage.by_choice:
+            if stage.on_request:
                 how = f"step {stage.number}, which is not selected; add --step {stage.number}"
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit it"
@@ -344,12 +344,12 @@ def _check_sections(
     A file may have sections of methods that don't run.
     """
     for layer in files:
-        of_methods = layer.settings.get(METHODS) or {}
+        methods_section = layer.settings.get(METHODS) or {}
         sections = {stage.section: layer.settings.get(stage.section, {}) for stage in stages}
-        sections[METHODS] = of_methods
-        if isinstance(of_methods, Mapping):
-            sections |= {f"{METHODS}.{name}": value for name, value in of_methods.items()}
-            for name in of_methods:
+        sections[METHODS] = methods_section
+        if isinstance(methods_section, Mapping):
+            sections |= {f"{METHODS}.{name}": value for name, value in methods_section.items()}
+            for name in methods_section:
                 check_method_name(str(name), stages, f"{METHODS} in {layer.origin}:")
         for name, value in sections.items():
             is_section = isinstance(value, Mapping)
@@ -365,36 +365,36 @@ def _check_sections(
             )
 
 
-def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
+def _check_names(typed: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
     """Reject unknown options, with suggestions, and steps' settings at the top level of a file."""
-    known = {each.name for each in fields(Request)} | {stage.section for stage in stages}
-    unknown = [name for name, _ in own if name.partition(".")[0] not in known]
+    known = {option.name for option in fields(Request)} | {stage.section for stage in stages}
+    unknown = [name for name, _ in typed if name.partition(".")[0] not in known]
     known.add(METHODS)
     if not unknown and all(layer.settings.keys() <= known for layer in files):
         return
-    of_steps = [
+    step_settings = [
         setting
         for stage in stages
         for setting in list_settings(stage.config_class, f"{stage.section}.")
     ]
     for name in unknown:
-        settings = [*list_settings(Request), *of_steps]
+        settings = [*list_settings(Request), *step_settings]
         hint = deepspeed_chat_hint(name) or did_you_mean(settings, name, _option_name)
         raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
-    below = {word for setting in of_steps for word in setting.name.split(".")[1:]}
+    nested_names = {word for setting in step_settings for word in setting.name.split(".")[1:]}
     for layer in files:
-        for name in layer.settings.keys() & below - known:
+        for name in layer.settings.keys() & nested_names - known:
             raise ConfigError(
                 f"{name} in {layer.origin} is a setting of the steps; put it under pretrain:, sft:,"
                 " reward:, ppo: or preference:"
             )
 
 
-def _as_option(sentence: str, files: Sequence[Layer]) -> str:
+def _with_option_name(sentence: str, files: Sequence[Layer]) -> str:
     """`sentence` with its leading setting spelled as an option, unless it is from a file."""
     first, space, rest = sentence.partition(" ")
     name = first.lstrip("-")
-    known = {each.name for each in fields(Request)}
+    known = {option.name for option in fields(Request)}
     in_file = any(rest.startswith(f"in {layer.origin} ") for layer in files)
     return _option_name(name) + space + rest if name in known and not in_file else sentence
 

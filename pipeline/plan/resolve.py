@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed import deepspeed_layer
-from pipeline.plan.output import recorded_model, recorded_start
+from pipeline.plan.output import recorded_base_model, recorded_model
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.response_length import default_length
-from pipeline.plan.stage import BEFORE, METHODS, Stage
+from pipeline.plan.stage import INITIAL, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, merge, method_layer, read_settings
 from pipeline.settings.fields import Option, flatten, get_default, unflatten
 from pipeline.system.errors import ConfigError, require
@@ -55,16 +55,16 @@ def step_configs(
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
     """
-    run = Resolver(command_line, stages, world, chosen or {})
+    resolver = Resolver(command_line, stages, world, chosen or {})
     configs: dict[str, StepConfig] = {}
     for stage in stages:
         try:
-            configs[stage.name] = run.config(stage)
+            configs[stage.name] = resolver.config(stage)
         except ConfigError as error:
             if stage.method is None:
                 raise
             raise ConfigError(f"method {stage.method}: {error}") from None
-    in_run = {*command_line.request.step, *command_line.made}
+    in_run = {*command_line.request.step, *command_line.finished_steps}
     if not any(configs[stage.name].trains_on_labels for stage in stages if stage.number in in_run):
         return configs
     return {
@@ -100,18 +100,18 @@ def resolve_run(
     if "step" in command_line.typed or any("step" in file.settings for file in command_line.files):
         return command_line, configs
     offered = {origin for stage in known or stages for origin in stage.models.values()}
-    read: set[str] = set()
-    idle: set[int] = set()
+    used_origins: set[str] = set()
+    unneeded: set[int] = set()
     for stage in reversed(stages):
-        if stage.section in offered - read:
-            idle.add(stage.number)
+        if stage.section in offered - used_origins:
+            unneeded.add(stage.number)
             continue
         used = configs[stage.name].used_models().keys() - stage.optional
-        origins = stage.origins(used, _method(stage, command_line.request))
-        read |= {origin for role, origin in origins.items() if role in used}
-    if idle.isdisjoint(command_line.request.step):
+        origins = stage.origins(used, _get_method(stage, command_line.request))
+        used_origins |= {origin for role, origin in origins.items() if role in used}
+    if unneeded.isdisjoint(command_line.request.step):
         return command_line, configs
-    steps = tuple(number for number in command_line.request.step if number not in idle)
+    steps = tuple(number for number in command_line.request.step if number not in unneeded)
     command_line = replace(command_line, request=replace(command_line.request, step=steps))
     return command_line, step_configs(command_line, stages, world=world)
 
@@ -136,30 +136,31 @@ class Resolver:
         Raises:
             ConfigError: as `step_configs`.
         """
-        self._check_place(stage)
-        layers = [*self._usual(stage), *self._given(stage)]
-        layers.append(self._raised(stage, layers))
+        self._check_forbidden(stage)
+        layers = [*self._default_layers(stage), *self._user_layers(stage)]
+        layers.append(self._raised_settings(stage, layers))
 
         def build(origins: Mapping[str, str]) -> StepConfig:
-            handed_over, overrides = self._handed_over(stage, origins), self._overrides(stage)
+            inherited, overrides = self._inherited_models(stage, origins), self._overrides(stage)
             section = f"{stage.section}."
             return build_config(
-                stage.config_class, [handed_over, *layers], overrides, section=section
+                stage.config_class, [inherited, *layers], overrides, section=section
             )
 
         # The settings determine the step's models, which determine some origins.
         config = build(stage.models)
-        origins = stage.origins(config.used_models().keys(), _method(stage, self.request))
-        config = self._with_rate(stage, config if origins == stage.models else build(origins))
+        origins = stage.origins(config.used_models().keys(), _get_method(stage, self.request))
+        config = config if origins == stage.models else build(origins)
+        config = self._apply_lr_to_lora(stage, config)
         if default := self.response_length(stage, config):
             config = replace(config, max_new_tokens=default[0])  # pyrefly: ignore[unexpected-keyword]
         return config
 
-    def _with_rate(self, stage: Stage, config: StepConfig) -> StepConfig:
+    def _apply_lr_to_lora(self, stage: Stage, config: StepConfig) -> StepConfig:
         """The settings, with --lr also applied to adapters, whose default rate is a multiple."""
         role, _, name = stage.config_class.RUN_OPTIONS["lr"][0].partition(".")
         model: TrainedModelConfig = getattr(config, role)
-        given = flatten(self._options(stage).settings).get(f"{role}.{name}")
+        given = flatten(self._option_layer(stage).settings).get(f"{role}.{name}")
         if model.lora is None or model.lora.lr is not None or given != model.optim.lr:
             return config
         return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})  # pyrefly: ignore[bad-argument-type]
@@ -170,52 +171,52 @@ class Resolver:
         Raises:
             ConfigError: as `step_configs`.
         """
-        layers = self._given(stage) if files else [self._options(stage)]
+        layers = self._user_layers(stage) if files else [self._option_layer(stage)]
         names = {name for layer in layers for name in flatten(layer.settings)}
         return frozenset(names | {name for name, _ in self._overrides(stage)})
 
-    def start(self, stage: Stage, role: str = "") -> str:
+    def initial_model(self, stage: Stage, role: str = "") -> str:
         """The model before all steps from which a role's weights come, by default the main role's.
 
         Empty if there is none.
         """
         role, out = role or stage.main_role, self.request.output_dir
-        origin = stage.origins(stage.models, _method(stage, self.request))[role]
-        is_there = role not in stage.optional or origin in self._present
-        path = self._path(stage, role, self._made(origin) if is_there else "")
-        for each in self.stages:
-            is_made = each.number not in self.request.step and recorded_model(path) is not None
-            if each.number < stage.number and Path(path) == out / each.name and not is_made:
-                return self.start(each)
-        return recorded_start(path, within=out)
+        origin = stage.origins(stage.models, _get_method(stage, self.request))[role]
+        is_available = role not in stage.optional or origin in self._available
+        path = self._model_path(stage, role, self._output_path(origin) if is_available else "")
+        for other in self.stages:
+            is_made = other.number not in self.request.step and recorded_model(path) is not None
+            if other.number < stage.number and Path(path) == out / other.name and not is_made:
+                return self.initial_model(other)
+        return recorded_base_model(path, within=out)
 
     def has_preset(self, stage: Stage, role: str = "") -> bool:
         """Whether the model of a role, by default the main one, comes from the embedded model."""
-        return recorded_start(self.start(stage, role)) == EMBEDDED
+        return recorded_base_model(self.initial_model(stage, role)) == EMBEDDED
 
-    def _path(self, stage: Stage, role: str, default: str) -> str:
+    def _model_path(self, stage: Stage, role: str, default: str) -> str:
         """The path of a role's model in files and options."""
-        layers = [Layer({role: {"path": default}}, "train.py"), *self._files(stage)]
-        layers.append(self._options(stage))
+        layers = [Layer({role: {"path": default}}, "train.py"), *self._file_layers(stage)]
+        layers.append(self._option_layer(stage))
         section = f"{stage.section}."
         model = merge(stage.config_class, layers, self._overrides(stage), section=section)[role]
         return str((model or {}).get("path") or "")
 
-    def _made(self, origin: str) -> str:
-        """Path of the model that a section's step makes; for `BEFORE`, the initial model."""
-        if origin == BEFORE:
+    def _output_path(self, origin: str) -> str:
+        """Path of the model that a section's step makes; for `INITIAL`, the initial model."""
+        if origin == INITIAL:
             first, default = self.stages[0], self.request.actor_model or EMBEDDED
-            return self._path(first, first.main_role, default)
-        name = next(each.name for each in self.stages if each.section == origin)
+            return self._model_path(first, first.main_role, default)
+        name = next(other.name for other in self.stages if other.section == origin)
         return str(self.request.output_dir / name)
 
     @property
-    def _present(self) -> set[str]:
+    def _available(self) -> set[str]:
         """Origins of models that exist or that steps of the run make."""
-        running = {*self.request.step, *self.command_line.made}
-        return {each.section for each in self.stages if each.number in running} | {BEFORE}
+        running = {*self.request.step, *self.command_line.finished_steps}
+        return {stage.section for stage in self.stages if stage.number in running} | {INITIAL}
 
-    def _usual(self, stage: Stage) -> list[Layer]:
+    def _default_layers(self, stage: Stage) -> list[Layer]:
         """Layers 2 to 4."""
         layers: list[Layer] = []
         if self.has_preset(stage):
@@ -226,29 +227,29 @@ class Resolver:
             layers.append(replace(preset, settings=settings))
         if stage.config_class.reads_dialogues and not self.has_preset(self._responder(stage)):
             layers.append(Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py"))
-        given = [*layers, *self._files(stage), self._options(stage)]
-        row = method_layer(stage.config_class, given, self._overrides(stage))
-        return [*layers, row, Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto")]
+        given = [*layers, *self._file_layers(stage), self._option_layer(stage)]
+        defaults = method_layer(stage.config_class, given, self._overrides(stage))
+        return [*layers, defaults, Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto")]
 
     def _responder(self, stage: Stage) -> Stage:
         """The step whose model responds: for a reward model step 1, if it runs or has run."""
-        role, origins = stage.main_role, self._present
+        role, origins = stage.main_role, self._available
         if stage.options[role] == "reward" and stage.models[role] in origins:
-            return next((x for x in self.stages if x.section == stage.models[role]), stage)
+            return next((s for s in self.stages if s.section == stage.models[role]), stage)
         return stage
 
-    def _given(self, stage: Stage) -> list[Layer]:
+    def _user_layers(self, stage: Stage) -> list[Layer]:
         """Layers 5 to 7."""
-        files, options = list(self._files(stage)), self._options(stage)
+        files, options = list(self._file_layers(stage)), self._option_layer(stage)
         path = self.request.zero_config
         # Steps that don't run are resolved only for their outputs: the file need not fit them.
         if path is None or stage.number not in self.request.step:
             return [*files, options]
         return [*files, deepspeed_layer(stage.config_class, path, world=self.world), options]
 
-    def _files(self, stage: Stage) -> Iterator[Layer]:
+    def _file_layers(self, stage: Stage) -> Iterator[Layer]:
         """Each file's settings of a step, followed by those of the method it runs."""
-        method = _method(stage, self.request)
+        method = _get_method(stage, self.request)
         for layer in self.command_line.files:
             yield replace(layer, settings=layer.settings.get(stage.section, {}))
             if stage.methods:
@@ -257,13 +258,13 @@ class Resolver:
     def _overrides(self, stage: Stage) -> tuple[Option, ...]:
         """The dotted options of a step, followed by those of the method it runs."""
         overrides = self.command_line.overrides
-        method = f"{METHODS}.{_method(stage, self.request)}" if stage.methods else ""
+        method = f"{METHODS}.{_get_method(stage, self.request)}" if stage.methods else ""
         return *overrides.get(stage.section, ()), *overrides.get(method, ())
 
-    def _check_place(self, stage: Stage) -> None:
+    def _check_forbidden(self, stage: Stage) -> None:
         """Reject a method or an output directory for one step if the run determines it."""
         dotted = {name for name, _ in self._overrides(stage)}
-        in_files = [file.settings for file in self._files(stage)]
+        in_files = [file.settings for file in self._file_layers(stage)]
         require(
             stage.method is None or "method" not in dotted,
             f"{stage.section}.method can't be set when --method names several methods; omit it",
@@ -274,30 +275,30 @@ class Resolver:
             f" {self.request.output_dir / stage.name}; use --output-dir",
         )
 
-    def _handed_over(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
+    def _inherited_models(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
         """Models from earlier steps, by role."""
         made = {
-            role: self._made(origin)
+            role: self._output_path(origin)
             for role, origin in origins.items()
-            if role not in stage.optional or origin in self._present
+            if role not in stage.optional or origin in self._available
         }
         main_role = stage.main_role
-        main = self._path(stage, main_role, made[main_role])
-        made |= {role: main for role in stage.without if origins[role] != stage.models[role]}
-        if "critic" in made and origins["critic"] not in self._present:  # else it is from that step
-            made["critic"] = self._path(stage, "reward", made["critic"])
+        main = self._model_path(stage, main_role, made[main_role])
+        made |= {role: main for role in stage.fallbacks if origins[role] != stage.models[role]}
+        if "critic" in made and origins["critic"] not in self._available:  # else that step's
+            made["critic"] = self._model_path(stage, "reward", made["critic"])
         if BASE in made:
-            start = self.start(stage)
-            skips = stage.models[main_role] != BEFORE == origins[main_role] and main == made[BASE]
-            made[BASE] = start if start != main or skips else ""
+            initial_model = self.initial_model(stage)
+            skips = stage.models[main_role] != INITIAL == origins[main_role] and main == made[BASE]
+            made[BASE] = initial_model if initial_model != main or skips else ""
         settings: dict[str, Any] = {role: {"path": path or None} for role, path in made.items()}
-        if stage.takes_shares:
-            given = {*self._present, origins[main_role] if main == made[main_role] else ""}
-            taken = {each.number for each in self.stages if each.section in given}
+        if stage.uses_skipped_rows:
+            given = {*self._available, origins[main_role] if main == made[main_role] else ""}
+            taken = {other.number for other in self.stages if other.section in given}
             settings["shares"] = sorted({stage.number, *set(range(1, stage.number)) - taken})
         return Layer(settings, "train.py")
 
-    def _options(self, stage: Stage) -> Layer:
+    def _option_layer(self, stage: Stage) -> Layer:
         """The settings that train.py's own options set."""
         config_class, request = stage.config_class, self.request
         runs, alone = stage.number in request.step, set(request.step) == {stage.number}
@@ -310,17 +311,17 @@ class Resolver:
         given = {name: value for name, value in given.items() if value not in (None, (), {})}
         settings = {setting: value for name, value in given.items() for setting in table[name]}
         settings |= config_class.implied_settings(given)
-        in_file = any("max_steps" in file.settings for file in self._files(stage))
+        in_file = any("max_steps" in file.settings for file in self._file_layers(stage))
         if "epochs" in settings and ("epochs" in self.command_line.typed or not in_file):
             settings["max_steps"] = None
         # Models that an earlier step starts from come from that step.
         named = {"actor": request.actor_model, "reward": request.reward_model}
-        earlier = (each for each in self.stages if each.number < stage.number)
-        begun = {option for each in earlier for option in each.options.values()}
+        earlier = (other for other in self.stages if other.number < stage.number)
+        begun = {option for other in earlier for option in other.options.values()}
         for role, option in stage.options.items():
             if named[option] is not None and option not in begun:
                 settings[f"{role}.path"] = named[option]
-        if stage.methods and (method := _method(stage, request)) is not None:
+        if stage.methods and (method := _get_method(stage, request)) is not None:
             settings["method"] = method
         settings["output_dir"] = str(request.output_dir / stage.name)
         return Layer(unflatten(settings), "the command line")
@@ -330,24 +331,24 @@ class Resolver:
 
         None if the length is given, or if not only programs give the rewards.
         """
-        start, settings = self.start(stage), cast("Any", config)
+        initial_model, settings = self.initial_model(stage), cast("Any", config)
         kinds = {source.kind for source in getattr(settings, "rewards", ())}
         is_given = self.has_preset(stage) or "max_new_tokens" in self.given(stage)
-        if not start or not kinds or "model" in kinds or is_given:
+        if not initial_model or not kinds or "model" in kinds or is_given:
             return None
         with suppress(ValueError, AttributeError):  # loading the model reports damaged files
             return default_length(
-                start,
+                initial_model,
                 config.data,
-                room_for=settings.max_prompt_length,
+                reserved=settings.max_prompt_length,
                 downloads=not self.request.dry_run and self.request.plan_for is None,
             )
         return None
 
-    def _raised(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
+    def _raised_settings(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
         """Settings that must be at least as large as another setting that an option sets."""
         settings: dict[str, Any] = {}
-        options = self._options(stage).settings
+        options = self._option_layer(stage).settings
         for name, other in stage.config_class.MINIMUMS.items():
             if other in options:
                 values = [layer.settings[name] for layer in layers if name in layer.settings]
@@ -361,7 +362,7 @@ def _read_preset() -> Layer:
     return read_settings(EMBEDDED_PRESET)
 
 
-def _method(stage: Stage, request: Request) -> str | None:
+def _get_method(stage: Stage, request: Request) -> str | None:
     """The user's method for a step; None if none is named."""
     named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)

@@ -10,14 +10,14 @@ from pipeline.data.chat.resolve_format import FORMATS
 from pipeline.plan.inputs import is_local
 from pipeline.system.hub import cached_file, download_settings
 
-ANSWER, THOUGHT = 1024, 4096
+ANSWER, THINKING = 1024, 4096
 """Tokens of a response with a worked answer, and of one that begins with thinking."""
 
 
 def default_length(
-    model: str, data: DataConfig, *, room_for: int, downloads: bool
+    model: str, data: DataConfig, *, reserved: int, downloads: bool
 ) -> tuple[int, str] | None:
-    """The default for a model, and the reason for it; None if `room_for` tokens fill its context.
+    """The default for a model, and the reason for it; None if `reserved` tokens fill its context.
 
     The settings of a Hub model are read if they are cached, or if `downloads` is true.
     """
@@ -25,17 +25,17 @@ def default_length(
         download_settings(model)
 
     def read(name: str) -> str:
-        found = f"{model}/{name}" if is_local(model) else cached_file(model, name)
-        file = Path(found or "").expanduser()
+        path = f"{model}/{name}" if is_local(model) else cached_file(model, name)
+        file = Path(path or "").expanduser()
         return file.read_text("utf-8") if file.is_file() else ""
 
-    of_tokenizer = json.loads(read("tokenizer_config.json") or "{}").get("chat_template")
-    template = read("chat_template.jinja") or json.dumps(of_tokenizer)
-    thinks = data.format not in FORMATS and may_think(template, data.template_args)
+    inline_template = json.loads(read("tokenizer_config.json") or "{}").get("chat_template")
+    template = read("chat_template.jinja") or json.dumps(inline_template)
+    thinking = data.format not in FORMATS and may_think(template, data.template_args)
     settings = json.loads(read("config.json") or "{}")
     settings = settings.get("text_config", settings)
-    room = (settings.get("max_position_embeddings") or 2**31) - room_for
-    tokens, reason = (THOUGHT, "a thinking model") if thinks else (ANSWER, "rewards of programs")
+    room = (settings.get("max_position_embeddings") or 2**31) - reserved
+    tokens, reason = (THINKING, "a thinking model") if thinking else (ANSWER, "rewards of programs")
     if room < tokens:
         tokens, reason = room, f"the context of {model}"
     return (tokens, reason) if room > 0 else None

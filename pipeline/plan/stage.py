@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pipeline.config import StepConfig
 from pipeline.system.errors import ConfigError, require, suggestion
 
-BEFORE = "before"
+INITIAL = "before"
 """Origin, instead of a section name, for the model from which the first step starts."""
 
 METHODS = "methods"
@@ -32,29 +32,29 @@ class Stage:
     """The module that runs it: `python -m module --config FILE`."""
 
     models: Mapping[str, str]
-    """Default origin of each of its models, by role: the section of an earlier step, or `BEFORE`.
+    """Default origin of each of its models, by role: the section of an earlier step, or `INITIAL`.
     The first role is the step's main one."""
 
     options: Mapping[str, Literal["actor", "reward"]]
     """For each role, whether train.py's --actor-... or its --reward-... options apply to it."""
 
-    without: Mapping[str, str] = field(default_factory=dict)
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
     """Origins by role that replace those in `models`, unless a used role without an entry here has
     the same origin in `models`."""
 
-    begins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    method_origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Origins, by method and role, that replace those in `models` for a method."""
 
     optional: frozenset[str] = frozenset()
     """Roles that the step can run without if no step provides the model."""
 
-    takes_shares: bool = False
+    uses_skipped_rows: bool = False
     """Whether the step also uses the rows of earlier steps that neither run nor have run."""
 
-    own_directories: bool = False
+    separate_directories: bool = False
     """Whether each method has its own directory even if it runs alone."""
 
-    by_choice: bool = False
+    on_request: bool = False
     """Whether the step runs only if `--step` names it; later steps then use its models."""
 
     method: str | None = None
@@ -72,12 +72,12 @@ class Stage:
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:
         """Origins of the models in a run of `method` that uses the roles in `used`."""
-        needed = {self.models[role] for role in used if role in self.models.keys() - self.without}
-        found = {
-            role: origin if role not in self.without or origin in needed else self.without[role]
+        needed = {self.models[role] for role in used if role in self.models.keys() - self.fallbacks}
+        origins = {
+            role: origin if role not in self.fallbacks or origin in needed else self.fallbacks[role]
             for role, origin in self.models.items()
         }
-        return {**found, **self.begins.get(method or "", {})}
+        return {**origins, **self.method_origins.get(method or "", {})}
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, Any]]:
@@ -94,10 +94,10 @@ class Stage:
         return next(iter(self.models))
 
 
-def without_unchosen(
+def drop_unselected(
     stages: Sequence[Stage],
     numbers: Collection[int],
-    made: Collection[str],
+    finished: Collection[str],
     replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
     """The stages except those not in `numbers` that are `replaced`, or optional and unfinished.
@@ -107,30 +107,30 @@ def without_unchosen(
     Args:
         stages: all stages.
         numbers: step numbers in `--step`.
-        made: names of stages whose output exists.
+        finished: names of stages whose output exists.
         replaced: sections of stages that a user's model replaces.
     """
-    left_out: dict[str, str] = {}
+    dropped: dict[str, str] = {}
     for stage in stages:
-        is_absent = stage.section in replaced or (stage.by_choice and stage.name not in made)
+        is_absent = stage.section in replaced or (stage.on_request and stage.name not in finished)
         if stage.number not in numbers and is_absent:
             origin = stage.models[stage.main_role]
-            left_out[stage.section] = left_out.get(origin, origin)
+            dropped[stage.section] = dropped.get(origin, origin)
 
-    def kept(stage: Stage, origins: Mapping[str, str]) -> Mapping[str, str]:
+    def moved(stage: Stage, origins: Mapping[str, str]) -> Mapping[str, str]:
         return {
-            role: origin if role in stage.optional else left_out.get(origin, origin)
+            role: origin if role in stage.optional else dropped.get(origin, origin)
             for role, origin in origins.items()
         }
 
     return tuple(
-        replace(stage, models=kept(stage, stage.models), without=kept(stage, stage.without))
+        replace(stage, models=moved(stage, stage.models), fallbacks=moved(stage, stage.fallbacks))
         for stage in stages
-        if stage.section not in left_out
+        if stage.section not in dropped
     )
 
 
-def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
+def split_methods(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
     """The stages of a run, one for each of several named methods.
 
     `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with at most one method it is unchanged,
@@ -152,17 +152,16 @@ def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage
         numbers.add(stage.number)
         if len(methods) > 1 and named:
             run += [replace(stage, name=stage.directory(name), method=name) for name in named]
-        elif stage.own_directories:
+        elif stage.separate_directories:
             run += [replace(stage, name=stage.directory(name)) for name in named] or [stage]
         else:
             run.append(stage)
     return tuple(run)
 
 
-def directories(stages: Sequence[Stage]) -> set[str]:
+def all_directories(stages: Sequence[Stage]) -> set[str]:
     """Names of all directories that these steps can create."""
-    names = (stage.directory(method) for stage in stages for method in stage.methods)
-    return {stage.name for stage in stages} | set(names)
+    return {s.name for s in stages} | {s.directory(m) for s in stages for m in s.methods}
 
 
 def check_method_name(name: str, stages: Sequence[Stage], origin: str) -> None:

@@ -42,7 +42,7 @@ TRIALS, LOGS = "trials.jsonl", "logs"
 MODELS = ".models"
 """Directory of the outputs of trials, from which later steps take their models."""
 
-GAIN = 1.03
+MIN_SPEEDUP = 1.03
 """A change is kept if the step is faster by this factor; single steps differ by a few percent."""
 
 WARM_UP = 2
@@ -63,7 +63,7 @@ def tune(plan: Plan) -> Plan:
     options: list[str] = []
     try:
         for stage in plan.unfinished:
-            best = _Tuning(plan, stage).run()
+            best = _StepTuner(plan, stage).run()
             config = replace_settings(plan.configs[stage.name], best)
             plan = replace(plan, configs={**plan.configs, stage.name: config})
             options += [
@@ -76,13 +76,13 @@ def tune(plan: Plan) -> Plan:
 
 
 @dataclass
-class _Tuning:
+class _StepTuner:
     """The trials of one step."""
 
     plan: Plan
     stage: Stage
     trials: int = 0
-    first: float = 0.0
+    first_speed: float = 0.0
     """Tokens per second of the first successful trial."""
 
     def run(self) -> Settings:
@@ -90,10 +90,10 @@ class _Tuning:
         print_output(f"step {self.stage.number}: tuning {self.stage.name}")
         best, speed = self._best_micro_batch({}, self._measure({}))
         for settings in self._alternatives():
-            together = {**best, **settings}
-            other = self._measure(together)
-            if other > GAIN * speed:
-                best, speed = self._best_micro_batch(together, other)
+            combined = {**best, **settings}
+            new_speed = self._measure(combined)
+            if new_speed > MIN_SPEEDUP * speed:
+                best, speed = self._best_micro_batch(combined, new_speed)
         if not self.trials:
             raise ConfigError(
                 f"{self.stage.title} fits with none of the candidates; --dry-run shows its memory"
@@ -105,8 +105,8 @@ class _Tuning:
             )
             raise SystemExit(EXIT_FAILED)
         print_output(
-            f"{self.stage.title} is fastest with {_words(best) or 'unchanged settings'}:"
-            f" {speed / self.first:.2f} times the first trial, of {self.trials} trials"
+            f"{self.stage.title} is fastest with {_format_settings(best) or 'unchanged settings'}:"
+            f" {speed / self.first_speed:.2f} times the first trial, of {self.trials} trials"
         )
         return best
 
@@ -123,15 +123,15 @@ class _Tuning:
     def _scaled(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
         """The settings with the micro-batch repeatedly multiplied by `factor` while that pays."""
         base = replace_settings(self._config, settings)
-        most = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
+        max_size = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
         best, size = settings, base.micro_batch_size
-        while size * factor >= 1 and (factor < 1 or size < most):
+        while size * factor >= 1 and (factor < 1 or size < max_size):
             size = int(size * factor)
-            other = self._measure({**settings, "micro_batch_size": size})
-            if other < GAIN * speed:
+            new_speed = self._measure({**settings, "micro_batch_size": size})
+            if new_speed < MIN_SPEEDUP * speed:
                 break
-            if other:
-                best, speed = {**settings, "micro_batch_size": size}, other
+            if new_speed:
+                best, speed = {**settings, "micro_batch_size": size}, new_speed
         return best, speed
 
     def _alternatives(self) -> Iterator[Settings]:
@@ -188,7 +188,7 @@ class _Tuning:
             memory_ran_out = code in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL, 128 + signal.SIGKILL)
             outcome = "out of memory" if memory_ran_out else "failed"
             shown = f"{outcome}: {message}"
-        self.first = self.first or speed
+        self.first_speed = self.first_speed or speed
         record = {
             "step": self.stage.name,
             "settings": dict(settings),
@@ -198,7 +198,7 @@ class _Tuning:
         }
         with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        print_output(f"  trial {self.trials}   {_words(settings) or 'unchanged'}   {shown}")
+        print_output(f"  trial {self.trials}   {_format_settings(settings) or 'unchanged'}   {shown}")
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -209,22 +209,22 @@ class _Tuning:
         steps = WARM_UP + plan.request.autotune_steps
         write_config(trial_settings(config, out, steps=steps, world=plan.machine.world), out / MARK)
         with log.open("wb") as output:
-            ending = run_child(
+            result = run_child(
                 step_command(self.stage.module, out / MARK, plan.layout, plan.request),
                 {**step_environment(plan.layout, plan.request), PLANNED: "1"},
                 output=output,
             )
-        if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
+        if result.code == EXIT_REQUEUE or result.signal_received in STOP_SIGNALS:
             raise SystemExit(EXIT_REQUEUE)
-        if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
+        if result.signal_received is not None or result.code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt(f"interrupted while tuning {self.stage.title}")
         file = out / METRICS
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         lines = [json.loads(line) for line in text.splitlines()]
-        return ending.code, [line for line in lines if "tokens_per_second" in line][WARM_UP:]
+        return result.code, [line for line in lines if "tokens_per_second" in line][WARM_UP:]
 
 
-def _words(settings: Mapping[str, object]) -> str:
+def _format_settings(settings: Mapping[str, object]) -> str:
     return "  ".join(f"{name} {str(value).lower()}" for name, value in settings.items())
 
 
@@ -233,10 +233,10 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
     values: dict[str, object] = {"output_dir": output_dir, "max_steps": steps, "resume": False}
     values |= {"eval_every": 0, "keep_best": False, "data.max_eval_rows": world}
     values |= {"log_every": 1, "save_every": None, "trackers": ()}
-    of_some_steps: dict[str, object] = {"patience": None, "guards": ()}
-    of_some_steps |= {"samples_every": steps + 1, "base": FrozenModelConfig()}
-    names = {each.name for each in fields(config)}
-    return replace_settings(config, values | {n: v for n, v in of_some_steps.items() if n in names})
+    optional: dict[str, object] = {"patience": None, "guards": ()}
+    optional |= {"samples_every": steps + 1, "base": FrozenModelConfig()}
+    names = {setting.name for setting in fields(config)}
+    return replace_settings(config, values | {n: v for n, v in optional.items() if n in names})
 
 
 def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
@@ -244,11 +244,11 @@ def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
 
     The speed of a step depends only on the shapes of its models.
     """
-    made = {str(plan.request.output_dir / stage.name): stage.name for stage in plan.stages}
+    stage_by_path = {str(plan.request.output_dir / stage.name): stage.name for stage in plan.stages}
     models = plan.request.output_dir / AUTOTUNE / MODELS
     paths = {
-        name: str(models / made[path])
+        name: str(models / stage_by_path[path])
         for name, path in model_paths(config)
-        if path in made and not (Path(path) / "config.json").is_file()
+        if path in stage_by_path and not (Path(path) / "config.json").is_file()
     }
     return replace_settings(config, paths)

@@ -25,10 +25,10 @@ from pipeline.plan.output import (
     REPORT,
     SUMMARY,
     add_to_summary,
-    can_go_on,
+    can_resume,
     clear_step,
     discard_empty_step,
-    only_job,
+    lock_output,
     read_summary,
     record_command,
     with_last_options,
@@ -119,7 +119,7 @@ def _goes_on(plan: Plan, stage: Stage) -> bool:
     """Whether a step resumes from its checkpoint; not if this run also runs an earlier step."""
     if not plan.request.resume or any(each.number < stage.number for each in plan.unfinished):
         return False
-    return can_go_on(plan.request.output_dir, stage.name)
+    return can_resume(plan.request.output_dir, stage.name)
 
 
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
@@ -155,9 +155,9 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
     check_settings(plan)
     # Reject models that can't fit before downloading anything to check the rows.
     if plan.request.plan != "off" and plan.request.autotune is None:
-        from pipeline.plan.describe import memory_lines, refusals
+        from pipeline.plan.describe import memory_errors, memory_lines
 
-        for sentence in refusals(plan):
+        for sentence in memory_errors(plan):
             raise ConfigError(sentence)
         print_output("\n".join(memory_lines(plan)))
     check_rows(plan, downloads=True)
@@ -166,7 +166,7 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
     if plan.layout.rank > 0:
         _follow(plan)
         return
-    with only_job(plan.request.output_dir):
+    with lock_output(plan.request.output_dir):
         if plan.request.autotune is not None:
             from pipeline.plan.tune import tune
 

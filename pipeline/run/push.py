@@ -11,7 +11,7 @@ from pipeline.cli.options import print_error, print_output
 from pipeline.config import EMBEDDED
 from pipeline.data.rows.sources import split_name, split_weight
 from pipeline.plan.inputs import is_local
-from pipeline.plan.output import RECORDS, recorded_start
+from pipeline.plan.output import RECORDS, recorded_base_model
 from pipeline.plan.plan import Plan
 from pipeline.report import results
 from pipeline.system.errors import EXIT_FAILED, one_line
@@ -54,7 +54,7 @@ def model_card(name: str, directory: Path, steps: Sequence[results.StepResult]) 
     """The text of README.md for the model in `directory`, which `steps` made."""
     config = (directory / "config.json").read_text("utf-8")
     task = "text-classification" if "SequenceClassification" in config else "text-generation"
-    base = recorded_start(str(directory))
+    base = recorded_base_model(str(directory))
     is_public = base != EMBEDDED and not is_local(base)
     data = [_data_names(step) for step in steps]
     on_hub = sorted({path for paths in data for path in paths if "/" in path})

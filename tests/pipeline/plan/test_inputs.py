@@ -5,14 +5,14 @@ import pytest
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.plan.stage import side_by_side
+from pipeline.plan.stage import split_methods
 from pipeline.system.errors import UserError
 from tests.pipeline.stages import THREE_STEPS
 
 
 def check(*argv: str) -> None:
     parsed = parse_request(argv, THREE_STEPS)
-    stages = side_by_side(THREE_STEPS, parsed.request.method)
+    stages = split_methods(THREE_STEPS, parsed.request.method)
     check_inputs(parsed.request, stages, step_configs(parsed, stages))
 
 

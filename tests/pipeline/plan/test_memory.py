@@ -10,7 +10,7 @@ from pipeline.budget.fit import find_shortage
 from pipeline.config import TrainedModelConfig
 from pipeline.data.sharing.steps import StepData
 from pipeline.plan.checks import Preview
-from pipeline.plan.describe import describe_plan, estimate, refusals
+from pipeline.plan.describe import describe_plan, estimate, memory_errors
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
@@ -54,12 +54,12 @@ def test_prompt_of_a_group_counts_once(tmp_path: Path) -> None:
 def test_step_that_cant_fit_is_refused_with_a_change_that_fits(tmp_path: Path) -> None:
     argv = f"--step 1 --actor-model {OPT} --plan-for 1xT4-16GB"
 
-    (message,) = refusals(plan(tmp_path, argv))
+    (message,) = memory_errors(plan(tmp_path, argv))
 
     assert message.startswith("step 1 takes ")
     assert " GiB on each GPU to train, with 16.0 GiB available; it fits with --sft." in message
     change = message.partition("it fits with ")[2]
-    assert list(refusals(plan(tmp_path, f"{argv} {change}"))) == []
+    assert list(memory_errors(plan(tmp_path, f"{argv} {change}"))) == []
 
 
 @pytest.mark.jobs

@@ -15,7 +15,7 @@ from tests.pipeline.stages import THREE_STEPS
 def find_finished(out: Path, *argv: str) -> set[str]:
     parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
     done = {step.number for step in THREE_STEPS if (out / step.name / "result.json").is_file()}
-    parsed = replace(parsed, made=frozenset(done))
+    parsed = replace(parsed, finished_steps=frozenset(done))
     return finished_steps(parsed.request, THREE_STEPS, step_configs(parsed, THREE_STEPS))
 
 

@@ -6,14 +6,14 @@ import pytest
 from pipeline.config import StepConfig
 from pipeline.plan.request import OPT_SIZES, parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.plan.stage import side_by_side
+from pipeline.plan.stage import split_methods
 from pipeline.system.errors import ConfigError
 from tests.pipeline.stages import THREE_STEPS
 
 
 def configs(*argv: str) -> dict[str, Any]:
     command_line = parse_request(argv, THREE_STEPS)
-    stages = side_by_side(THREE_STEPS, command_line.request.method)
+    stages = split_methods(THREE_STEPS, command_line.request.method)
     resolved: dict[str, StepConfig] = step_configs(command_line, stages)
     return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
 
