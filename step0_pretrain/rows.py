@@ -10,7 +10,7 @@ import torch
 from pipeline.data.batches import TokenBatch
 from pipeline.data.store.rows import MixedStream, TokenRow
 from pipeline.parallel.device import local_device
-from pipeline.run.training import local_parts
+from pipeline.run.training import shard_rows
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.corpus import Corpus, CorpusSettings, open_corpus
 
@@ -53,7 +53,7 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
 
 def split_rows(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
     """This process's micro-batches of the rows; some may be empty."""
-    parts = local_parts([len(row) for row in rows], config, config.model)
+    parts = shard_rows([len(row) for row in rows], config, config.model)
     return [[rows[row] for row in part] for part in parts]
 
 

@@ -22,13 +22,13 @@ from pipeline.models.hf.load import load_tokenizer
 from pipeline.models.passes import make_policy
 from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
+from pipeline.run.next_token import export_best, perplexity, train_step, warn_if_not_improved
 from pipeline.run.run import Run
 from pipeline.run.training import (
     Training,
     check_finite,
-    check_start,
-    keeping_best,
+    check_initial_metrics,
+    exporting_best,
     run_step,
     set_up,
 )
@@ -51,16 +51,16 @@ def train(config: PretrainConfig) -> Path:
         lm = load_model(config, rows, run)
         passes, best = lm.passes, lm.best
         before = lm.checkpoints.once("before", lambda: perplexity(passes, held_out_batches(lm)))
-        check_start(config.model.path, {"held-out perplexity": before})
+        check_initial_metrics(config.model.path, {"held-out perplexity": before})
         if lm.checkpoints.done == 0:
             best.update(before, step=0)
-            run.evaluated(0, {"perplexity": before})
-        with keeping_best(run, best, lm.export, model=config.model):
+            run.log_evaluation(0, {"perplexity": before})
+        with exporting_best(run, best, lm.export, model=config.model):
             for step in lm.checkpoints.steps():
                 take_step(lm, rows.corpus.next_rows(), run, step=step)
                 if lm.evaluates_after(step):
                     best.update(perplexity(passes, held_out_batches(lm)), step=step)
-                    run.evaluated(step, {"perplexity": best.last})
+                    run.log_evaluation(step, {"perplexity": best.last})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(lm, run, before=before)
     return config.output_dir
@@ -94,7 +94,7 @@ def take_step(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int)
     tokens, targets = run.mesh.data.sums(
         [sum(map(len, local)), sum(row.num_targets for row in local)]
     )
-    learn(
+    train_step(
         lm.passes,
         iter_batches(lm, parts),
         run,
@@ -125,7 +125,7 @@ def finish(lm: Pretraining, run: Run, *, before: float) -> None:
             "held_out_tokens": sum(map(len, lm.held_out)),
         },
     )
-    warn_unless_better(lm, step, before)
+    warn_if_not_improved(lm, step, before)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import FitCheck, RowFit
 from pipeline.parallel.device import local_device
-from pipeline.run.training import local_parts
+from pipeline.run.training import shard_rows
 from step1_sft.config import SFTConfig
 
 
@@ -37,7 +37,7 @@ def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
 
 def split_rows(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
-    parts = local_parts([len(row) for row in rows], config, config.model)
+    parts = shard_rows([len(row) for row in rows], config, config.model)
     return [
         collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
         for part in parts

@@ -21,15 +21,15 @@ from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.passes import make_policy
 from pipeline.models.trained import limit_to_context
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.next_token import export_best, learn, perplexity, warn_unless_better
+from pipeline.run.next_token import export_best, perplexity, train_step, warn_if_not_improved
 from pipeline.run.run import Run
 from pipeline.run.training import (
     Rows,
     Training,
     check_finite,
+    check_initial_metrics,
     check_rows,
-    check_start,
-    keeping_best,
+    exporting_best,
     load_rows,
     run_step,
     set_up,
@@ -51,23 +51,23 @@ def train(config: SFTConfig) -> Path:
         before = sft.checkpoints.once(
             "before", lambda: perplexity(passes, split_rows(held_out, config))
         )
-        check_start(config.model.path, {"held-out perplexity": before})
+        check_initial_metrics(config.model.path, {"held-out perplexity": before})
         tasks = make_task_evaluations(sft)
         initial_tasks = sft.checkpoints.once("tasks", tasks.metrics)
         if sft.checkpoints.done == 0:
             best.update(before, step=0)
-            run.evaluated(0, {"perplexity": before, **initial_tasks})
+            run.log_evaluation(0, {"perplexity": before, **initial_tasks})
 
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
 
-        with keeping_best(run, best, sft.export, model=config.model):
+        with exporting_best(run, best, sft.export, model=config.model):
             for step in sft.checkpoints.steps(enough=enough):
                 batch = encode(rows.next_examples(), rows.chat, config)
                 take_step(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
                     best.update(perplexity(passes, split_rows(held_out, config)), step=step)
-                    run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
+                    run.log_evaluation(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(sft, run, tasks, before=before, initial_tasks=initial_tasks)
     return config.output_dir
@@ -93,7 +93,7 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
 
 def take_step(sft: SFTTraining, rows: Sequence[Encoded], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows, and log it."""
-    learn(
+    train_step(
         sft.passes,
         split_rows(rows, sft.config),
         run,
@@ -136,7 +136,7 @@ def finish(
             **tasks.summary(initial_tasks, changed=step != sft.best.last_step),
         },
     )
-    warn_unless_better(sft, step, before)
+    warn_if_not_improved(sft, step, before)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.rows.columns import Turns
 from pipeline.models.forward.scores import step_ends
 from pipeline.parallel.device import local_device, to_device
-from pipeline.run.training import local_parts
+from pipeline.run.training import shard_rows
 from pipeline.system.errors import DataError
 from step2_reward.config import RewardConfig
 from step2_reward.labels import SINGLE_KINDS, Labels
@@ -174,7 +174,7 @@ def encode_steps(
 def split_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
     """This process's micro-batches of the rows."""
     max_sequences = max(len(row.sequences) for row in rows)
-    parts = local_parts(
+    parts = shard_rows(
         [row.num_tokens for row in rows], config, config.model, sequences=max_sequences
     )
     weight = len(rows) / max(1, sum(len(row.ends or ()) for row in rows))

@@ -28,9 +28,9 @@ from pipeline.run.training import (
     Rows,
     Training,
     check_finite,
+    check_initial_metrics,
     check_rows,
-    check_start,
-    keeping_best,
+    exporting_best,
     load_rows,
     run_step,
     set_up,
@@ -71,15 +71,15 @@ def train(config: RewardConfig) -> Path:
         reward = load_model(config, rows, run)
         training, best = reward.training, reward.training.best
         before = training.checkpoints.once("before", lambda: reward.evaluate()[0])
-        check_start(config.model.path, before)
+        check_initial_metrics(config.model.path, before)
         if training.checkpoints.done == 0:
-            run.evaluated(0, before)
+            run.log_evaluation(0, before)
 
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
 
         best_evaluation: Evaluation | None = None
-        with keeping_best(run, best, training.export, model=config.model):
+        with exporting_best(run, best, training.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 take_step(reward, run, step=step)
                 if training.evaluates_after(step):
@@ -88,7 +88,7 @@ def train(config: RewardConfig) -> Path:
                     best.update(selection_loss(metrics, config.best_by), step=step)
                     if best.step == step or not config.keep_best:
                         best_evaluation = evaluation
-                    run.evaluated(step, metrics)
+                    run.log_evaluation(step, metrics)
                     check_finite(f"of held-out rows after step {step}", metrics)
         finish(reward, run, before=before, best_evaluation=best_evaluation)
     return config.output_dir

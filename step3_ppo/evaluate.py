@@ -30,7 +30,7 @@ from pipeline.parallel.device import local_device
 from pipeline.report.figures import method_title
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
-from pipeline.run.training import check_finite, check_start, evaluation_interval
+from pipeline.run.training import check_finite, check_initial_metrics, evaluation_interval
 from pipeline.system.errors import require
 from rewards.mixture import GOLD
 from step3_ppo.config import PPOConfig
@@ -264,7 +264,7 @@ class Evaluator:
             " any; check the columns that they read, such as a non-numeric answer",
         )
         metrics = self._get_metrics(responses, kl=self.before.kl)
-        check_start(self.config.actor.path, metrics)
+        check_initial_metrics(self.config.actor.path, metrics)
         self.start = metrics["objective"]
         if any(guard.signal == "divergence" for guard in self.config.acting_guards):
             self.min_gold = metrics.get(GOLD, -math.inf)
@@ -275,7 +275,7 @@ class Evaluator:
             greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {"eval_by_prompt": self.subset.by_prompt(responses), "began_from": origin}
-            run.evaluated(0, {**greedy_score, **metrics, **self.initial_tasks}, details=details)
+            run.log_evaluation(0, {**greedy_score, **metrics, **self.initial_tasks}, details=details)
 
     def evaluate(self, step: int, run: Run, *, is_last: bool = False) -> None:
         """Print samples and evaluate the actor after iteration `step`, each if due or `is_last`.
@@ -294,7 +294,7 @@ class Evaluator:
         is_eligible = metrics.get(GOLD, math.inf) >= self.min_gold
         self.best.update(-metrics["objective"], step=step, may_be_best=is_eligible)
         details = {"eval_by_prompt": self.subset.by_prompt(scored)}
-        run.evaluated(step, {**metrics, **self.tasks.metrics()}, details=details)
+        run.log_evaluation(step, {**metrics, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out prompts after iteration {step}", metrics)
 
     def end(self, run: Run, guards: Guards) -> None:
@@ -306,7 +306,7 @@ class Evaluator:
             "best_step": self.best.step if self.config.keep_best else run.step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
-        run.evaluated(run.step, evaluation, details={"eval_by_prompt": exported})
+        run.log_evaluation(run.step, evaluation, details={"eval_by_prompt": exported})
         changed = self.best.exported_step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(self.config.actor.path, self.config.base)

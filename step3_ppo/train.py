@@ -26,7 +26,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.exporting import export_verified
 from pipeline.run.run import Run
-from pipeline.run.training import check_finite, keeping_best, run_step
+from pipeline.run.training import check_finite, exporting_best, run_step
 from pipeline.system.logs import Clock
 from pipeline.system.torch_process import seed_generators
 from step3_ppo.evaluate import Evaluator
@@ -160,7 +160,7 @@ def train(config: PPOConfig) -> Path:
         RewardSources(config) as sources,
     ):
         ppo = set_up(config, chat, prompts, run, sources)
-        with keeping_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
+        with exporting_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(enough=lambda: ppo.is_done):
                 metrics = iterate(ppo, config, run, step=step)
                 ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)

@@ -39,7 +39,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.report.figures import method_title
 from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.run import Run
-from pipeline.run.training import Rows, Training, check_finite, check_start
+from pipeline.run.training import Rows, Training, check_finite, check_initial_metrics
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import KTOInputs, MetricSums, kto_weights, objective
 from step3_preference.reference import InitialActor, Reference
@@ -264,7 +264,7 @@ class Evaluator:
         """
         origin = checkpoints.require_same_start(self.config.model)
         self.initial = self.metrics_by_step[0] = checkpoints.once("rows", self._evaluate_rows)
-        check_start(self.config.model.path, self.initial)
+        check_initial_metrics(self.config.model.path, self.initial)
         self.before = HeldOutResponses.from_dict(
             checkpoints.once("before", lambda: asdict(self.held_out.answer_all()))
         )
@@ -274,7 +274,7 @@ class Evaluator:
         if checkpoints.is_new:
             self.best.update(self.initial["loss"], step=0)
             details = {"began_from": origin, **self._values_by_prompt(responses)}
-            run.evaluated(0, {**metrics, **self.initial_tasks}, details=details)
+            run.log_evaluation(0, {**metrics, **self.initial_tasks}, details=details)
         return metrics
 
     def evaluate(self, step: int, run: Run) -> dict[str, float]:
@@ -296,7 +296,7 @@ class Evaluator:
             metrics |= self._get_metrics(scored, kl=self.subset.compute_kl(responses))
             metrics["sampled_repetition"] = self.subset.compute_repetition(responses)
             details = self._values_by_prompt(scored)
-        run.evaluated(step, {**metrics, **self.tasks.metrics()}, details=details)
+        run.log_evaluation(step, {**metrics, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out rows after step {step}", metrics)
         return metrics
 
@@ -324,7 +324,7 @@ class Evaluator:
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
         plain = {name: value for name, value in evaluation.items() if value is not None}
         last_step = run.step if guards.stopped else run.total_steps
-        run.evaluated(last_step, plain, details=details)
+        run.log_evaluation(last_step, plain, details=details)
         warn_if_not_improved(self.initial, rows, best, config)
         changed = best.exported_step != best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)

@@ -17,7 +17,7 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.parallel.device import local_device, to_device
-from pipeline.run.training import local_parts
+from pipeline.run.training import shard_rows
 from step3_preference.config import PreferenceConfig
 
 RowOutcome = Literal["whole", "cut", "too long", "equal", "untrained"]
@@ -139,7 +139,7 @@ def _drop_first(encoded: Encoded, count: int) -> Encoded:
 
 def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
     """This process's micro-batches of the rows."""
-    parts = local_parts(
+    parts = shard_rows(
         [row.num_tokens for row in rows],
         config,
         config.model,

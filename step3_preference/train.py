@@ -27,10 +27,10 @@ from pipeline.run.run import Run
 from pipeline.run.training import (
     Rows,
     Training,
-    keeping_best,
+    choose_eval_interval,
+    exporting_best,
     load_rows,
     run_step,
-    steps_between_evaluations,
 )
 from pipeline.run.training import set_up as set_up_training
 from pipeline.system.torch_process import seed_generators
@@ -86,7 +86,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     # Create both before any state is loaded: they hold the initial weights.
     start = InitialActor(passes)
     reference = open_reference(start, rows, store, config)
-    interval = steps_between_evaluations(config, rows, store.held_out)
+    interval = choose_eval_interval(config, rows, store.held_out)
     guards = Guards(config.guards, PreferenceSignals(config.model.peak_lr[0]), interval)
     training = set_up_training(
         config, model, passes.engine, rows, store.held_out, run, guards, passes
@@ -106,7 +106,7 @@ def train(config: PreferenceConfig) -> Path:
     seed_generators(config.seed + mesh.data.rank)
     config = limit_to_context(config, config.model)  # rows are truncated before the model is loaded
     store = RowStore(config)
-    rows = load_rows(config, config.model, step=3, sift=store.select)
+    rows = load_rows(config, config.model, step=3, filter_rows=store.select)
     with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:
         setup = set_up(config, rows, store, run)
         evaluator, training = setup.evaluator, setup.training
@@ -114,7 +114,7 @@ def train(config: PreferenceConfig) -> Path:
         def enough() -> bool:
             return setup.guards.stopped or evaluator.best.worse_in_a_row == config.patience
 
-        with keeping_best(run, evaluator.best, setup.export, model=config.model):
+        with exporting_best(run, evaluator.best, setup.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 take_step(setup, run, step=step)
                 metrics = evaluator.evaluate(step, run)

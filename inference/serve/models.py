@@ -32,7 +32,7 @@ from pipeline.models.hf.chat import check_ready
 from pipeline.models.hf.load import load_causal_lm, load_tokenizer
 from pipeline.models.hf.meta import load_on_meta
 from pipeline.parallel.device import local_device
-from pipeline.report.results import StepResult, model_to_talk_to, read_results
+from pipeline.report.results import StepResult, find_chat_model, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
 
 MAX_LOGITS = 2**26
@@ -255,7 +255,7 @@ def find_run_models(out: Path) -> list[ModelPath]:
             generates = step.has("perplexity_after") or directory.name == "actor"
             if step.finished and generates and (directory / "config.json").is_file():
                 paths.append(ModelPath(name, str(directory)))
-    best = model_to_talk_to(steps)
+    best = find_chat_model(steps)
     paths.sort(key=lambda path: best is not None and path.name == best.name)
     if all(path.name == BASE for path in paths):
         raise ModelError(f"--run {out} has no model to serve yet; finish its steps with --resume")

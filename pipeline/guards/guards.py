@@ -204,7 +204,7 @@ class Guards:
         for trip in trips:
             if trip.action == "warn":
                 logger.warning("%s %d: %s", trip.unit, step, trip.sentence)
-                checkpoints.run.note(step, "guard", asdict(trip))
+                checkpoints.run.log_event(step, "guard", asdict(trip))
         if not trips or trips[0].action == "warn":
             return
         trip = trips[0]
@@ -212,8 +212,8 @@ class Guards:
             checkpoint = checkpoints.newest_healthy(up_to=max(0, trip.step - trip.window))
         except CheckpointError as error:
             raise DivergedError(f"{trip.sentence}; and {error}") from error
-        checkpoints.run.note(trip.step, "guard", {**asdict(trip), "to": checkpoint.step})
-        checkpoints.go_back(checkpoint, {"guards": self.state_after(trip, to=checkpoint.step)})
+        checkpoints.run.log_event(trip.step, "guard", {**asdict(trip), "to": checkpoint.step})
+        checkpoints.roll_back(checkpoint, {"guards": self.state_after(trip, to=checkpoint.step)})
         slow_down()
         resumed_at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
         consequence = f"stopping with the actor of {resumed_at}"

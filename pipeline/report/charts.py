@@ -123,7 +123,7 @@ def line_chart(
     *,
     size: tuple[int, int] = (360, 180),
     logarithmic: bool = False,
-    marked: float | None = None,
+    marker: float | None = None,
 ) -> Markup:
     """An SVG picture of curves: raw values pale, their moving average strong.
 
@@ -132,40 +132,37 @@ def line_chart(
         label: alternative text of the picture.
         size: width and height.
         logarithmic: whether the vertical scale is logarithmic if all values are positive.
-        marked: horizontal position of a vertical dashed line.
+        marker: horizontal position of a vertical dashed line.
     """
     width, height = size
     points = [point for curve in curves for point in curve.points]
-    x = Scale(*_limits([one for one, _ in points], margin=0.0), LEFT, width - RIGHT)
-    values = [two for _, two in points]
+    x = Scale(*_limits([u for u, _ in points], margin=0.0), LEFT, width - RIGHT)
+    values = [v for _, v in points]
     logarithmic = logarithmic and min(values) > 0
     limits = _limits([math.log10(v) for v in values] if logarithmic else values, margin=0.06)
     y = Scale(*limits, height - BOTTOM, TOP, logarithmic)
     parts = _grid(x, y)
-    if marked is not None:
+    if marker is not None:
         line = Markup('<path class="equal" d="M{:.1f} {}V{}"/>')
-        parts.append(line.format(x(marked), TOP, height - BOTTOM))
+        parts.append(line.format(x(marker), TOP, height - BOTTOM))
     for number, curve in enumerate(curves):
-        parts += _drawn(curve, number, x, y)
+        parts += _draw_curve(curve, number, x, y)
     svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
     return svg.format(width, height, label, Markup("").join(parts))
 
 
-def _drawn(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
+def _draw_curve(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
     style, dash = f"c{number % COLOURS}", number // COLOURS
 
     def path(points: Sequence[Point], kind: str) -> Markup:
-        corners = "L".join(f"{x(one):.1f} {y(two):.1f}" for one, two in points)
+        corners = "L".join(f"{x(u):.1f} {y(v):.1f}" for u, v in points)
         dashes = Markup(' stroke-dasharray="{} 3"').format(9 // dash) if dash else ""
         return Markup('<path class="{} {}"{} d="M{}"/>').format(kind, style, dashes, corners)
 
     if not curve.measured:
-        return [path(thinned(curve.points), "raw"), path(thinned(smoothed(curve.points)), "line")]
+        return [path(decimate(curve.points), "raw"), path(decimate(smooth(curve.points)), "line")]
     dot = Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
-    dots = [
-        dot.format(style, x(one), y(two), f"{curve.name}, {one:g}: {two:.4g}")
-        for one, two in curve.points
-    ]
+    dots = [dot.format(style, x(u), y(v), f"{curve.name}, {u:g}: {v:.4g}") for u, v in curve.points]
     # A line through two points would suggest measurements between them.
     return [*([path(curve.points, "line")] if len(dots) > 2 else []), *dots]
 
@@ -177,8 +174,8 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
     across = ticks(y.low, y.high)
     if y.logarithmic:
         across = [10.0**exponent for exponent in across]
-    of_steps = x.low.is_integer() and x.high.is_integer()
-    columns = [v for v in ticks(x.low, x.high) if v.is_integer() or not of_steps]
+    has_whole_steps = x.low.is_integer() and x.high.is_integer()
+    columns = [v for v in ticks(x.low, x.high) if v.is_integer() or not has_whole_steps]
     return [
         *(line.format(LEFT, y(value), x.end) for value in across),
         *(
@@ -192,22 +189,22 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
     ]
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
+def smooth(points: Sequence[Point]) -> list[Point]:
     """Centred moving average over a fifteenth of the curve; windows are narrower at the ends.
 
     A trailing moving average would lag behind a falling loss.
     """
-    reach = len(points) // 30
+    max_width = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
     result: list[Point] = []
     for index, (step, _) in enumerate(points):
-        near = min(reach, index, len(points) - 1 - index)
+        near = min(max_width, index, len(points) - 1 - index)
         first, end = index - near, index + near + 1
         result.append((step, (sums[end] - sums[first]) / (end - first)))
     return result
 
 
-def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
+def decimate(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
     """At most two points, the extremes in order, for each of `max_bins` bins of the curve."""
     if len(points) <= 2 * max_bins:
         return list(points)

@@ -73,7 +73,7 @@ def nats(value: float) -> str:
     return f"{value:z.2f} nats"
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """`A`, `A and B`, `A, B and C`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
@@ -107,7 +107,7 @@ def change_interval(gained: float, lost: float, count: int) -> Interval:
     return max(-1.0, change - Z * spread), min(1.0, change + Z * spread)
 
 
-def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
+def get_verdict(interval: Interval, *, equal: float = 0.0) -> Verdict:
     """The verdict on the interval of a metric, where `equal` means no change."""
     low, high = interval
     if low > equal:

@@ -8,6 +8,7 @@ from pipeline.report.figures import (
     START,
     Verdict,
     change_interval,
+    get_verdict,
     nats,
     pass_rates,
     percent,
@@ -16,7 +17,6 @@ from pipeline.report.figures import (
     score,
     share_interval,
     title,
-    verdict_of,
 )
 from pipeline.report.methods import compare_methods
 from pipeline.report.results import Results, finite, mapping
@@ -36,7 +36,7 @@ class Finding:
     """Number of prompts and 95 % interval."""
 
     @property
-    def whole(self) -> str:
+    def text(self) -> str:
         """The sentence with its details."""
         return f"{self.sentence} ({self.detail})" if self.detail else self.sentence
 
@@ -54,17 +54,18 @@ def findings(results: Results) -> list[Finding]:
     if compared is not None and compared.sentence:
         found.append(Finding(None, compared.sentence))
     else:
-        found += [_by_verifier(results), _by_reward(results), _by_win_rate(results)]
-    found += [*_of_preferences(results), _by_accuracy(results), *_by_perplexity(results)]
+        found += [_verifier_finding(results), _reward_finding(results), _win_rate_finding(results)]
+    found += _preference_findings(results)
+    found += [_accuracy_finding(results), *_perplexity_findings(results)]
     for step in steps:
         for event in [event for event in step.events if event.to is not None][-1:]:
-            place = f"at {event.unit} {event.step} of {step.name}"
-            found.append(Finding(None, f"A guard tripped {place}, {event.words}: {event.sentence}"))
+            at = f"at {event.unit} {event.step} of {step.name}"
+            found.append(Finding(None, f"A guard tripped {at}, {event.effect}: {event.sentence}"))
     known = [finding for finding in found if finding is not None]
-    return known or [Finding(None, _nothing_known(results))]
+    return known or [Finding(None, _not_evaluated(results))]
 
 
-def _nothing_known(results: Results) -> str:
+def _not_evaluated(results: Results) -> str:
     names = " and ".join(results.steps)
     if any(step.finished for step in results.steps.values()):
         return f"The evaluation of {names} gave no finite figure"
@@ -72,7 +73,7 @@ def _nothing_known(results: Results) -> str:
     return f"{names} {verb} not been evaluated yet"
 
 
-def _by_verifier(results: Results) -> Finding | None:
+def _verifier_finding(results: Results) -> Finding | None:
     rates = pass_rates(results)
     if len(rates) < 2:
         return None
@@ -84,7 +85,7 @@ def _by_verifier(results: Results) -> Finding | None:
     *earlier, (_, last) = rates.items()
     before = " and ".join(f"{percent(rate)} {origin(model)}" for model, rate in reversed(earlier))
     sentence = f"{percent(last)} of answers are correct and polite, against {before}"
-    step = results.evaluated_by("judge_counts")
+    step = results.last_step_with("judge_counts")
     counts = mapping(step.eval.get("judge_counts")) if step else {}
     count, gained, lost = (int(finite(counts.get(n)) or 0) for n in ("prompts", "gained", "lost"))
     if not count:
@@ -94,17 +95,17 @@ def _by_verifier(results: Results) -> Finding | None:
     start, _ = earlier[-1]
     since = "" if start in (BASE, START) else f" from {origin(start).removeprefix('after ')}"
     return Finding(
-        verdict_of(change),
+        get_verdict(change),
         sentence,
         f"{count:,} held-out prompts; 95 % interval of the change{since}: {points(low)} to"
         f" {points(high)} points",
     )
 
 
-def _by_reward(results: Results) -> Finding | None:
+def _reward_finding(results: Results) -> Finding | None:
     """The finding by the gold reward if there is one, else by the training reward."""
     for name, what in (("gold", "gold reward"), ("reward", "reward")):
-        step = results.evaluated_by(f"{name}_after")
+        step = results.last_step_with(f"{name}_after")
         if step is None:
             continue
         before, after = step.number(f"{name}_before"), step.number(f"{name}_after")
@@ -116,45 +117,45 @@ def _by_reward(results: Results) -> Finding | None:
     return None
 
 
-def _by_win_rate(results: Results) -> Finding | None:
-    step = results.evaluated_by("win_rate")
+def _win_rate_finding(results: Results) -> Finding | None:
+    step = results.last_step_with("win_rate")
     if step is None:
         return None
     wins, losses, count = (int(step.number(name) or 0) for name in ("wins", "losses", "prompts"))
     if not count:
         return None
     kl = step.number("kl")
-    price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
+    kl_clause = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
     # With ties counted as half, the win rate is 1/2 plus half the change in wins.
     change = change_interval(wins, losses, count)
-    rate, low, high = (0.5 + each / 2 for each in ((wins - losses) / count, *change))
+    rate, low, high = (0.5 + rate_change / 2 for rate_change in ((wins - losses) / count, *change))
     sentence = (
         f"{title(step.name, results)}'s answers score higher than {step.start}'s on {wins:,} of"
         f" {count:,} held-out prompts, equally on {count - wins - losses:,} and lower on"
-        f" {losses:,}{price}"
+        f" {losses:,}{kl_clause}"
     )
     detail = f"win rate {percent(rate)}, ties counted half; 95 % interval"
-    return Finding(verdict_of(change), sentence, f"{detail} {percent(low)} to {percent(high)}")
+    return Finding(get_verdict(change), sentence, f"{detail} {percent(low)} to {percent(high)}")
 
 
-def _of_preferences(results: Results) -> Iterator[Finding]:
+def _preference_findings(results: Results) -> Iterator[Finding]:
     """Findings on held-out pairs of steps that train on preferences."""
     for step in results.steps.values():
         after, pairs = step.number("accuracy_after"), step.number("pairs")
         if not step.has("margin_after") or after is None:
             continue
         name = title(step.name, results)
-        among = f" {pairs:,.0f}" if pairs else ""
+        sample = f" {pairs:,.0f}" if pairs else ""
         yield Finding(
             None,
-            f"{name}'s implicit rewards put {percent(after)} of{among} held-out pairs in the right"
+            f"{name}'s implicit rewards put {percent(after)} of{sample} held-out pairs in the right"
             " order, which says nothing about the responses that it generates",
         )
 
 
-def _by_accuracy(results: Results) -> Finding | None:
-    of_rewards = [step for step in results.steps.values() if not step.has("margin_after")]
-    step = next((step for step in reversed(of_rewards) if step.has("accuracy_after")), None)
+def _accuracy_finding(results: Results) -> Finding | None:
+    classifiers = [step for step in results.steps.values() if not step.has("margin_after")]
+    step = next((step for step in reversed(classifiers) if step.has("accuracy_after")), None)
     after = step.number("accuracy_after") if step else None
     pairs = (step.number("pairs") or step.number("rows")) if step else None
     if step is None or after is None or not pairs:
@@ -166,15 +167,15 @@ def _by_accuracy(results: Results) -> Finding | None:
         sentence += f", {percent(before)} before training"
     low, high = interval = share_interval(after * pairs, pairs)
     chance = 0.0 if labels == "classes" else 0.5
-    verdict = verdict_of(interval, equal=0.5 if before is None else max(chance, before))
+    verdict = get_verdict(interval, equal=0.5 if before is None else max(chance, before))
     return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
 
 
-def _by_perplexity(results: Results) -> Iterator[Finding]:
+def _perplexity_findings(results: Results) -> Iterator[Finding]:
     """Findings on held-out responses, and on held-out texts of step 0."""
     steps = [step for step in results.steps.values() if step.has("perplexity_after")]
-    for reads_texts in (False, True):
-        step = next((step for step in reversed(steps) if step.reads_texts is reads_texts), None)
+    for is_pretraining in (False, True):
+        step = next((s for s in reversed(steps) if s.is_pretraining is is_pretraining), None)
         before = step.number("perplexity_before") if step else None
         after = step.number("perplexity_after") if step else None
         if step is None or before is None or after is None:
@@ -184,7 +185,7 @@ def _by_perplexity(results: Results) -> Iterator[Finding]:
         if plain(before) == plain(after):  # no weights were better than the initial ones
             verdict, verb = "not told apart", "did not change:"
         rows, tokens = step.number("rows"), step.number("held_out_tokens")
-        among = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
+        sample = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
         if tokens:
-            among = f"{tokens:,.0f} tokens of held-out texts"
-        yield Finding(verdict, f"Perplexity on {among} {verb} {plain(after)}")
+            sample = f"{tokens:,.0f} tokens of held-out texts"
+        yield Finding(verdict, f"Perplexity on {sample} {verb} {plain(after)}")

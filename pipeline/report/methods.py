@@ -14,14 +14,14 @@ from pipeline.report.figures import (
     Interval,
     Verdict,
     change_interval,
-    listed,
+    get_verdict,
+    join_names,
     mean_interval,
     nats,
     percent,
     score,
     share_interval,
     title,
-    verdict_of,
 )
 from pipeline.report.results import (
     Results,
@@ -35,7 +35,7 @@ from pipeline.report.results import (
 )
 from pipeline.system.logs import format_duration
 
-FIGURES = {
+METRICS = {
     "judge": "correct and polite",
     "gold": "gold reward",
     "reward": "reward",
@@ -43,15 +43,15 @@ FIGURES = {
 }
 """Metrics of responses, most trustworthy first."""
 
-PROMPTS = ("data.", "seed", "max_prompt_length")
-"""Prefixes of settings that affect which prompts are held out, except `NOT_PROMPTS`."""
+PROMPT_SETTINGS = ("data.", "seed", "max_prompt_length")
+"""Prefixes of settings that affect which prompts are held out, except `NON_PROMPT_SETTINGS`."""
 
-NOT_PROMPTS = ("data.max_length", "data.train_on")
+NON_PROMPT_SETTINGS = ("data.max_length", "data.train_on")
 
-REWARDS = ("reward.path", "rewards", "missing_eos_score")
+REWARD_SETTINGS = ("reward.path", "rewards", "missing_eos_score")
 """Prefixes of settings that affect rewards."""
 
-ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
+RESPONSE_SETTINGS = ("temperature", "max_new_tokens", "environment", "max_turns")
 """Prefixes of settings that affect the responses to held-out prompts."""
 
 DASH = "\N{EN DASH}"
@@ -91,13 +91,13 @@ class Method:
         return len(self.path) > 2
 
     @property
-    def reach(self) -> float:
+    def max_kl(self) -> float:
         """The largest KL over all evaluations."""
         return max(evaluation.kl for evaluation in self.path)
 
 
 @dataclass(frozen=True)
-class AtEqualKL:
+class MethodAtKL:
     """A method at the KL that all methods have reached."""
 
     method: Method
@@ -112,13 +112,13 @@ class AtEqualKL:
 class Comparison:
     """All methods of a run, compared by one metric."""
 
-    figure: str
+    metric: str
     methods: Sequence[Method]
 
     kl: float | None
     """The largest KL that all measured methods have reached; None without a comparison."""
 
-    equal: Sequence[AtEqualKL]
+    equal: Sequence[MethodAtKL]
     """Methods at that KL, best first."""
 
     notes: Sequence[str]
@@ -130,13 +130,13 @@ class Comparison:
         if self.kl is None or len(self.equal) < 2:
             return ""
         best, *others = self.equal
-        where = f"At equal KL of {nats(self.kl)}, {FIGURES[self.figure]}"
-        parts = [f"{where}: {best.method.title} {shown(self.figure, best.value)}"]
-        words = {"better": "better than", "not told apart": "not told apart from"}
+        where = f"At equal KL of {nats(self.kl)}, {METRICS[self.metric]}"
+        parts = [f"{where}: {best.method.title} {format_metric(self.metric, best.value)}"]
+        phrases = {"better": "better than", "not told apart": "not told apart from"}
         for verdict in ("better", "not told apart", "worse"):
             found = [other for other in others if other.against_best == verdict]
-            names = [f"{e.method.title} ({shown(self.figure, e.value)})" for e in found]
-            parts += [f"{words.get(verdict, 'worse than')} {listed(names)}"] if names else []
+            names = [f"{e.method.title} ({format_metric(self.metric, e.value)})" for e in found]
+            parts += [f"{phrases.get(verdict, 'worse than')} {join_names(names)}"] if names else []
         return ", ".join(parts)
 
 
@@ -144,36 +144,36 @@ def compare_methods(results: Results) -> Comparison | None:
     """Compare the methods of a run; None if there is only one method or none has evaluations."""
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
-    alike = [step for step in results.methods if step.began_from in (None, origin)]
-    counts = {name: sum(bool(evaluations(step, name)) for step in alike) for name in FIGURES}
-    figure = max(counts, key=lambda name: counts[name])  # ties: the first
-    if not counts[figure]:
+    comparable = [step for step in results.methods if step.began_from in (None, origin)]
+    counts = {name: sum(bool(evaluations(step, name)) for step in comparable) for name in METRICS}
+    metric = max(counts, key=lambda name: counts[name])  # ties: the first
+    if not counts[metric]:
         return None
-    paths = {step.name: evaluations(step, figure) for step in alike}
+    paths = {step.name: evaluations(step, metric) for step in comparable}
     methods = [
         Method(step, title(step.name, results), paths.get(step.name, ()))
         for step in results.methods
     ]
     measured = [method for method in methods if method.is_measured]
     steps = [method.step for method in methods if method.path]
-    prompts = _differing(steps, PROMPTS)
-    rewards = {"gold": ("gold",), "judge": ()}.get(figure, REWARDS)
+    prompts = _differing_settings(steps, PROMPT_SETTINGS)
+    rewards = {"gold": ("gold",), "judge": ()}.get(metric, REWARD_SETTINGS)
     notes: list[str] = []
-    if others := prompts + _differing(steps, (*rewards, *ANSWERS)):
-        notes.append(f"Settings of prompts, responses or rewards differ: {', '.join(others)}")
-    reasons = ((method, _missing(method, method.step in alike)) for method in methods)
+    if differing := prompts + _differing_settings(steps, (*rewards, *RESPONSE_SETTINGS)):
+        notes.append(f"Settings of prompts, responses or rewards differ: {', '.join(differing)}")
+    reasons = ((method, _limitation(method, method.step in comparable)) for method in methods)
     notes += [f"{method.title} {reason}" for method, reason in reasons if reason]
-    kl = min((method.reach for method in measured), default=0.0)
+    kl = min((method.max_kl for method in measured), default=0.0)
     if kl <= 0 or len(measured) < 2 or prompts:
-        return Comparison(figure, methods, None, (), notes)
-    return Comparison(figure, methods, kl, _at_equal_kl(measured, kl, figure), notes)
+        return Comparison(metric, methods, None, (), notes)
+    return Comparison(metric, methods, kl, _compare_at_kl(measured, kl, metric), notes)
 
 
-def evaluations(step: StepResult, figure: str) -> list[Evaluation]:
+def evaluations(step: StepResult, metric: str) -> list[Evaluation]:
     """The evaluations with a KL and the metric by prompt, in training order."""
     found: list[Evaluation] = []
     for line in step.metrics:
-        values = numbers(mapping(line.get("eval_by_prompt")).get(figure))
+        values = numbers(mapping(line.get("eval_by_prompt")).get(metric))
         number, kl = finite(line.get("step")), finite(line.get("eval_kl"))
         if known(values) and number is not None and kl is not None:
             found.append(Evaluation(number, kl, values))
@@ -200,56 +200,56 @@ def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
     raise ValueError(f"no evaluation at a KL of {kl} or more")
 
 
-def get_interval(figure: str, values: Values) -> Interval | None:
+def get_interval(metric: str, values: Values) -> Interval | None:
     """95 % interval of the mean of a metric over prompts; None for fewer than two of them."""
-    given = known(values)
-    if len(given) < 2:
+    items = known(values)
+    if len(items) < 2:
         return None
-    return share_interval(sum(given), len(given)) if figure == "judge" else mean_interval(given)
+    return share_interval(sum(items), len(items)) if metric == "judge" else mean_interval(items)
 
 
-def difference_interval(figure: str, new: Values, old: Values) -> Interval | None:
+def difference_interval(metric: str, new: Values, old: Values) -> Interval | None:
     """95 % interval of the mean difference on common prompts; None for fewer than two of them."""
     pairs = zip(new, old, strict=False)
     changes = [a - b for a, b in pairs if a is not None and b is not None]
     if len(changes) < 2:
         return None
-    if figure != "judge":
+    if metric != "judge":
         return mean_interval(changes)
     gained, lost = (sum(max(0.0, sign * change) for change in changes) for sign in (1, -1))
     return change_interval(gained, lost, len(changes))
 
 
-def shown(figure: str, value: float) -> str:
+def format_metric(metric: str, value: float) -> str:
     """A value of the metric, formatted."""
-    return percent(value) if figure == "judge" else score(value)
+    return percent(value) if metric == "judge" else score(value)
 
 
-def _at_equal_kl(methods: Sequence[Method], kl: float, figure: str) -> list[AtEqualKL]:
+def _compare_at_kl(methods: Sequence[Method], kl: float, metric: str) -> list[MethodAtKL]:
     # Methods with larger rollouts evaluate more prompts; the first ones are common to all.
     count = min(len(point.values) for method in methods for point in method.path)
     values = {method.step.name: value_at(method.path, kl)[:count] for method in methods}
     ranked = sorted(methods, key=lambda method: -mean(known(values[method.step.name])))
     best = values[ranked[0].step.name]
-    found: list[AtEqualKL] = []
+    results: list[MethodAtKL] = []
     for method in ranked:
         local = values[method.step.name]
-        interval = difference_interval(figure, best, local)
-        verdict: Verdict = "not told apart" if interval is None else verdict_of(interval)
+        interval = difference_interval(metric, best, local)
+        verdict: Verdict = "not told apart" if interval is None else get_verdict(interval)
         against = None if method is ranked[0] else verdict
-        found.append(AtEqualKL(method, mean(known(local)), get_interval(figure, local), against))
-    return found
+        results.append(MethodAtKL(method, mean(known(local)), get_interval(metric, local), against))
+    return results
 
 
-def _differing(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str]:
+def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str]:
     """Names of common settings with such prefixes whose values differ between the steps."""
-    given = [step.settings for step in steps if step.settings]
-    names = set(given[0]).intersection(*given) - {*NOT_PROMPTS} if given else ()
+    recorded = [step.settings for step in steps if step.settings]
+    names = set(recorded[0]).intersection(*recorded) - {*NON_PROMPT_SETTINGS} if recorded else ()
     named = sorted(name for name in names if name.startswith(tuple(prefixes)))
-    return [name for name in named if len({repr(settings[name]) for settings in given}) > 1]
+    return [name for name in named if len({repr(settings[name]) for settings in recorded}) > 1]
 
 
-def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
+def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
     """The reason why a method is not compared at equal KL, or only in part; empty if none."""
     if not same_origin:
         return "started from a different model, and is not compared"
@@ -257,18 +257,18 @@ def _missing(method: Method, same_origin: bool) -> str:  # noqa: FBT001
         return "has no evaluation of this metric"
     if not method.is_measured:
         return "has no evaluation between its start and end (eval_every), and is not compared"
-    if method.reach <= 0:
+    if method.max_kl <= 0:
         return "stayed at the reference (KL 0), so nothing is compared at equal KL"
     if method.step.state != "finished":
         return f"is {method.step.state}, and is compared up to its last evaluation"
     return ""
 
 
-def heads(comparison: Comparison) -> tuple[str, ...]:
+def header(comparison: Comparison) -> tuple[str, ...]:
     """Column headers of the table after the first column."""
-    of_equal = ("at equal KL", "the best is") if comparison.equal else ()
+    at_equal_kl = ("at equal KL", "the best is") if comparison.equal else ()
     ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
-    return (FIGURES[comparison.figure], *ends, *of_equal)
+    return (METRICS[comparison.metric], *ends, *at_equal_kl)
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -278,7 +278,7 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 def table(comparison: Comparison) -> str:
     """The table as text, followed by the sentence and the notes."""
-    cells = [("method", *heads(comparison)), *rows(comparison)]
+    cells = [("method", *header(comparison)), *rows(comparison)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
@@ -288,15 +288,15 @@ def table(comparison: Comparison) -> str:
 
 
 def _row(method: Method, comparison: Comparison) -> tuple[str, ...]:
-    step, figure = method.step, comparison.figure
+    step, metric = method.step, comparison.metric
     exported = step.exported
-    values = exported[1] if exported and exported[0] == figure and step.finished else []
+    values = exported[1] if exported and exported[0] == metric and step.finished else []
     kl, length, stops = (step.number(name) for name in ("kl", "length_after", "stop_rate"))
     missing = DASH if step.state == "finished" else step.state
     cells = [
         method.title,
-        shown(figure, mean(known(values))) if known(values) else missing,
-        _interval(figure, get_interval(figure, values)),
+        format_metric(metric, mean(known(values))) if known(values) else missing,
+        _interval(metric, get_interval(metric, values)),
         DASH if kl is None else nats(kl),
         DASH if length is None else f"{length:.1f}",
         DASH if stops is None else percent(stops),
@@ -307,23 +307,23 @@ def _row(method: Method, comparison: Comparison) -> tuple[str, ...]:
         equal = next((e for e in comparison.equal if e.method is method), None)
         if equal is None:
             return (*cells, DASH, DASH)
-        within = f" ({_interval(figure, equal.interval)})" if equal.interval else ""
-        cells += [shown(figure, equal.value) + within, equal.against_best or "this one"]
+        within = f" ({_interval(metric, equal.interval)})" if equal.interval else ""
+        cells += [format_metric(metric, equal.value) + within, equal.against_best or "this one"]
     return tuple(cells)
 
 
-def _interval(figure: str, interval: Interval | None) -> str:
-    return " to ".join(shown(figure, end) for end in interval) if interval else DASH
+def _interval(metric: str, interval: Interval | None) -> str:
+    return " to ".join(format_metric(metric, end) for end in interval) if interval else DASH
 
 
-def kl_chart(comparison: Comparison) -> DrawnChart:
+def draw_kl_chart(comparison: Comparison) -> DrawnChart:
     """The methods' curves of the metric over the KL to the reference."""
     curves = [
         Curve(method.title, [(point.kl, point.mean) for point in method.path], measured=True)
         for method in comparison.methods
         if method.path
     ]
-    heading = f"{FIGURES[comparison.figure]} over the KL to the reference, nats per answer"
+    heading = f"{METRICS[comparison.metric]} over the KL to the reference, nats per answer"
     picture = line_chart(curves, heading, size=(720, 320), marked=comparison.kl)
     note = "held-out prompts, sampled answers, during training"
     return DrawnChart(heading, note, [curve.name for curve in curves], picture)

@@ -10,10 +10,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.files.durable import write_atomically
 from pipeline.report.charts import step_charts
-from pipeline.report.figures import BASE, before_after, listed, pass_rates, score, title
+from pipeline.report.figures import BASE, before_after, join_names, pass_rates, score, title
 from pipeline.report.findings import findings
-from pipeline.report.methods import compare_methods, heads, kl_chart, rows
-from pipeline.report.results import Results, model_directory, model_to_talk_to, read_results
+from pipeline.report.methods import compare_methods, draw_kl_chart, header, rows
+from pipeline.report.results import Results, find_chat_model, model_directory, read_results
 from pipeline.system.installation import CHAT
 from pipeline.system.logs import format_duration
 
@@ -34,10 +34,10 @@ def render(results: Results, out: Path) -> str:
     compared = compare_methods(results)
     answers = [name for sample in results.samples for name in sample["answers"]]
     models = list(dict.fromkeys((*pass_rates(results), *answers)))
-    scored = results.evaluated_by("win_rate")
+    scored = results.last_step_with("win_rate")
     optimized = results.methods or ([scored] if scored and scored.finished else [])
     optimized = [step for step in optimized if not step.has("margin_after")]
-    talking = model_to_talk_to(results.steps)
+    chat_model = find_chat_model(results.steps)
     # The base model is grey, the last one green, the others blue.
     styles = {name: BASE if name == BASE else "before" for name in models}
     environment = Environment(
@@ -55,14 +55,14 @@ def render(results: Results, out: Path) -> str:
         titles={name: title(name, results) for name in (*results.steps, *models, BASE)},
         styles=styles | dict.fromkeys(models[-1:], "after"),
         compared=compared,
-        table=[heads(compared), *rows(compared)] if compared else [],
-        kl_chart=kl_chart(compared) if compared else None,
-        trained=listed([title(step.name, results) for step in optimized]) if optimized else "",
+        table=[header(compared), *rows(compared)] if compared else [],
+        kl_chart=draw_kl_chart(compared) if compared else None,
+        trained=join_names([title(step.name, results) for step in optimized]) if optimized else "",
         figures={name: before_after(step) for name, step in results.steps.items()},
         charts={name: step_charts(step) for name, step in results.steps.items()},
         guards={name: step.events for name, step in results.steps.items()},
         models=models,
-        chat=f"{CHAT} --path {model_directory(out, talking)}" if talking else "",
+        chat=f"{CHAT} --path {model_directory(out, chat_model)}" if chat_model else "",
         out=out,
     )
 

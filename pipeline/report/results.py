@@ -19,7 +19,7 @@ LAB = "lab.json"
 SAMPLES = "samples.json"
 """Responses to held-out prompts, in the directory of the step that compares models."""
 
-STEP = re.compile(r"step[0-9]_[a-z0-9_]+")
+STEP_DIRECTORY = re.compile(r"step[0-9]_[a-z0-9_]+")
 """Names of step directories."""
 
 Values = Sequence[float | None]
@@ -48,7 +48,7 @@ class GuardEvent:
     unit: str = "iteration"
 
     @property
-    def words(self) -> str:
+    def effect(self) -> str:
         """The consequence of the event."""
         at = f"{self.unit} {self.to}" if self.to else "the start"
         if self.action == "stop":
@@ -109,7 +109,7 @@ class StepResult:
         return "finished" if self.finished else "not finished"
 
     @property
-    def reads_texts(self) -> bool:
+    def is_pretraining(self) -> bool:
         """Whether the step trained on plain text (step 0)."""
         return self.has("held_out_tokens")
 
@@ -117,9 +117,9 @@ class StepResult:
         """The evaluation metric `name`; None if missing or not finite."""
         return finite(self.eval.get(name))
 
-    def has(self, figure: str) -> bool:
+    def has(self, metric: str) -> bool:
         """Whether the step's evaluation has that metric."""
-        return figure in self.eval
+        return metric in self.eval
 
     @property
     def began_from(self) -> str | None:
@@ -139,9 +139,9 @@ class StepResult:
     def exported(self) -> tuple[str, list[float | None]] | None:
         """The (metric, value for each held-out prompt) of the exported model; None if unknown."""
         for line in reversed(self.metrics):
-            by_figure = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
-            for figure, values in by_figure.items():
-                return figure, numbers(values)
+            by_metric = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
+            for metric, values in by_metric.items():
+                return metric, numbers(values)
         return None
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -167,10 +167,10 @@ class Results:
         methods = [step for step in self.steps.values() if step.stage == last]
         return methods if len(methods) > 1 else []
 
-    def evaluated_by(self, figure: str) -> StepResult | None:
+    def last_step_with(self, metric: str) -> StepResult | None:
         """The last step with that metric."""
         steps = reversed(list(self.steps.values()))
-        return next((step for step in steps if step.has(figure)), None)
+        return next((step for step in steps if step.has(metric)), None)
 
 
 def known(values: Values) -> list[float]:
@@ -215,7 +215,7 @@ def parse_event(line: Line) -> GuardEvent | None:
     )
 
 
-def without_undone(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]:
+def drop_rolled_back(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]:
     """The metrics without those that a rollback undid, and the guard events."""
     kept: list[Line] = []
     events: list[GuardEvent] = []
@@ -240,8 +240,8 @@ def read_results(out: Path) -> Results:
         raise DataError(f"{out}: no such directory")
     summary = _read_object(out / "summary.json")
     summaries = mapping(summary.get("steps"))
-    begun = {path.parent.name for path in out.glob("*/metrics.jsonl")}
-    names = sorted({name for name in begun if STEP.fullmatch(name)} | summaries.keys())
+    started = {path.parent.name for path in out.glob("*/metrics.jsonl")}
+    names = sorted({name for name in started if STEP_DIRECTORY.fullmatch(name)} | summaries.keys())
     steps = {name: _read_step(out / name, mapping(summaries.get(name))) for name in names}
     if not steps:
         raise DataError(f"{out} has no results: no summary.json and no <step>/metrics.jsonl")
@@ -250,14 +250,14 @@ def read_results(out: Path) -> Results:
     return Results(
         steps=steps,
         seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
-        samples=_side_by_side(cast("list[list[Sample]]", samples)),
+        samples=_merge_samples(cast("list[list[Sample]]", samples)),
     )
 
 
 def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
     result = {**_read_object(directory / "result.json"), **summary}
     metrics = directory / "metrics.jsonl"
-    lines, events = without_undone(_lines(metrics) if metrics.is_file() else iter(()))
+    lines, events = drop_rolled_back(_lines(metrics) if metrics.is_file() else iter(()))
     return StepResult(
         name=directory.name,
         finished=bool(result),
@@ -275,17 +275,17 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
     )
 
 
-def _side_by_side(files: Sequence[Sequence[Sample]]) -> list[Sample]:
+def _merge_samples(files: Sequence[Sequence[Sample]]) -> list[Sample]:
     """The first file's prompts, with the responses from all files to equal prompts."""
-    joined: list[Sample] = []
+    merged: list[Sample] = []
     for index, sample in enumerate(next(filter(None, files), ())):
         rows = [file[index] for file in files if index < len(file)]
         answers: dict[str, Any] = {}
         for row in rows:
             if row["prompt"] == sample["prompt"]:
                 answers |= {m: text for m, text in row["answers"].items() if m not in answers}
-        joined.append({**sample, "answers": answers})
-    return joined
+        merged.append({**sample, "answers": answers})
+    return merged
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -307,26 +307,26 @@ def _read_object(path: Path) -> Mapping[str, object]:
         raise DataError(f"{path} is not valid JSON: {error}") from None
 
 
-def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
+def find_chat_model(steps: Mapping[str, StepResult]) -> StepResult | None:
     """The latest finished step with a chat model; None if there is none.
 
     Among several methods, the one whose exported model is best on held-out prompts, if all have the
     same metric; otherwise the first.
     """
-    talking = [
+    chat_models = [
         step
         for step in steps.values()
         if step.finished
-        and (step.has("win_rate") or (step.has("perplexity_after") and not step.reads_texts))
+        and (step.has("win_rate") or (step.has("perplexity_after") and not step.is_pretraining))
     ]
-    if not talking:
+    if not chat_models:
         return None
-    furthest = [step for step in talking if step.stage == talking[-1].stage]
-    exported = {step.name: found for step in furthest if (found := step.exported) is not None}
-    if len(exported) < len(furthest) or len({figure for figure, _ in exported.values()}) > 1:
-        return furthest[0]
+    latest = [step for step in chat_models if step.stage == chat_models[-1].stage]
+    exported = {step.name: result for step in latest if (result := step.exported) is not None}
+    if len(exported) < len(latest) or len({metric for metric, _ in exported.values()}) > 1:
+        return latest[0]
     means = {name: mean(known(values)) for name, (_, values) in exported.items()}
-    return max(furthest, key=lambda step: means[step.name])
+    return max(latest, key=lambda step: means[step.name])
 
 
 def find_model(path: str, method: str | None = None) -> str:
@@ -354,7 +354,7 @@ def find_model(path: str, method: str | None = None) -> str:
                 " omit it"
             )
         return path
-    chosen = model_to_talk_to(steps)
+    chosen = find_chat_model(steps)
     if chosen is None:
         raise ModelError(f"{path} has no finished model yet; finish its steps with --resume")
     same_stage = [step for step in steps.values() if step.stage == chosen.stage and step.finished]

@@ -36,7 +36,7 @@ from pipeline.engine.engine import Engine
 from pipeline.kernels.host_allocator import return_freed_memory
 from pipeline.models.hf.consolidate import TOKENIZER, describe_model
 from pipeline.models.hf.load import model_path
-from pipeline.run.run import CHECKPOINTS, Run, training_at
+from pipeline.run.run import CHECKPOINTS, Run, get_training_id
 from pipeline.settings.fields import make_portable, to_plain
 from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, require
 from pipeline.system.faults import fault_point
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 5
+SAVE_TIMEOUT_SECONDS = 5
 """Seconds to wait for a save if the loop ends early; the save may be waiting for a dead process."""
 
 
@@ -83,13 +83,13 @@ class Checkpoints:
         """Steps completed so far."""
         self.is_new = True
         """Whether the run starts from scratch rather than from a checkpoint."""
-        self._kept = 0
+        self._saved_step = 0
         """The step whose state was last saved or loaded."""
         self._guards = guards
         self._rollbacks = 0
         self._once: dict[str, Any] = {}
         self._base: str | None = None
-        job, resumes = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
+        job, resumes = world.gather_objects((uuid.uuid4().hex[:12], run.resumes))[0]
         if resumes:
             self._resume()
         elif run.is_main:
@@ -105,7 +105,7 @@ class Checkpoints:
         )
         if run.is_main:
             tokenizer.save_pretrained(self.root / TOKENIZER)
-        if self._base is None and any(describe(each)["frozen"] for each in engines.values()):
+        if self._base is None and any(describe(engine)["frozen"] for engine in engines.values()):
             self._base = f"base-{job}"
         self._saved_at = time.monotonic()
 
@@ -122,7 +122,7 @@ class Checkpoints:
             ConfigError: the run resumes, and the model has been trained again.
         """
         path = model_path(model)
-        training = training_at(path)
+        training = get_training_id(path)
         require(
             self.once("training", lambda: training) == training,
             f"the model in {path} is not the one that this run started from: it was retrained;"
@@ -130,8 +130,8 @@ class Checkpoints:
         )
         return training or path
 
-    def steps(self, *, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
-        """Yield the numbers of the steps to run, until `enough()` is true.
+    def steps(self, *, should_stop: Callable[[], bool] = lambda: False) -> Iterator[int]:
+        """Yield the numbers of the steps to run, until `should_stop()` is true.
 
         The state is saved after a step if a save is due, and after the last step (which may be
         followed by a long evaluation) unless `save_every` is null. A collective.
@@ -139,37 +139,37 @@ class Checkpoints:
         Raises:
             SystemExit: Ctrl-C or a scheduler's signal stops the run; the state is saved.
         """
-        patience = PATIENCE_SECONDS
+        timeout = SAVE_TIMEOUT_SECONDS
         try:
             fault_point("steps.begin")
-            with StopSignals(self._announce) as signals:
-                self._look_together(signals)
+            with StopSignals(self._log_signal) as signals:
+                self._check_signals(signals)
                 if self.is_new and self._guards is not None and self._guards.window is not None:
                     self.save(0)
-                while self.done < self.run.total_steps and not enough():
+                while self.done < self.run.total_steps and not should_stop():
                     step, rollbacks = self.done + 1, self._rollbacks
                     yield step
                     if rollbacks == self._rollbacks:
                         self.done = step
-                    self._save_or_leave(signals, due=self._is_due(self.done))
+                    self._save_or_exit(signals, due=self._is_due(self.done))
                 return_freed_memory()
-                self._save_or_leave(signals, due=self.config.save_every is not None)
+                self._save_or_exit(signals, due=self.config.save_every is not None)
                 self._writer.wait()
             # The state is saved, so later signals may end the process at once; handle one that came
             # since the last check.
-            self._look_together(signals)
-            patience = None
+            self._check_signals(signals)
+            timeout = None
         finally:
-            self._writer.wait(patience)
+            self._writer.wait(timeout)
 
     def save(self, step: int) -> None:
         """Save the state after `step`; training continues while the files are written."""
         if self._base is not None:  # write it once
             is_missing = self.run.is_main and not (self.root / self._base / MANIFEST).is_file()
             if self._world.sum(is_missing):
-                frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
+                frozen = [frozen_fragments(engine, name) for name, engine in self.engines.items()]
                 self._writer.save_base(self._base, chain(*frozen))
-        self._writer.save(step, self._fragments(), self._document(), base=self._base)
+        self._writer.save(step, self._fragments(), self._get_state(), base=self._base)
         self._saved_at = time.monotonic()
 
     def newest_healthy(self, *, up_to: int) -> Checkpoint:
@@ -179,14 +179,14 @@ class Checkpoints:
             CheckpointError: there is no such checkpoint.
         """
         self._writer.wait()
-        found = find_newest_valid(
+        saved = find_newest_valid(
             self.root, self._world, list_paths=lambda root: list_healthy(root, up_to)
         )
-        if found is None:
+        if saved is None:
             raise CheckpointError(f"{self.root} has no healthy checkpoint up to step {up_to}")
-        return found
+        return saved
 
-    def go_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
+    def roll_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
         """Roll the run back to `checkpoint`, with the given state for `parts`.
 
         The log and the elapsed time are kept. The next step is the one after the checkpoint's;
@@ -210,34 +210,34 @@ class Checkpoints:
         # Rank 0's clock decides for all.
         return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
 
-    def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
+    def _save_or_exit(self, signals: StopSignals, *, due: bool) -> None:
         """Save the state if a save is due and not done; exit if any process received a signal."""
         received = signals.received
-        interrupted, ended, due_somewhere = self._world.sums(
+        interrupted, terminated, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
         )
-        stops = bool(interrupted or ended)
-        if (stops or due_somewhere) and self._kept != self.done:
+        stops = bool(interrupted or terminated)
+        if (stops or due_somewhere) and self._saved_step != self.done:
             self.save(self.done)
-            self._kept = self.done
+            self._saved_step = self.done
         if stops:
-            self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
+            self._exit(EXIT_REQUEUE if terminated else EXIT_INTERRUPTED)
 
-    def _look_together(self, signals: StopSignals) -> None:
+    def _check_signals(self, signals: StopSignals) -> None:
         """Exit if a signal was received, at the beginning and the end of the loop.
 
         Processes reach these points at slightly different times, and outside the loop the signal
         ends a process immediately; those waiting for it here have received the signal as well.
         """
         try:
-            self._save_or_leave(signals, due=False)
+            self._save_or_exit(signals, due=False)
         except RuntimeError:
             if signals.received is None:
                 raise
             interrupted = signals.received in INTERRUPTS
             raise JobFailed(EXIT_INTERRUPTED if interrupted else EXIT_REQUEUE) from None
 
-    def _leave(self, code: int) -> None:
+    def _exit(self, code: int) -> None:
         self._writer.wait()
         saved = self._writer.failure is None
         logger.info(
@@ -246,14 +246,14 @@ class Checkpoints:
             self.done,
             self.run.total_steps,
             "has saved its state" if saved else "failed to save its state (see above)",
-            self.run.going_on(),
+            self.run.describe_resume(),
         )
         raise SystemExit(code)
 
-    def _announce(self, number: signal.Signals, *, aborts: bool) -> None:
+    def _log_signal(self, number: signal.Signals, *, aborts: bool) -> None:
         """Report the effect of a signal immediately, since the current step may be long."""
         if aborts:
-            logger.info("%s was aborted; --resume %s", self.run.name, self.run.going_on())
+            logger.info("%s was aborted; --resume %s", self.run.name, self.run.describe_resume())
         else:
             logger.info(
                 "%s received %s: finishing the current step, saving the state and exiting; Ctrl-C"
@@ -266,39 +266,39 @@ class Checkpoints:
     def _fragments(self) -> Iterator[Fragment]:
         for name, engine in self.engines.items():
             yield from trained_fragments(engine, name)
-        for name, part in self._keeping_weights():
+        for name, part in self._parts_with_weights():
             yield from weights_fragments(part.engine, name, part.weights)
         for name, tensor in random_state().items():
             yield Fragment(f"random/{self._world.rank}/{name}", 0, tensor)
 
-    def _document(self) -> dict[str, Any]:
+    def _get_state(self) -> dict[str, Any]:
         health: dict[str, Any] = {}
         if self._guards is not None:
             health = {"healthy": self._guards.is_healthy, "rollbacks": self._rollbacks}
         return {
             "name": self.run.name,
             "data": self.data,
-            "settings": deciding_settings(self.config),
-            "engines": {name: describe(each) for name, each in self.engines.items()},
-            "models": {name: self._model(each) for name, each in self.engines.items()},
+            "settings": result_settings(self.config),
+            "engines": {name: describe(engine) for name, engine in self.engines.items()},
+            "models": {name: self._describe_model(engine) for name, engine in self.engines.items()},
             "parts": {
                 name: part.state_dict()
                 for name, part in self.parts.items()
                 if isinstance(part, Stateful)
             },
-            "weights": [name for name, _ in self._keeping_weights()],
+            "weights": [name for name, _ in self._parts_with_weights()],
             "once": self._once,
             **health,
         }
 
-    def _model(self, engine: Engine) -> dict[str, Any] | None:
+    def _describe_model(self, engine: Engine) -> dict[str, Any] | None:
         """A description for rebuilding an engine's model, merged from its shards, if it has one."""
-        own = describe_model(engine.model)
+        description = describe_model(engine.model)
         return (
-            None if own is None else merge_descriptions(engine.model_parallel.gather_objects(own))
+            None if description is None else merge_descriptions(engine.model_parallel.gather_objects(description))
         )
 
-    def _keeping_weights(self) -> Iterator[tuple[str, HasWeights]]:
+    def _parts_with_weights(self) -> Iterator[tuple[str, HasWeights]]:
         for name, part in self.parts.items():
             if isinstance(part, HasWeights) and part.weights:
                 yield name, part
@@ -319,7 +319,7 @@ class Checkpoints:
         if self.run.is_main:
             (self.root / ROLLBACK).unlink(missing_ok=True)
         logger.info("%s has no checkpoint to resume from in %s", self.run.name, self.root)
-        self.run.begin()
+        self.run.discard_log()
 
     def _load(self, checkpoint: Checkpoint, record: RollbackRecord | None = None) -> None:
         """Load the state; a rollback record overrides parts of it and removes later checkpoints."""
@@ -347,13 +347,13 @@ class Checkpoints:
         if record is not None and self.run.is_main:
             record.remove_later_steps(self.root)
         self.is_new = False
-        self.done = self._kept = checkpoint.step
+        self.done = self._saved_step = checkpoint.step
         logger.info("resuming %s after step %d", self.run.name, self.done)
 
 
-def deciding_settings(config: StepConfig) -> dict[str, Any]:
+def result_settings(config: StepConfig) -> dict[str, Any]:
     """The settings that affect a run's result and must not change, by dotted name."""
-    return _deciding(make_portable(to_plain(config)))
+    return _affecting_result(make_portable(to_plain(config)))
 
 
 def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> None:
@@ -362,14 +362,14 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
     Raises:
         ConfigError: a setting that affects the result, or the data, has changed.
     """
-    state, settings = checkpoint.state, deciding_settings(config)
-    theirs = _deciding(state["settings"])
-    for name in sorted(theirs.keys() | settings.keys()):
-        there, here = theirs.get(name), settings.get(name)
-        if there != here:
+    state, settings = checkpoint.state, result_settings(config)
+    saved_settings = _affecting_result(state["settings"])
+    for name in sorted(saved_settings.keys() | settings.keys()):
+        saved, current = saved_settings.get(name), settings.get(name)
+        if saved != current:
             raise ConfigError(
-                f"{checkpoint.path} was saved with {name} {there}, but this run has {here}; restore"
-                " that setting, or pass --overwrite to start over"
+                f"{checkpoint.path} was saved with {name} {saved}, but this run has {current};"
+                " restore that setting, or pass --overwrite to start over"
             )
     if state["data"] != data:
         raise ConfigError(
@@ -378,5 +378,5 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
         )
 
 
-def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _affecting_result(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if affects_result(name)}

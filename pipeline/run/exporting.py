@@ -60,16 +60,16 @@ def export_verified(
     ]
     batch = collate([Encoded(row, [True] * len(row)) for row in rows])
     labels = int(plain.config.num_labels or 1) if kind == SCORES else 0
-    ours = _trained_outputs(passes, batch.to(local_device()), labels=labels)
+    expected = _trained_outputs(passes, batch.to(local_device()), labels=labels)
     is_rounded = next(model.parameters()).dtype != torch.float32 or bool(quantized_layers(model))
-    tolerance = ROUNDED[kind] if is_rounded or ours.device.type != "cpu" else TOLERANCE
-    wrong = ""
+    tolerance = ROUNDED[kind] if is_rounded or expected.device.type != "cpu" else TOLERANCE
+    problem = ""
     if world.rank == 0:
         trusted = type(plain).__module__.startswith("transformers_modules")
-        wrong = _difference(directory, batch, ours.cpu(), kind, tolerance, trusted=trusted)
-    if wrong := world.gather_objects(wrong)[0]:
+        problem = _find_problem(directory, batch, expected.cpu(), kind, tolerance, trusted=trusted)
+    if problem := world.gather_objects(problem)[0]:
         raise ModelError(
-            f"{directory} {wrong}; this is a bug of the export: please report it; the step's"
+            f"{directory} {problem}; this is a bug of the export: please report it; the step's"
             " checkpoints are complete, and a corrected version exports them with --resume"
         )
 
@@ -79,58 +79,58 @@ def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tenso
     engine = passes.engine
     is_policy = labels == 0
 
-    def found(of: TokenBatch) -> Tensor:
+    def compute(of: TokenBatch) -> Tensor:
         if is_policy:
             return engine(of).logprobs
         return engine(of, labels=True)[of.last_tokens]
 
     shape = (batch.num_targets,) if is_policy else (len(batch.lengths), labels)
     with evaluating(engine.model):
-        return passes.forward_everywhere([batch], found, lambda _: shape)[0]
+        return passes.forward_everywhere([batch], compute, lambda _: shape)[0]
 
 
-def _difference(
-    directory: Path, batch: TokenBatch, ours: Tensor, kind: str, tolerance: float, *, trusted: bool
+def _find_problem(
+    directory: Path, batch: TokenBatch, expected: Tensor, kind: str, tol: float, *, trusted: bool
 ) -> str:
-    """How the exported model fails to load or differs from `ours`; empty if neither is found."""
-    began = time.perf_counter()
+    """How the exported model fails to load or differs from `expected`; empty if it does not."""
+    start = time.perf_counter()
     files = {stored.file for stored in stored_tensors(directory).values()}
-    theirs: Tensor | None = None
+    actual: Tensor | None = None
     try:
         if sum(file.stat().st_size for file in files) <= available_bytes():
-            theirs = _written_outputs(directory, batch, kind, trusted=trusted)
+            actual = _exported_outputs(directory, batch, kind, trusted=trusted)
     except Exception as error:  # noqa: BLE001  # transformers may raise anything
         if not is_out_of_memory(error):  # else a trained step would be repeated for its check
             return f"can't be loaded by transformers ({one_line(error)})"
-    if theirs is None:
+    if actual is None:
         logger.info("%s is not compared with the trained model: memory is too small", directory)
         return ""
-    scale = max(1.0, float(ours.abs().max()))
-    error = float((ours - theirs).abs().mean()) / scale
-    if not error <= tolerance:
+    scale = max(1.0, float(expected.abs().max()))
+    error = float((expected - actual).abs().mean()) / scale
+    if not error <= tol:
         return (
             f"has other {kind} in transformers than the trained model (mean difference"
-            f" {error:.1e} of {scale:.3g}, more than {tolerance})"
+            f" {error:.1e} of {scale:.3g}, more than {tol})"
         )
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     logger.info("checked: %s gives the same outputs in transformers (%.1f s)", directory, seconds)
     return ""
 
 
 @torch.no_grad()
-def _written_outputs(directory: Path, batch: TokenBatch, kind: str, *, trusted: bool) -> Tensor:
+def _exported_outputs(directory: Path, batch: TokenBatch, kind: str, *, trusted: bool) -> Tensor:
     """Outputs of the directory's model for the padded texts, like `_trained_outputs`.
 
-    `trusted` says that the trained model has Python code of its own, which the user trusts.
+    `trusted` says that the trained model has custom Python code, which the user trusts.
     """
     auto: Any = AutoModelForSequenceClassification if kind == SCORES else AutoModelForCausalLM
     with suppress_transformers_warnings():
         model = auto.from_pretrained(directory, trust_remote_code=trusted).eval()
-    ids, real = pad(batch.input_ids.split(batch.lengths))
+    ids, mask = pad(batch.input_ids.split(batch.lengths))
     padding = model.config.get_text_config().pad_token_id
-    ids = ids if padding is None else ids.masked_fill(~real, padding)
-    logits = model(input_ids=ids, attention_mask=real.long()).logits.float()
+    ids = ids if padding is None else ids.masked_fill(~mask, padding)
+    logits = model(input_ids=ids, attention_mask=mask.long()).logits.float()
     if kind == SCORES:
         return logits
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return logprobs[real[:, 1:]]
+    return logprobs[mask[:, 1:]]

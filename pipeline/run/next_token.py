@@ -13,7 +13,7 @@ from pipeline.run.training import Training
 logger = logging.getLogger(__name__)
 
 
-def learn(
+def train_step(
     passes: Passes, batches: Iterable[TokenBatch], run: Run, *, step: int, tokens: int, targets: int
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it.
@@ -46,13 +46,13 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
     """Perplexity over the target tokens of all processes; `batches` are this process's."""
     engine, targets = passes.engine, list[int]()
 
-    def counted() -> Iterator[TokenBatch]:
+    def recorded() -> Iterator[TokenBatch]:
         for batch in batches:
             targets.append(batch.num_targets)
             yield batch
 
     with evaluating(engine.model):
-        losses = passes.forward(counted(), lambda batch: -engine(batch).logprobs.sum())
+        losses = passes.forward(recorded(), lambda batch: -engine(batch).logprobs.sum())
     total_nll, total_targets = engine.group.sums([passes.total(losses), sum(targets)])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
@@ -65,7 +65,7 @@ def export_best(training: Training[Any, Any, Any]) -> tuple[float, int]:
     return (best.value, best.step) if restored else (best.last, best.last_step)
 
 
-def warn_unless_better(training: Training[Any, Any, Any], step: int, before: float) -> None:
+def warn_if_not_improved(training: Training[Any, Any, Any], step: int, before: float) -> None:
     """Warn if the exported weights are those of `step` 0, before training."""
     if step == 0:
         logger.warning(

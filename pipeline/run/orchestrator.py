@@ -60,23 +60,23 @@ def run_plan(plan: Plan) -> None:
             print_output(f"skipping {stage.title}: already finished")
             add_to_summary(out, stage.name)
             continue
-        goes_on = _goes_on(plan, stage)
+        resumes = _resumes(plan, stage)
         try:
-            if not goes_on:
+            if not resumes:
                 clear_step(out, stage.name)
             write_config(plan.configs[stage.name], plan.config_file(stage))
         except OSError as error:
             raise ConfigError(f"--output-dir {out} is not writable: {error}") from None
         print_output(
-            f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}"
+            f"step {stage.number}: {stage.name}{', from its checkpoint' if resumes else ''}"
         )
         try:
-            ending = _run_step(plan, stage, goes_on=goes_on)
+            ending = _run_step(plan, stage, resumes=resumes)
         finally:
             discard_empty_step(out, stage.name)
         if ending.code == EXIT_DIVERGED:
             write_report(out)  # its curves show when training diverged
-        if code := _failure(plan, stage, ending):
+        if code := _report_failure(plan, stage, ending):
             if stage.method is None:
                 raise SystemExit(code)
             failed[stage.method] = code
@@ -84,18 +84,19 @@ def run_plan(plan: Plan) -> None:
         add_to_summary(out, stage.name)
         write_report(out)
     if read_summary(out):  # otherwise every method failed
-        print_output("\n".join(_closing_table(plan)))
+        print_output("\n".join(_summary_table(plan)))
     for code in failed.values():
         print_error(f"not finished: {', '.join(failed)}; retry with the same command and --resume")
         raise SystemExit(code)
     push_model(plan)
 
 
-def _follow(plan: Plan) -> None:
+def _run_pod(plan: Plan) -> None:
     """Run this pod's processes of the steps; the first pod, for which they wait, does all else."""
     failed: list[int] = []
     for stage in plan.unfinished:
-        if code := _failure(plan, stage, _run_step(plan, stage, goes_on=_goes_on(plan, stage))):
+        ending = _run_step(plan, stage, resumes=_resumes(plan, stage))
+        if code := _report_failure(plan, stage, ending):
             failed.append(code)
             if stage.method is None:
                 break
@@ -115,9 +116,9 @@ def _write_job_set(request: Request, argv: Sequence[str]) -> None:
     print_output(text if request.dry_run else f"kubectl apply -f {shlex.quote(str(file))}")
 
 
-def _goes_on(plan: Plan, stage: Stage) -> bool:
+def _resumes(plan: Plan, stage: Stage) -> bool:
     """Whether a step resumes from its checkpoint; not if this run also runs an earlier step."""
-    if not plan.request.resume or any(each.number < stage.number for each in plan.unfinished):
+    if not plan.request.resume or any(other.number < stage.number for other in plan.unfinished):
         return False
     return can_resume(plan.request.output_dir, stage.name)
 
@@ -164,7 +165,7 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
     if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
         check_machines(plan.layout, plan.request, plan.request.output_dir)
     if plan.layout.rank > 0:
-        _follow(plan)
+        _run_pod(plan)
         return
     with lock_output(plan.request.output_dir):
         if plan.request.autotune is not None:
@@ -176,7 +177,7 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
             run_plan(plan)
 
 
-def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
+def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> Ending:
     """Run the step's processes; if memory runs out, retry with smaller batches.
 
     A retry resumes from the newest checkpoint in new processes, so nothing remains of the state
@@ -185,12 +186,12 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
     config = plan.configs[stage.name]
     command = plan.command(stage)
     while True:
-        ending = run_child([*command, *(["--resume"] if goes_on else [])], plan.environment)
+        ending = run_child([*command, *(["--resume"] if resumes else [])], plan.environment)
         if not ending.ran_out_of_memory or plan.layout.launcher == "pod":  # no pod retries alone
             return ending
         planned = memory_summary(plan.memory(stage, config), plan.machine)
-        took = f"; its largest process used {format_bytes(ending.peak_bytes)[0]} of host memory"
-        print_notice(f"{stage.title} ran out of memory: the plan was {planned}{took}")
+        usage = f"; its largest process used {format_bytes(ending.peak_bytes)[0]} of host memory"
+        print_notice(f"{stage.title} ran out of memory: the plan was {planned}{usage}")
         if config.micro_batch_size == 1:
             return ending
         sizes = {
@@ -198,7 +199,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
             for name in ("micro_batch_size", "generation_batch_size")
             if hasattr(config, name)
         }
-        config, goes_on = replace(config, **sizes), True  # pyrefly: ignore[bad-argument-type]
+        config, resumes = replace(config, **sizes), True  # pyrefly: ignore[bad-argument-type]
         command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
         settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
         print_notice(
@@ -207,7 +208,7 @@ def _run_step(plan: Plan, stage: Stage, *, goes_on: bool) -> Ending:
         )
 
 
-def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
+def _report_failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     """Report a failed step and return its exit code; 0 if the step is done."""
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
@@ -221,8 +222,8 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     if ending.code in (0, EXIT_USER_ERROR):  # the step has printed the error
         return ending.code
     if ending.code == EXIT_DIVERGED:  # the step has printed the reason and kept its best weights
-        alone = stage.method is None
-        others = "no later step was started" if alone else "the other methods continue"
+        is_only_method = stage.method is None
+        others = "no later step was started" if is_only_method else "the other methods continue"
         print_error(
             f"{stage.title} diverged, and {others}; the same command with --resume and a smaller"
             f" --{stage.prefix}.{stage.main_role}.optim.lr restarts it"
@@ -249,11 +250,11 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     return EXIT_FAILED
 
 
-def _closing_table(plan: Plan) -> Iterator[str]:
+def _summary_table(plan: Plan) -> Iterator[str]:
     """A table of the steps' results, and the locations of the outputs."""
     from pipeline.report.findings import findings
     from pipeline.report.methods import compare_methods, table
-    from pipeline.report.results import model_directory, model_to_talk_to, read_results
+    from pipeline.report.results import find_chat_model, model_directory, read_results
 
     out = plan.request.output_dir
     done = read_summary(out)["steps"]
@@ -261,26 +262,26 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     yield f"\n{'step':<{width}}{'seconds':>9}{'steps':>8}{'tokens':>12}   result"
     for name, result in done.items():
         work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
-        yield f"{name:<{width}}{work}   {_numbers(result.get('eval', {}))}"
+        yield f"{name:<{width}}{work}   {_format_metrics(result.get('eval', {}))}"
     results = read_results(out)
     compared = compare_methods(results)
-    headline = findings(results)[0].whole
+    headline = findings(results)[0].text
     if compared is None or headline != compared.sentence:
         yield f"\n{headline}"
     if compared is not None:
         yield f"\n{table(compared)}"
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
-    furthest = model_to_talk_to(results.steps)
-    if furthest is not None:
-        yield f"chat     {CHAT} --path {shlex.quote(str(model_directory(out, furthest)))}"
+    chat_model = find_chat_model(results.steps)
+    if chat_model is not None:
+        yield f"chat     {CHAT} --path {shlex.quote(str(model_directory(out, chat_model)))}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
             from pipeline.demo.task import sample_prompts
 
             yield from (f"try      {prompt}" for prompt in sample_prompts())
 
 
-def _numbers(values: Mapping[str, object]) -> str:
+def _format_metrics(values: Mapping[str, object]) -> str:
     """The first few numbers of an evaluation; summary.json has all."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     return "  ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:4])

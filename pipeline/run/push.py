@@ -29,12 +29,12 @@ def push_model(plan: Plan) -> None:
     from huggingface_hub import HfApi
 
     steps = results.read_results(out).steps
-    step, best = steps[plan.stages[-1].name], results.model_to_talk_to(steps)
+    step, best = steps[plan.stages[-1].name], results.find_chat_model(steps)
     step = best if best is not None and best.stage == step.stage else step
     directory = results.model_directory(out, step)
     card = directory / "README.md"
     if not card.exists():
-        made = [each for each in steps.values() if each.finished and each.stage < step.stage]
+        made = [other for other in steps.values() if other.finished and other.stage < step.stage]
         card.write_text(model_card(name, directory, [*made, step]), encoding="utf-8")
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
@@ -69,9 +69,9 @@ def model_card(name: str, directory: Path, steps: Sequence[results.StepResult]) 
     rows = []
     for step, paths in zip(steps, data, strict=True):
         known = {name: results.finite(value) for name, value in step.eval.items()}
-        figures = [f"{name} {value:.4g}" for name, value in known.items() if value is not None]
+        metrics = [f"{name} {value:.4g}" for name, value in known.items() if value is not None]
         cells = (step.name, step.method, ", ".join(paths), step.steps, step.tokens)
-        rows.append(f"| {' | '.join(map(str, cells))} | {', '.join(figures)} |")
+        rows.append(f"| {' | '.join(map(str, cells))} | {', '.join(metrics)} |")
     adapter = "\nThe weights include the LoRA adapter in `adapter`.\n"
     return "\n".join(
         [

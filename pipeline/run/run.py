@@ -20,7 +20,7 @@ from pipeline.engine.checkpoint.history import list_candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
-from pipeline.run.trackers import Tracked, Trackers, open_trackers
+from pipeline.run.trackers import TrackedRun, Trackers, open_trackers
 from pipeline.settings.fields import flatten, non_default_values, to_plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
@@ -54,14 +54,14 @@ class Run:
         self.mesh, self.is_main = mesh, mesh.is_main
         self.step = 0
         self.tokens = 0
-        self.goes_on = config.resume
+        self.resumes = config.resume
         """Whether to resume an earlier run; the main process decides."""
         self._progress = Progress(name, total_steps)
-        self._held = ExitStack()
+        self._lock = ExitStack()
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
         self._tokens_per_second = 0.0
-        self._at_once = ExitOnSignal()
+        self._exit_on_signal = ExitOnSignal()
 
     def __enter__(self) -> "Run":
         self._start = self._step_end = time.perf_counter()
@@ -69,42 +69,42 @@ class Run:
         self._logged_at = (0, 0.0)
         if self.is_main:
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
-            self._held.enter_context(RunLock(self.path(LOCK)))
+            self._lock.enter_context(RunLock(self.path(LOCK)))
             self._refuse_unfinished_run()
-            self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
+            self.resumes = self.config.resume and not self.path(DIVERGED).exists()
             self.config.require_trackers()
-            run = Tracked(self.config.output_dir, self.name, to_plain(self.config), self.goes_on)
+            run = TrackedRun(self.config.output_dir, self.name, to_plain(self.config), self.resumes)
             self._trackers = open_trackers(self.config.trackers, run)
             write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
             for pattern in (".writing-*", "*/.writing-*"):  # left by a killed export
-                for left in self.config.output_dir.glob(pattern):
-                    discard(left)
+                for leftover in self.config.output_dir.glob(pattern):
+                    discard(leftover)
             # Unbuffered: each line is one write, so that a killed run leaves complete lines.
-            mode = "ab" if self.goes_on else "wb"
+            mode = "ab" if self.resumes else "wb"
             self._metrics = self.path("metrics.jsonl").open(mode, buffering=0)
             self._progress.start()
-        self._at_once.__enter__()
+        self._exit_on_signal.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401
-        self._at_once.__exit__(*error)
+        self._exit_on_signal.__exit__(*error)
         if self._metrics is None:
             return
-        self._held.close()
+        self._lock.close()
         self._progress.stop()
         self._metrics.close()
-        if error[0] is KeyboardInterrupt or self._at_once.received is not None:
+        if error[0] is KeyboardInterrupt or self._exit_on_signal.received is not None:
             logger.info(
                 "%s stopped%s; --resume %s",
                 self.name,
                 f" after step {self.step} of {self.total_steps}" if self.step else "",
-                self.going_on(),
+                self.describe_resume(),
             )
         self._trackers.close()
 
-    def going_on(self) -> str:
+    def describe_resume(self) -> str:
         """The effect of `--resume`, as the end of a sentence."""
         newest = next(iter(list_candidates(self.path(CHECKPOINTS))), None)
         step = None if newest is None else parse_step(newest)
@@ -114,7 +114,7 @@ class Run:
         """Refuse to overwrite the checkpoints of an unfinished run."""
         unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
         if not self.config.resume and unfinished and list_steps(self.path(CHECKPOINTS)):
-            self._held.close()
+            self._lock.close()
             raise ConfigError(
                 f"{self.config.output_dir} contains checkpoints of an unfinished run; pass --resume"
                 f" to continue it, or remove {self.path(CHECKPOINTS)} to start over"
@@ -161,10 +161,10 @@ class Run:
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
-    def evaluated(
+    def log_evaluation(
         self,
         step: int,
-        figures: Mapping[str, int | float],
+        metrics: Mapping[str, int | float],
         *,
         details: Mapping[str, object] | None = None,
     ) -> None:
@@ -176,13 +176,13 @@ class Run:
         self._step_end = time.perf_counter()
         if self._metrics is None:
             return
-        named = {f"eval_{name}": value for name, value in figures.items()}
+        named = {f"eval_{name}": value for name, value in metrics.items()}
         self._write(step, named, details or {})
-        known = {name: value for name, value in figures.items() if not math.isnan(value)}
+        known = {name: value for name, value in metrics.items() if not math.isnan(value)}
         shown = "  ".join(f"{name} {value:.4g}" for name, value in known.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
-    def note(self, step: int, name: str, details: Mapping[str, object]) -> None:
+    def log_event(self, step: int, name: str, details: Mapping[str, object]) -> None:
         """Record an event after `step` iterations, for the report only."""
         if self._metrics is not None:
             self._write(step, {}, {name: details})
@@ -205,10 +205,10 @@ class Run:
             **extra,
         }
         os.fsync(self._metrics.fileno())
-        text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(_json_safe(result), indent=2, allow_nan=False) + "\n"
         replace_durably(self.path("result.json"), text.encode())
 
-    def note_divergence(self, sentence: str) -> None:
+    def record_divergence(self, sentence: str) -> None:
         """Record, instead of a result, that the run diverged and why."""
         if self.is_main:
             note = {"step": self.step, "sentence": sentence}
@@ -235,7 +235,7 @@ class Run:
         if self._metrics is not None:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 
-    def begin(self) -> None:
+    def discard_log(self) -> None:
         """Discard the log of an earlier run if there is no state to resume from."""
         if self._metrics is not None:
             self._metrics.truncate(0)
@@ -249,7 +249,7 @@ class Run:
     ) -> None:
         """Write a line of metrics.jsonl; trackers get only its `metrics`."""
         assert self._metrics is not None
-        line = _finite({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
+        line = _json_safe({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         if metrics:
             self._trackers.log(step, metrics)
@@ -266,18 +266,18 @@ def changed_settings(config: StepConfig) -> dict[str, object]:
     return {name: value for name, value in changed.items() if name.partition(".")[0] not in unused}
 
 
-def _finite(value: object) -> object:
+def _json_safe(value: object) -> object:
     """`value` with NaN and infinities replaced by None, because JSON lacks them."""
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _json_safe(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [_json_safe(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def training_at(path: str) -> str | None:
+def get_training_id(path: str) -> str | None:
     """Id of the training that produced the model at `path`; None without a readable result.json.
 
     It depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so only

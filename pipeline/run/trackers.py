@@ -33,7 +33,7 @@ class Sink(NamedTuple):
     id: str = ""
 
 
-class Tracked(NamedTuple):
+class TrackedRun(NamedTuple):
     """The run of a step that is tracked."""
 
     directory: Path
@@ -42,7 +42,7 @@ class Tracked(NamedTuple):
     resumes: bool
 
 
-def tensorboard(run: Tracked, known: str) -> Sink:  # noqa: ARG001  # events have no id
+def tensorboard(run: TrackedRun, known: str) -> Sink:  # noqa: ARG001  # events have no id
     """A sink that writes event files under `<directory>/tensorboard`."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -57,7 +57,7 @@ def tensorboard(run: Tracked, known: str) -> Sink:  # noqa: ARG001  # events hav
     return Sink(log, writer.close)
 
 
-def wandb(run: Tracked, known: str) -> Sink:
+def wandb(run: TrackedRun, known: str) -> Sink:
     """A sink for a run of the W&B project in WANDB_PROJECT."""
     import wandb
 
@@ -67,7 +67,7 @@ def wandb(run: Tracked, known: str) -> Sink:
     return Sink(lambda step, metrics: opened.log(dict(metrics), step), opened.finish, opened.id)
 
 
-def trackio(run: Tracked, known: str) -> Sink:
+def trackio(run: TrackedRun, known: str) -> Sink:
     """A sink for a run of the Trackio project in TRACKIO_PROJECT."""
     import trackio
 
@@ -77,7 +77,7 @@ def trackio(run: Tracked, known: str) -> Sink:
     return Sink(lambda step, metrics: opened.log(dict(metrics), step), trackio.finish, name)
 
 
-def mlflow(run: Tracked, known: str) -> Sink:
+def mlflow(run: TrackedRun, known: str) -> Sink:
     """A sink for a run of the MLflow experiment in MLFLOW_EXPERIMENT_NAME."""
     import mlflow
 
@@ -85,12 +85,12 @@ def mlflow(run: Tracked, known: str) -> Sink:
     opened = mlflow.start_run(run_id=known or None, run_name=None if known else run.name)
     params = list(flatten(run.settings).items()) if not known else []  # they can't change
     for start in range(0, len(params), 100):  # the most in one request
-        mlflow.log_params(_allowed(dict(params[start : start + 100])))
+        mlflow.log_params(_sanitize(dict(params[start : start + 100])))
     run_id = opened.info.run_id
-    return Sink(lambda step, new: mlflow.log_metrics(_allowed(new), step), mlflow.end_run, run_id)
+    return Sink(lambda step, new: mlflow.log_metrics(_sanitize(new), step), mlflow.end_run, run_id)
 
 
-def _allowed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _sanitize(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with `_` for the characters that MLflow rejects in names, as in `pass@1`."""
     return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
 
@@ -107,24 +107,24 @@ class Trackers:
     def log(self, step: int, metrics: Metrics) -> None:
         """Record `metrics` at `step` in every sink that still works."""
         for name, sink in list(self._sinks.items()):
-            with _dropping(self._sinks, name, f"failed at step {step}"):
+            with _drop_on_error(self._sinks, name, f"failed at step {step}"):
                 sink.log(step, metrics)
 
     def close(self) -> None:
         """Flush and close every sink."""
         for name, sink in list(self._sinks.items()):
-            with _dropping(self._sinks, name, "could not be closed"):
+            with _drop_on_error(self._sinks, name, "could not be closed"):
                 sink.close()
         self._sinks.clear()
 
 
-def open_trackers(names: Sequence[Tracker], run: Tracked) -> Trackers:
+def open_trackers(names: Sequence[Tracker], run: TrackedRun) -> Trackers:
     """Open the sinks called `names`, which continue the runs of the directory if it resumes."""
     record = run.directory / RECORD
     known = json.loads(record.read_text()) if run.resumes and record.is_file() else {}
     sinks: dict[str, Sink] = {}
     for name in names:
-        with _dropping(sinks, name, "can't be opened"):  # such as no login
+        with _drop_on_error(sinks, name, "can't be opened"):  # such as no login
             sinks[name] = OPENERS[name](run, known.get(name, ""))
     known |= {name: sink.id for name, sink in sinks.items() if sink.id}
     if known:
@@ -133,7 +133,7 @@ def open_trackers(names: Sequence[Tracker], run: Tracked) -> Trackers:
 
 
 @contextmanager
-def _dropping(sinks: dict[str, Sink], name: str, what: str) -> Iterator[None]:
+def _drop_on_error(sinks: dict[str, Sink], name: str, what: str) -> Iterator[None]:
     """Context in which an error only drops a sink: metrics.jsonl has all metrics."""
     try:
         yield

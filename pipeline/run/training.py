@@ -57,11 +57,11 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
     set_compute_threads(config.threads)
     config.parallel.check(launched.world_size())
     check_memory(config)
-    parallel, patience = config.parallel, config.timeout_seconds
+    parallel, timeout = config.parallel, config.timeout_seconds
     with (
-        process_group(watch_processes, patience),
+        process_group(watch_processes, timeout),
         split_mesh(
-            replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
+            replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=timeout
         ) as mesh,
         gpu_numerics(tf32=config.tf32, deterministic=config.is_deterministic),
     ):
@@ -69,19 +69,19 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
         train(config)
 
 
-EVALUATIONS = 10
+MAX_EVALUATIONS = 10
 """Maximum evaluations per run by default, including the last one but not the first."""
 
-SHARE = 0.08
+MAX_EVAL_FRACTION = 0.08
 """Maximum fraction of a run's work for evaluations after the first; the last one always runs."""
 
-FORWARD_SHARE = 1 / 3
+FORWARD_FRACTION = 1 / 3
 """Fraction of a training step taken by the forward pass; the backward pass takes twice as long."""
 
 R = TypeVar("R")
 
 
-class _Source(Protocol):
+class _RowSource(Protocol):
     """Rows, and the order in which a step trains on them."""
 
     @property
@@ -96,7 +96,7 @@ class _Source(Protocol):
     def prompts(self) -> PromptRecord | None: ...
 
 
-S = TypeVar("S", bound=_Source)
+S = TypeVar("S", bound=_RowSource)
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ def load_rows(
     model: TrainedModelConfig,
     *,
     step: int,
-    sift: Callable[[StepData, ChatFormat], StepData] | None = None,
+    filter_rows: Callable[[StepData, ChatFormat], StepData] | None = None,
 ) -> Rows:
     """Read the step's rows, and the tokenizer of the model it trains.
 
-    `sift` filters rows before they are ordered.
+    `filter_rows` filters rows before they are ordered.
 
     Raises:
         DataError: as raised by `pipeline.data.sharing.steps.load_step_rows`.
@@ -144,7 +144,7 @@ def load_rows(
     """
     chat = load_chat(model, config.data)
     data = load_step_rows(config, step=step)
-    data = data if sift is None else sift(data, chat)
+    data = data if filter_rows is None else filter_rows(data, chat)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     return Rows(
         chat.tokenizer, chat, data, stream, stream.num_steps(config.epochs, config.max_steps)
@@ -198,16 +198,16 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
         return total_steps
     if every is not None:
         return every
-    affordable = int(SHARE * total_steps / max(cost, 1e-9))
-    return math.ceil(total_steps / max(1, min(EVALUATIONS, affordable)))
+    affordable = int(MAX_EVAL_FRACTION * total_steps / max(cost, 1e-9))
+    return math.ceil(total_steps / max(1, min(MAX_EVALUATIONS, affordable)))
 
 
-def steps_between_evaluations(config: StepConfig, rows: _Source, held_out: Sequence[object]) -> int:
+def choose_eval_interval(config: StepConfig, rows: _RowSource, held_out: Sequence[object]) -> int:
     """The interval between evaluations, for these training and held-out rows."""
     return evaluation_interval(
         config.eval_every,
         total_steps=rows.total_steps,
-        cost=FORWARD_SHARE * len(held_out) / config.batch_size,
+        cost=FORWARD_FRACTION * len(held_out) / config.batch_size,
     )
 
 
@@ -236,23 +236,23 @@ def set_up(
         data=rows.fingerprint,
         guards=guards,
     )
-    every = steps_between_evaluations(config, rows, held_out)
+    every = choose_eval_interval(config, rows, held_out)
     passes = Passes(engine) if passes is None else passes
     return Training(config, model, engine, rows, held_out, best, checkpoints, every, passes)
 
 
-def check_rows(data: StepData, how: FitCheck[Example], config: StepConfig) -> None:
+def check_rows(data: StepData, rows_fit: FitCheck[Example], config: StepConfig) -> None:
     """Log how many of a step's training and evaluation rows are truncated.
 
     Raises:
         DataError: nothing is left to train on or to evaluate.
     """
-    require_targets(data.train, data.eval, how, config.data)
+    require_targets(data.train, data.eval, rows_fit, config.data)
     for name, examples in (("training", data.train), ("evaluation", data.eval)):
-        report_lengths(examples, how, config.data, name=f"{name} {how.rows}")
+        report_lengths(examples, rows_fit, config.data, name=f"{name} {rows_fit.rows}")
 
 
-def local_parts(
+def shard_rows(
     lengths: Sequence[int], config: StepConfig, model: TrainedModelConfig, *, sequences: int = 1
 ) -> list[list[int]]:
     """Return the row indices of this process's micro-batches in a global batch.
@@ -268,8 +268,8 @@ def local_parts(
     data, parallel = current_mesh().data, config.parallel
     min_count = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
     if parallel.micro_batches is not None or (parallel.pp > 1 and not deterministic):
-        wanted = (parallel.min_micro_batches or 1) * data.size
-        min_count = max(min_count or 1, min(wanted, len(lengths)))
+        minimum = (parallel.min_micro_batches or 1) * data.size
+        min_count = max(min_count or 1, min(minimum, len(lengths)))
     return micro_batches(
         lengths,
         max_tokens=sequences * config.micro_batch_size * config.data.max_length,
@@ -280,7 +280,7 @@ def local_parts(
 
 
 @contextmanager
-def keeping_best(
+def exporting_best(
     run: Run, best: BestWeights, export: Callable[[], object], **trained: TrainedModelConfig
 ) -> Iterator[None]:
     """Context around a step's loop: if training diverges, export the best weights first.
@@ -304,19 +304,19 @@ def keeping_best(
             kept = f"the best evaluated weights, after step {best.step}, are exported"
         ((name, model),) = trained.items()
         setting, rate = model.peak_lr
-        where = f"{run.name} diverged after step {run.step}"
-        sentence = f"{where}: {error} ({name}.{setting} is {rate:g}); {kept}"
-        run.note_divergence(sentence)
+        context = f"{run.name} diverged after step {run.step}"
+        sentence = f"{context}: {error} ({name}.{setting} is {rate:g}); {kept}"
+        run.record_divergence(sentence)
         raise DivergedError(sentence) from None
 
 
-def check_start(path: str | None, figures: Mapping[str, float]) -> None:
+def check_initial_metrics(path: str | None, metrics: Mapping[str, float]) -> None:
     """Reject a model that is broken before any training.
 
     Raises:
         ModelError: a metric of the first evaluation is infinite or not a number.
     """
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if not math.isfinite(value):
             raise ModelError(
                 f"{path}: its {name.replace('_', ' ')} is {value} before any training; its weights"
@@ -324,15 +324,15 @@ def check_start(path: str | None, figures: Mapping[str, float]) -> None:
             )
 
 
-def check_finite(where: str, figures: Mapping[str, float]) -> None:
+def check_finite(context: str, metrics: Mapping[str, float]) -> None:
     """End a run whose metrics are no longer finite.
 
     Raises:
         DivergedError: a metric is infinite or not a number.
     """
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if not math.isfinite(value):
             raise DivergedError(
-                f"{name.replace('_', ' ')} {where} is {value}; lower the learning rate, or train"
+                f"{name.replace('_', ' ')} {context} is {value}; lower the learning rate, or train"
                 " with precision bf16 or fp32"
             )

@@ -12,7 +12,7 @@ from pipeline.data.store.token_file import read_vocabulary
 from pipeline.demo.model import build_tokenizer
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.report.findings import findings
-from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.report.results import find_chat_model, read_results
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import UserError
 from tests.pipeline.data.store.corpus import write_rows
@@ -60,7 +60,7 @@ def test_step1_starts_from_step0_and_both_are_reported(texts: Path, tmp_path: Pa
     sentences = " ".join(finding.whole for finding in findings(results))
     assert "tokens of held-out texts" in sentences
     assert "8 held-out answers" in sentences
-    model = model_to_talk_to(results.steps)
+    model = find_chat_model(results.steps)
     assert model is not None
     assert model.name == "step1_sft"
     assert "Continued pre-training" in (out / "report.html").read_text()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.run.run import training_at
+from pipeline.run.run import get_training_id
 from pipeline.system.errors import ConfigError
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train
@@ -80,4 +80,4 @@ def test_resume_requires_the_same_initial_model(toy: Path, tmp_path: Path) -> No
     )
     train(replace(config, resume=True))
 
-    assert json.loads(first)["began_from"] == training_at(str(actor))
+    assert json.loads(first)["began_from"] == get_training_id(str(actor))

@@ -2,14 +2,14 @@
 
 import pytest
 
-from pipeline.report.charts import smoothed, step_charts, thinned, tick_labels
+from pipeline.report.charts import decimate, smooth, step_charts, tick_labels
 from pipeline.report.results import StepResult
 
 
 def test_smoothing_averages_adjacent_points_and_narrows_at_the_ends() -> None:
     points = [(float(step), float(step % 2)) for step in range(60)]  # averaged over 2 on each side
 
-    means = smoothed(points)
+    means = smooth(points)
 
     assert means[0] == (0.0, 0.0)
     assert means[1] == (1.0, pytest.approx(1 / 3))
@@ -21,7 +21,7 @@ def test_thinning_keeps_a_single_spike() -> None:
     points = [(float(step), 1.0) for step in range(50_000)]
     points[12_345] = (12_345.0, 99.0)
 
-    kept = thinned(points, max_bins=100)
+    kept = decimate(points, max_bins=100)
 
     assert len(kept) <= 200
     assert (12_345.0, 99.0) in kept

@@ -9,7 +9,7 @@ import yaml
 
 from pipeline.report.findings import findings
 from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
-from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.report.results import find_chat_model, read_results
 
 PROMPTS = 40
 
@@ -118,6 +118,6 @@ def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
         " PPO (45 %)"
     )
     assert findings(read_results(tmp_path))[0].sentence == comparison.sentence
-    best = model_to_talk_to(read_results(tmp_path).steps)
+    best = find_chat_model(read_results(tmp_path).steps)
     assert best is not None
     assert best.name == "step3_grpo"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run.trackers import Sink, Tracked, Trackers, open_trackers
+from pipeline.run.trackers import Sink, TrackedRun, Trackers, open_trackers
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
@@ -15,7 +15,7 @@ from step1_sft.config import SFTConfig
 def track_and_resume(name: str, directory: Path) -> str:
     """Log a step, resume, log another, and return the run's id in the tracker."""
     for step in (1, 2):
-        run = Tracked(directory, "a", {"optim": {"lr": 0.5}}, resumes=step == 2)
+        run = TrackedRun(directory, "a", {"optim": {"lr": 0.5}}, resumes=step == 2)
         trackers = open_trackers((name,), run)
         trackers.log(step, {"loss": 2.0 / step, "pass@1": float("nan")})
         trackers.close()
@@ -53,7 +53,7 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     for step in (1, 2):
-        run = Tracked(tmp_path, "run", {}, resumes=step == 2)
+        run = TrackedRun(tmp_path, "run", {}, resumes=step == 2)
         trackers = open_trackers(("tensorboard",), run)
         trackers.log(step, {"loss": 2.0 / step})
         trackers.close()

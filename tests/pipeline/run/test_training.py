@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipeline.run.training import EVALUATIONS, SHARE, evaluation_interval
+from pipeline.run.training import MAX_EVAL_FRACTION, MAX_EVALUATIONS, evaluation_interval
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_default_evaluations_are_few_and_cheap() -> None:
             every = evaluation_interval(None, total_steps=total_steps, cost=cost)
             num_before_last = math.ceil(total_steps / every) - 1
 
-            assert num_before_last < EVALUATIONS
-            assert num_before_last * cost <= SHARE * total_steps
+            assert num_before_last < MAX_EVALUATIONS
+            assert num_before_last * cost <= MAX_EVAL_FRACTION * total_steps
