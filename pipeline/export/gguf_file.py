@@ -28,8 +28,8 @@ from pipeline.demo.task import corpus
 from pipeline.export.gguf_vocabulary import (
     BYTE,
     CONTROL,
-    PATTERNS,
     NORMAL,
+    PATTERNS,
     ROPE_FACTORS,
     STOPS,
     UNKNOWN,

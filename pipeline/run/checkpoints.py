@@ -293,10 +293,9 @@ class Checkpoints:
 
     def _describe_model(self, engine: Engine) -> dict[str, Any] | None:
         """A description for rebuilding an engine's model, merged from its shards, if it has one."""
-        description = describe_model(engine.model)
-        return (
-            None if description is None else merge_descriptions(engine.model_parallel.gather_objects(description))
-        )
+        if (description := describe_model(engine.model)) is None:
+            return None
+        return merge_descriptions(engine.model_parallel.gather_objects(description))
 
     def _parts_with_weights(self) -> Iterator[tuple[str, HasWeights]]:
         for name, part in self.parts.items():

@@ -214,7 +214,7 @@ def export(
                 directory / ADAPTER_DIR,
             )
     elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first process of another stage
-        send_tensors(chain(exported, adapter.items()), mesh.stages, to=0)  # `exported` fills adapter
+        send_tensors(chain(exported, adapter.items()), mesh.stages, to=0)  # fills adapter
     else:  # take part in the collectives of the others
         for _ in exported if mesh.data.rank == 0 else named:
             pass

@@ -214,10 +214,11 @@ def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) 
     for (name, param), other in zip(sharded.named_parameters(), full.parameters(), strict=True):
         if param.grad is None or other.grad is None:
             continue
-        local, part = param.grad.flatten(), get_shard(param)
+        local, shard = param.grad.flatten(), get_shard(param)
         span = (param, 0, slice(0, local.numel()))
         gradient = reduce_gradient(local, get_role(param), group, [span]).view(param.shape)
-        if not _is_close(gradient, other.grad if part is None else part.spec.extract(other.grad), noise):
+        expected = other.grad if shard is None else shard.spec.extract(other.grad)
+        if not _is_close(gradient, expected, noise):
             names.append(name)
     return f"the gradient of {names[0]} differs" if names else None
 
