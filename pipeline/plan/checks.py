@@ -202,19 +202,19 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
     texts: DataConfig | None = getattr(config, "ptx_rows", None)
-    wanted = [(config.data, stage.number, config.row_columns, config.row_share)]
-    wanted += [(texts, 1, RowColumns(), None)] if texts is not None else []
-    unread = _unread_reason([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
+    inputs = [(config.data, stage.number, config.row_columns, config.row_share)]
+    inputs += [(texts, 1, RowColumns(), None)] if texts is not None else []
+    unread = _unread_reason([path for data, *_ in inputs for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(unread=unread)
     # Nothing reads the preview of a run that starts, and drawing these rows takes seconds.
-    if downloads and all(EMBEDDED in data.path for data, *_ in wanted):
-        for data, _, kept, _ in wanted:
+    if downloads and all(EMBEDDED in data.path for data, *_ in inputs):
+        for data, _, kept, _ in inputs:
             check_embedded(data, kept)
         return Preview(unread="drawn when the step starts")
     first, *_ = [
         load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
-        for data, step, kept, share in wanted
+        for data, step, kept, share in inputs
     ]
     return Preview(select_rows(first, config))
 

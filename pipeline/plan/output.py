@@ -170,8 +170,8 @@ def lock_output(out: Path) -> Iterator[None]:
 
 def _files(directory: Path) -> list[str]:
     """The files below `directory`, relative to it, in order."""
-    found = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
-    return sorted(str(file.relative_to(directory)) for file in found)
+    files = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
+    return sorted(str(file.relative_to(directory)) for file in files)
 
 
 def add_to_summary(out: Path, name: str) -> None:
@@ -201,12 +201,12 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _foreign_files(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Foreign names in the output directory, ignoring hidden files."""
-    ours = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *all_directories(stages)}
+    known_names = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *all_directories(stages)}
     if not out.is_dir():
         return []
     # A run that was killed while writing one of them leaves a temporary name.
     names = (path.name.removesuffix(".tmp").removesuffix(".partial") for path in out.iterdir())
-    return sorted(name for name in names if name not in ours and not name.startswith("."))
+    return sorted(name for name in names if name not in known_names and not name.startswith("."))
 
 
 def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage) -> None:
@@ -225,8 +225,8 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage
             )
     elif difference:
         name = difference.partition(" ")[0].partition(".")[2]
-        own = f"--{first.section}.data.path and --{first.section}.data.eval_path"
-        rows = f", with {own} for other rows only in {first.title}"
+        own_paths = f"--{first.section}.data.path and --{first.section}.data.eval_path"
+        rows = f", with {own_paths} for other rows only in {first.title}"
         raise ConfigError(
             f"--output-dir {request.output_dir} contains another run, with {difference}; use that"
             f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"

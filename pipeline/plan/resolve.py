@@ -277,23 +277,23 @@ class Resolver:
 
     def _inherited_models(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
         """Models from earlier steps, by role."""
-        made = {
+        paths = {
             role: self._output_path(origin)
             for role, origin in origins.items()
             if role not in stage.optional or origin in self._available
         }
         main_role = stage.main_role
-        main = self._model_path(stage, main_role, made[main_role])
-        made |= {role: main for role in stage.fallbacks if origins[role] != stage.models[role]}
-        if "critic" in made and origins["critic"] not in self._available:  # else that step's
-            made["critic"] = self._model_path(stage, "reward", made["critic"])
-        if BASE in made:
+        main = self._model_path(stage, main_role, paths[main_role])
+        paths |= {role: main for role in stage.fallbacks if origins[role] != stage.models[role]}
+        if "critic" in paths and origins["critic"] not in self._available:  # else that step's
+            paths["critic"] = self._model_path(stage, "reward", paths["critic"])
+        if BASE in paths:
             initial_model = self.initial_model(stage)
-            skips = stage.models[main_role] != INITIAL == origins[main_role] and main == made[BASE]
-            made[BASE] = initial_model if initial_model != main or skips else ""
-        settings: dict[str, Any] = {role: {"path": path or None} for role, path in made.items()}
+            skips = stage.models[main_role] != INITIAL == origins[main_role] and main == paths[BASE]
+            paths[BASE] = initial_model if initial_model != main or skips else ""
+        settings: dict[str, Any] = {role: {"path": path or None} for role, path in paths.items()}
         if stage.uses_skipped_rows:
-            given = {*self._available, origins[main_role] if main == made[main_role] else ""}
+            given = {*self._available, origins[main_role] if main == paths[main_role] else ""}
             taken = {other.number for other in self.stages if other.section in given}
             settings["shares"] = sorted({stage.number, *set(range(1, stage.number)) - taken})
         return Layer(settings, "train.py")
@@ -317,9 +317,9 @@ class Resolver:
         # Models that an earlier step starts from come from that step.
         named = {"actor": request.actor_model, "reward": request.reward_model}
         earlier = (other for other in self.stages if other.number < stage.number)
-        begun = {option for other in earlier for option in other.options.values()}
+        covered = {option for other in earlier for option in other.options.values()}
         for role, option in stage.options.items():
-            if named[option] is not None and option not in begun:
+            if named[option] is not None and option not in covered:
                 settings[f"{role}.path"] = named[option]
         if stage.methods and (method := _get_method(stage, request)) is not None:
             settings["method"] = method

@@ -47,21 +47,21 @@ def findings(results: Results) -> list[Finding]:
     Divergence comes first, then the verifier, rewards, win rate, and the metrics of steps 2 and 1.
     """
     steps = results.steps.values()
-    found: list[Finding | None] = [
+    result: list[Finding | None] = [
         Finding("worse", step.diverged) for step in steps if step.diverged
     ]
     compared = compare_methods(results)
     if compared is not None and compared.sentence:
-        found.append(Finding(None, compared.sentence))
+        result.append(Finding(None, compared.sentence))
     else:
-        found += [_verifier_finding(results), _reward_finding(results), _win_rate_finding(results)]
-    found += _preference_findings(results)
-    found += [_accuracy_finding(results), *_perplexity_findings(results)]
+        result += [_verifier_finding(results), _reward_finding(results), _win_rate_finding(results)]
+    result += _preference_findings(results)
+    result += [_accuracy_finding(results), *_perplexity_findings(results)]
     for step in steps:
         for event in [event for event in step.events if event.to is not None][-1:]:
             at = f"at {event.unit} {event.step} of {step.name}"
-            found.append(Finding(None, f"A guard tripped {at}, {event.effect}: {event.sentence}"))
-    known = [finding for finding in found if finding is not None]
+            result.append(Finding(None, f"A guard tripped {at}, {event.effect}: {event.sentence}"))
+    known = [finding for finding in result if finding is not None]
     return known or [Finding(None, _not_evaluated(results))]
 
 

@@ -82,18 +82,18 @@ class Method:
     step: StepResult
     title: str
 
-    path: Sequence[Evaluation]
+    evaluations: Sequence[Evaluation]
     """Evaluations in training order, from the start on; empty if they can't be compared."""
 
     @property
     def is_measured(self) -> bool:
         """Whether the method was evaluated between its start and end."""
-        return len(self.path) > 2
+        return len(self.evaluations) > 2
 
     @property
     def max_kl(self) -> float:
         """The largest KL over all evaluations."""
-        return max(evaluation.kl for evaluation in self.path)
+        return max(evaluation.kl for evaluation in self.evaluations)
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Comparison:
         parts = [f"{where}: {best.method.title} {format_metric(self.metric, best.value)}"]
         phrases = {"better": "better than", "not told apart": "not told apart from"}
         for verdict in ("better", "not told apart", "worse"):
-            found = [other for other in others if other.against_best == verdict]
-            names = [f"{e.method.title} ({format_metric(self.metric, e.value)})" for e in found]
+            matching = [other for other in others if other.against_best == verdict]
+            names = [f"{e.method.title} ({format_metric(self.metric, e.value)})" for e in matching]
             parts += [f"{phrases.get(verdict, 'worse than')} {join_names(names)}"] if names else []
         return ", ".join(parts)
 
@@ -145,17 +145,17 @@ def compare_methods(results: Results) -> Comparison | None:
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
     comparable = [step for step in results.methods if step.began_from in (None, origin)]
-    counts = {name: sum(bool(evaluations(step, name)) for step in comparable) for name in METRICS}
+    counts = {m: sum(bool(get_evaluations(step, m)) for step in comparable) for m in METRICS}
     metric = max(counts, key=lambda name: counts[name])  # ties: the first
     if not counts[metric]:
         return None
-    paths = {step.name: evaluations(step, metric) for step in comparable}
+    evaluations_by_step = {step.name: get_evaluations(step, metric) for step in comparable}
     methods = [
-        Method(step, title(step.name, results), paths.get(step.name, ()))
+        Method(step, title(step.name, results), evaluations_by_step.get(step.name, ()))
         for step in results.methods
     ]
     measured = [method for method in methods if method.is_measured]
-    steps = [method.step for method in methods if method.path]
+    steps = [method.step for method in methods if method.evaluations]
     prompts = _differing_settings(steps, PROMPT_SETTINGS)
     rewards = {"gold": ("gold",), "judge": ()}.get(metric, REWARD_SETTINGS)
     notes: list[str] = []
@@ -169,18 +169,18 @@ def compare_methods(results: Results) -> Comparison | None:
     return Comparison(metric, methods, kl, _compare_at_kl(measured, kl, metric), notes)
 
 
-def evaluations(step: StepResult, metric: str) -> list[Evaluation]:
+def get_evaluations(step: StepResult, metric: str) -> list[Evaluation]:
     """The evaluations with a KL and the metric by prompt, in training order."""
-    found: list[Evaluation] = []
+    points: list[Evaluation] = []
     for line in step.metrics:
         values = numbers(mapping(line.get("eval_by_prompt")).get(metric))
         number, kl = finite(line.get("step")), finite(line.get("eval_kl"))
         if known(values) and number is not None and kl is not None:
-            found.append(Evaluation(number, kl, values))
-    return found
+            points.append(Evaluation(number, kl, values))
+    return points
 
 
-def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
+def value_at(evaluations: Sequence[Evaluation], kl: float) -> list[float | None]:
     """Metrics by prompt where the curve first reaches this KL, interpolated linearly.
 
     A prompt's metric is None if it has no value in one of the two evaluations.
@@ -188,9 +188,9 @@ def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
     Raises:
         ValueError: the curve never reaches it.
     """
-    if path and path[0].kl >= kl:
-        return list(path[0].values)
-    for before, after in pairwise(path):
+    if evaluations and evaluations[0].kl >= kl:
+        return list(evaluations[0].values)
+    for before, after in pairwise(evaluations):
         if after.kl >= kl:
             share = (kl - before.kl) / (after.kl - before.kl)
             return [
@@ -227,8 +227,8 @@ def format_metric(metric: str, value: float) -> str:
 
 def _compare_at_kl(methods: Sequence[Method], kl: float, metric: str) -> list[MethodAtKL]:
     # Methods with larger rollouts evaluate more prompts; the first ones are common to all.
-    count = min(len(point.values) for method in methods for point in method.path)
-    values = {method.step.name: value_at(method.path, kl)[:count] for method in methods}
+    count = min(len(point.values) for method in methods for point in method.evaluations)
+    values = {method.step.name: value_at(method.evaluations, kl)[:count] for method in methods}
     ranked = sorted(methods, key=lambda method: -mean(known(values[method.step.name])))
     best = values[ranked[0].step.name]
     results: list[MethodAtKL] = []
@@ -253,7 +253,7 @@ def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
     """The reason why a method is not compared at equal KL, or only in part; empty if none."""
     if not same_origin:
         return "started from a different model, and is not compared"
-    if not method.path:
+    if not method.evaluations:
         return "has no evaluation of this metric"
     if not method.is_measured:
         return "has no evaluation between its start and end (eval_every), and is not compared"
@@ -319,9 +319,9 @@ def _interval(metric: str, interval: Interval | None) -> str:
 def draw_kl_chart(comparison: Comparison) -> DrawnChart:
     """The methods' curves of the metric over the KL to the reference."""
     curves = [
-        Curve(method.title, [(point.kl, point.mean) for point in method.path], measured=True)
+        Curve(method.title, [(point.kl, point.mean) for point in method.evaluations], measured=True)
         for method in comparison.methods
-        if method.path
+        if method.evaluations
     ]
     heading = f"{METRICS[comparison.metric]} over the KL to the reference, nats per answer"
     picture = line_chart(curves, heading, size=(720, 320), marked=comparison.kl)

@@ -108,9 +108,9 @@ def _write_job_set(request: Request, argv: Sequence[str]) -> None:
     """Write the manifest of a run on Kubernetes, or print it for `--dry-run`."""
     from pipeline.launch.kubernetes import job_set_manifest
 
-    own = ("deployment_type", "image", "volume", "resume", "dry_run")
+    launch_options = ("deployment_type", "image", "volume", "resume", "dry_run")
     file = request.output_dir / JOB_SET
-    text = job_set_manifest(request, request.output_dir, without_options(argv, own))
+    text = job_set_manifest(request, request.output_dir, without_options(argv, launch_options))
     if not request.dry_run:
         write_output({file: text}, option="--output-dir")
     print_output(text if request.dry_run else f"kubectl apply -f {shlex.quote(str(file))}")

@@ -34,8 +34,8 @@ def push_model(plan: Plan) -> None:
     directory = results.model_directory(out, step)
     card = directory / "README.md"
     if not card.exists():
-        made = [other for other in steps.values() if other.finished and other.stage < step.stage]
-        card.write_text(model_card(name, directory, [*made, step]), encoding="utf-8")
+        earlier = [other for other in steps.values() if other.finished and other.stage < step.stage]
+        card.write_text(model_card(name, directory, [*earlier, step]), encoding="utf-8")
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
         to, left_out = repository.repo_id, list(RECORDS)

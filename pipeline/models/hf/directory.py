@@ -185,24 +185,24 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _missing_configuration_error(directory: Path) -> str:
-    nothing = f"{directory} contains no model"
+    no_model = f"{directory} contains no model"
     if (directory / ADAPTER).is_file():
         return _bare_adapter_error(directory)
     if not any(directory.iterdir()):
-        return f"{nothing}: it has no config.json; the directory is empty"
-    deep = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
-    if inside := sorted({each.parent for each in deep}):
-        found = " or ".join(map(str, inside[:4]))
-        return f"{nothing}: it has no config.json; there is a model in {found}"
-    return f"{nothing}: it has no config.json; copy it from where the weights came from"
+        return f"{no_model}: it has no config.json; the directory is empty"
+    configs = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
+    if models := sorted({config.parent for config in configs}):
+        paths = " or ".join(map(str, models[:4]))
+        return f"{no_model}: it has no config.json; there is a model in {paths}"
+    return f"{no_model}: it has no config.json; copy it from where the weights came from"
 
 
 def _bare_adapter_error(directory: Path) -> str:
-    alone = f"{directory} contains an adapter without its base model"
+    message = f"{directory} contains an adapter without its base model"
     if (directory.parent / "config.json").is_file():
-        return f"{alone}; use the merged model in {directory.parent}"
+        return f"{message}; use the merged model in {directory.parent}"
     base = _read_json(directory / ADAPTER).get("base_model_name_or_path")
     return (
-        f"{alone}{f', {base}' if base else ''}; merge them with peft's merge_and_unload, save the"
+        f"{message}{f', {base}' if base else ''}; merge them with peft's merge_and_unload, save the"
         " result and its tokenizer with save_pretrained, and use that directory"
     )

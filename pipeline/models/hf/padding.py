@@ -74,8 +74,8 @@ def add_padding_row(
     }
     count = cast("int", tokenizer.pad_token_id) + 1
     for name, tensor in weights:
-        missing = count - len(tensor) if name in tables else 0
-        if missing > 0:
-            yield name, torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+        num_missing = count - len(tensor) if name in tables else 0
+        if num_missing > 0:
+            yield name, torch.cat((tensor, tensor.new_zeros(num_missing, *tensor.shape[1:])))
         else:
             yield name, tensor

@@ -195,14 +195,14 @@ def find_mismatch(
         shard_model(sharded, group, tables, sequence=sequence)
         expected, output = small_hidden_states(full), small_hidden_states(sharded)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
-        for each in (expected, output):
-            (each * weights.to(each)).sum().backward()
+        for hidden in (expected, output):
+            (hidden * weights.to(hidden)).sum().backward()
         reason = _find_different_gradient(full, sharded, group)
         if not _is_close(output.detach(), expected.detach()):
             reason = "the sharded output differs"
     except Exception as error:  # noqa: BLE001  # its code may raise anything
         reason = f"their code failed ({one_line(error)})"
-    reasons = [each for each in group.gather_objects(reason) if each]
+    reasons = list(filter(None, group.gather_objects(reason)))
     return reasons[0] if reasons else None
 
 
@@ -332,14 +332,14 @@ def _shard_modules(plain: PreTrainedModel, shards: TensorShards, *, sequence: bo
             )
         if style.gathers_output:
             module.register_forward_hook(lambda *inputs: join_over_group(inputs[-1], group))  # pyrefly: ignore[bad-argument-type]
-        own = tokens if tokens is not None and name.startswith(tokens.prefix) else None
-        if style.is_colwise and own is not None:
-            own.gather_input(name)
+        block_tokens = tokens if tokens is not None and name.startswith(tokens.prefix) else None
+        if style.is_colwise and block_tokens is not None:
+            block_tokens.gather_input(name)
         elif style.is_colwise:
             owner = name.rpartition(".")[0]
             shared_inputs.setdefault(owner, _SharedInput(group)).add_layer(module)
         else:
-            fn = sum_over_group if own is None else reduce_scatter_tokens
+            fn = sum_over_group if block_tokens is None else reduce_scatter_tokens
             module.register_forward_hook(_sum_hook(partial(fn, group=group), bias))
     shards.narrow()
 
