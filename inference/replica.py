@@ -76,7 +76,7 @@ class WeightSource:
 
     def value(self) -> Shaped[Tensor, "*S"]:
         """This process's trained shard, dequantized and with its adapter merged."""
-        local = self.detached if self.layer is None else self.layer.dequantized()
+        local = self.detached if self.layer is None else self.layer.dequantize()
         return local if self.adapter is None else merge_adapter(local, self.adapter)
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:

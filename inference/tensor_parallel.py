@@ -62,7 +62,7 @@ class Sharding(TensorShards):
                 module.register_forward_hook(self._gather_output)
             if style.splits_input:
                 module.register_forward_pre_hook(self._split_input)
-        self.narrow()
+        self.set_local_sizes()
         setattr(self.model, _TP_GROUP, self.tp_group)
         setattr(self.model, _KV_HEADS, self.local_kv_heads)
 

@@ -47,7 +47,7 @@ class Plan:
     chosen: Mapping[str, Settings]
     """Settings chosen by `--plan auto`, by stage prefix."""
 
-    given: Mapping[str, frozenset[str]]
+    user_settings: Mapping[str, frozenset[str]]
     """Dotted names of the settings on the command line, by the name of the step."""
 
     notes: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         layout=layout,
         machine=machine,
         chosen=chosen,
-        given={stage.name: resolver.given(stage, files=False) for stage in stages},
+        user_settings={stage.name: resolver.user_settings(stage, files=False) for stage in stages},
     )
     return replace(plan, notes=tuple(_notes(plan, resolver, replaced, known)))
 
@@ -203,7 +203,9 @@ def _choose_settings(
         unknown = step_memory(config, machine=machine, origins=origins).unknown
         if unknown:
             raise ModelError(f"--plan auto can't choose settings for {stage.title}: {unknown[0]}")
-        chosen[stage.prefix] = choose_settings(config, machine, origins, resolver.given(stage))
+        chosen[stage.prefix] = choose_settings(
+            config, machine, origins, resolver.user_settings(stage)
+        )
     return chosen
 
 

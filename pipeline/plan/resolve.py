@@ -165,7 +165,7 @@ class Resolver:
             return config
         return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})  # pyrefly: ignore[bad-argument-type]
 
-    def given(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
+    def user_settings(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
         """Dotted names of the settings that the user gave in options, or also in files.
 
         Raises:
@@ -333,7 +333,7 @@ class Resolver:
         """
         initial_model, settings = self.initial_model(stage), cast("Any", config)
         kinds = {source.kind for source in getattr(settings, "rewards", ())}
-        is_given = self.has_preset(stage) or "max_new_tokens" in self.given(stage)
+        is_given = self.has_preset(stage) or "max_new_tokens" in self.user_settings(stage)
         if not initial_model or not kinds or "model" in kinds or is_given:
             return None
         with suppress(ValueError, AttributeError):  # loading the model reports damaged files

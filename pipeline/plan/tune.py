@@ -115,7 +115,7 @@ class _StepTuner:
 
         The size is doubled while that pays, and halved if the first doubling doesn't.
         """
-        if "micro_batch_size" in self._given:
+        if "micro_batch_size" in self._user_settings:
             return settings, speed
         larger = self._scaled(settings, speed, factor=2)
         return larger if larger[1] > speed else self._scaled(settings, speed, factor=0.5)
@@ -142,13 +142,13 @@ class _StepTuner:
             options += [{"zero_stage": stage} for stage in range(4) if stage != model.zero_stage]
         for option in options:
             settings = for_models(self._config, option)
-            if not self._given & settings.keys():
+            if not self._user_settings & settings.keys():
                 yield settings
 
     @property
-    def _given(self) -> frozenset[str]:
+    def _user_settings(self) -> frozenset[str]:
         """Dotted names of the settings given by the user."""
-        return self.plan.given[self.stage.name]
+        return self.plan.user_settings[self.stage.name]
 
     @property
     def _config(self) -> StepConfig:

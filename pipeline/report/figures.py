@@ -63,7 +63,7 @@ def score(value: float) -> str:
     return f"{value:+z.2f}".replace("-", "\u2212")
 
 
-def plain(value: float) -> str:
+def decimal(value: float) -> str:
     """A metric formatted with two decimals, or none if it is large."""
     return f"{value:z,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
@@ -126,7 +126,7 @@ def pass_rates(results: Results) -> dict[str, float]:
 
 
 FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "perplexity": ("perplexity", plain),
+    "perplexity": ("perplexity", decimal),
     "accuracy": ("accuracy", percent),
     "margin": ("margin", score),
     "macro_recall": ("mean recall of classes", percent),
@@ -138,7 +138,7 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "score": ("score", score),
     "reward": ("reward", score),
     "gold": ("gold reward", score),
-    "length": ("response length, tokens", plain),
+    "length": ("response length, tokens", decimal),
     "win_rate": ("win rate", percent),
     "kl": ("KL per response", nats),
     "stop_rate": ("stop rate", percent),
@@ -153,8 +153,8 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     titles = {key: (f"reward, {key.removeprefix('reward_')}", score) for key in sources}
     rows: list[tuple[str, str, str]] = []
     for key, (name, show) in (FIGURES | (titles if len(sources) > 1 else {})).items():
-        before = step.number(f"{key}_before")
-        after = step.number(f"{key}_after" if key in keys else key)
+        before = step.metric(f"{key}_before")
+        after = step.metric(f"{key}_after" if key in keys else key)
         if after is not None:
             rows.append((name, "" if before is None else show(before), show(after)))
     for key, figure in mapping(step.eval.get("tasks")).items():

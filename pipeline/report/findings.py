@@ -8,11 +8,11 @@ from pipeline.report.figures import (
     START,
     Verdict,
     change_interval,
+    decimal,
     get_verdict,
     nats,
     pass_rates,
     percent,
-    plain,
     points,
     score,
     share_interval,
@@ -108,7 +108,7 @@ def _reward_finding(results: Results) -> Finding | None:
         step = results.last_step_with(f"{name}_after")
         if step is None:
             continue
-        before, after = step.number(f"{name}_before"), step.number(f"{name}_after")
+        before, after = step.metric(f"{name}_before"), step.metric(f"{name}_after")
         if before is None or after is None:
             return None
         sentence = f"Answers to held-out prompts have a mean {what} of {score(after)}, against"
@@ -121,10 +121,10 @@ def _win_rate_finding(results: Results) -> Finding | None:
     step = results.last_step_with("win_rate")
     if step is None:
         return None
-    wins, losses, count = (int(step.number(name) or 0) for name in ("wins", "losses", "prompts"))
+    wins, losses, count = (int(step.metric(name) or 0) for name in ("wins", "losses", "prompts"))
     if not count:
         return None
-    kl = step.number("kl")
+    kl = step.metric("kl")
     kl_clause = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
     # With ties counted as half, the win rate is 1/2 plus half the change in wins.
     change = change_interval(wins, losses, count)
@@ -141,7 +141,7 @@ def _win_rate_finding(results: Results) -> Finding | None:
 def _preference_findings(results: Results) -> Iterator[Finding]:
     """Findings on held-out pairs of steps that train on preferences."""
     for step in results.steps.values():
-        after, pairs = step.number("accuracy_after"), step.number("pairs")
+        after, pairs = step.metric("accuracy_after"), step.metric("pairs")
         if not step.has("margin_after") or after is None:
             continue
         name = title(step.name, results)
@@ -156,12 +156,12 @@ def _preference_findings(results: Results) -> Iterator[Finding]:
 def _accuracy_finding(results: Results) -> Finding | None:
     classifiers = [step for step in results.steps.values() if not step.has("margin_after")]
     step = next((step for step in reversed(classifiers) if step.has("accuracy_after")), None)
-    after = step.number("accuracy_after") if step else None
-    pairs = (step.number("pairs") or step.number("rows")) if step else None
+    after = step.metric("accuracy_after") if step else None
+    pairs = (step.metric("pairs") or step.metric("rows")) if step else None
     if step is None or after is None or not pairs:
         return None
     labels = str(step.eval.get("labels", "pairs"))
-    before = step.number("accuracy_before")
+    before = step.metric("accuracy_before")
     sentence = f"The reward model is right on {percent(after)} of {pairs:,.0f} held-out {labels}"
     if before is not None:
         sentence += f", {percent(before)} before training"
@@ -176,16 +176,16 @@ def _perplexity_findings(results: Results) -> Iterator[Finding]:
     steps = [step for step in results.steps.values() if step.has("perplexity_after")]
     for is_pretraining in (False, True):
         step = next((s for s in reversed(steps) if s.is_pretraining is is_pretraining), None)
-        before = step.number("perplexity_before") if step else None
-        after = step.number("perplexity_after") if step else None
+        before = step.metric("perplexity_before") if step else None
+        after = step.metric("perplexity_after") if step else None
         if step is None or before is None or after is None:
             continue
         verdict: Verdict = "better" if after < before else "worse"
-        verb = f"{'fell' if after < before else 'rose'} from {plain(before)} to"
-        if plain(before) == plain(after):  # no weights were better than the initial ones
+        verb = f"{'fell' if after < before else 'rose'} from {decimal(before)} to"
+        if decimal(before) == decimal(after):  # no weights were better than the initial ones
             verdict, verb = "not told apart", "did not change:"
-        rows, tokens = step.number("rows"), step.number("held_out_tokens")
+        rows, tokens = step.metric("rows"), step.metric("held_out_tokens")
         sample = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
         if tokens:
             sample = f"{tokens:,.0f} tokens of held-out texts"
-        yield Finding(verdict, f"Perplexity on {sample} {verb} {plain(after)}")
+        yield Finding(verdict, f"Perplexity on {sample} {verb} {decimal(after)}")

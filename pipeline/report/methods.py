@@ -291,7 +291,7 @@ def _row(method: Method, comparison: Comparison) -> tuple[str, ...]:
     step, metric = method.step, comparison.metric
     exported = step.exported
     values = exported[1] if exported and exported[0] == metric and step.finished else []
-    kl, length, stops = (step.number(name) for name in ("kl", "length_after", "stop_rate"))
+    kl, length, stops = (step.metric(name) for name in ("kl", "length_after", "stop_rate"))
     missing = DASH if step.state == "finished" else step.state
     cells = [
         method.title,

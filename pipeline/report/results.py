@@ -113,7 +113,7 @@ class StepResult:
         """Whether the step trained on plain text (step 0)."""
         return self.has("held_out_tokens")
 
-    def number(self, name: str) -> float | None:
+    def metric(self, name: str) -> float | None:
         """The evaluation metric `name`; None if missing or not finite."""
         return finite(self.eval.get(name))
 

@@ -164,7 +164,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "rows columns"]:
         """The dequantized weight, rounded to the layer's data type."""
-        return self.dequantized(self.dtype)
+        return self.dequantize(self.dtype)
 
     @property
     def in_features(self) -> int:
@@ -181,7 +181,7 @@ class QuantizedLinear(nn.Module):
         """Shape of the full weight, of which this process may have a shard."""
         return self.shape if self.part is None else self.part.full_shape
 
-    def cut(self, part: ParamShard, *, name: str) -> None:
+    def shard(self, part: ParamShard, *, name: str) -> None:
         """Keep this process's shard; blocks and their scales are those of the full weight.
 
         Raises:
@@ -202,7 +202,7 @@ class QuantizedLinear(nn.Module):
         self.part, self.shape = part, part.spec.shape(part.full_shape)
 
     @torch.no_grad()
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
         """The weight, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in (CODES, SCALES)}
         return dequantize(packed, self.shape, self.scheme, dtype)
@@ -211,7 +211,7 @@ class QuantizedLinear(nn.Module):
         """The output of the dequantized layer, bit for bit."""
         return _DequantizedLinear.apply(x, self, self.bias)
 
-    def product(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
+    def matmul(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """The output without the bias."""
         return _DequantizedLinear.apply(x, self, None)
 
@@ -308,7 +308,7 @@ def dequantized_weights(
         if owner not in layers or leaf == "bias":
             yield name, tensor
         elif leaf == CODES:
-            yield f"{owner}.weight", layers[owner].dequantized()
+            yield f"{owner}.weight", layers[owner].dequantize()
 
 
 def rounded_weights(

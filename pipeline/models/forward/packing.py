@@ -229,7 +229,7 @@ def detect_batching(model: PreTrainedModel) -> Batching:
     reason = find_unsupported_attention(model)
     if getattr(model, "_is_stateful", False):
         return Batching(packed=False, reason=str(reason))  # slow to test, and always causal
-    return _probe_batching(Family.of(model), reason)
+    return _probe_batching(Family.from_model(model), reason)
 
 
 def find_unsupported_attention(model: PreTrainedModel) -> str | None:
@@ -263,7 +263,7 @@ class Family:
     """Settings of a small copy."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, heads: int = HEADS) -> "Family":
+    def from_model(cls, model: PreTrainedModel, *, heads: int = HEADS) -> "Family":
         """The family of a model."""
         settings = small_settings(model.config, heads=heads)
         settings.name_or_path = ""

@@ -98,7 +98,7 @@ class TensorShards:
     """The sharded layers of a model in a tensor-parallel group; empty for one process.
 
     Args:
-        model: the model, on any device; nothing is changed before `narrow`.
+        model: the model, on any device; nothing is changed before `set_local_sizes`.
         tp_group: the tensor-parallel group.
         setting: the user's setting, for messages.
         shards_head: whether the output layer may be sharded.
@@ -231,7 +231,7 @@ class TensorShards:
         start = first + rank * share
         return Shard(start, start + share)
 
-    def narrow(self) -> None:
+    def set_local_sizes(self) -> None:
         """Set the widths and head counts of the modules to those of this process's shards."""
         for name in self.styles:
             self._set_local_widths(name, unwrap_lora(self.model.get_submodule(name)))

@@ -160,7 +160,7 @@ def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Pipe
             f"{plain.config.model_type} models run padded, not packed, so they can't be split into"
             " stages; set parallel.pp 1"
         )
-    family = Family.of(plain)
+    family = Family.from_model(plain)
     require_equal_outputs(family, tuple(blocks))
     return _build(plain, find_module_order(family), number=number, blocks=blocks)
 

@@ -188,7 +188,7 @@ def find_mismatch(
         shards_tables: whether embedding and output layer are sharded.
         sequence: whether hidden states are sharded too.
     """
-    family, packed = Family.of(model, heads=2 * group.size), detect_batching(model).packed
+    family, packed = Family.from_model(model, heads=2 * group.size), detect_batching(model).packed
     full, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
     try:
         tables = sharded_tables(sharded, group.size, min_rows=0) if shards_tables else []
@@ -341,7 +341,7 @@ def _shard_modules(plain: PreTrainedModel, shards: TensorShards, *, sequence: bo
         else:
             fn = sum_over_group if block_tokens is None else reduce_scatter_tokens
             module.register_forward_hook(_sum_hook(partial(fn, group=group), bias))
-    shards.narrow()
+    shards.set_local_sizes()
 
 
 def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
@@ -410,7 +410,7 @@ def _shard(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tu
     candidates = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
     specs = tuple(spec for spec in candidates if spec is not None)
     if isinstance(layer, QuantizedLinear) and is_weight:
-        layer.cut(ParamShard(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
+        layer.shard(ParamShard(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
     else:
         _set_shard(layer, leaf, specs, shards.tp_group)
     return specs
@@ -425,7 +425,7 @@ def _set_shard(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group:
 def _matmul(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """Return the output of a layer without its bias."""
     if isinstance(layer, QuantizedLinear):
-        return layer.product(values)
+        return layer.matmul(values)
     return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
 
 

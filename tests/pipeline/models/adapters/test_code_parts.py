@@ -54,10 +54,10 @@ def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, s
     full = make_linear(shape, scheme)
     for shard in make_shards(shape, dim, bounds):
         layer = make_linear(shape, scheme)
-        layer.cut(shard, name="it")
-        expected = shard.spec.extract(full.dequantized())
-        assert torch.equal(layer.dequantized(), expected)
-        assert torch.equal(layer.dequantized(torch.bfloat16), expected.bfloat16())
+        layer.shard(shard, name="it")
+        expected = shard.spec.extract(full.dequantize())
+        assert torch.equal(layer.dequantize(), expected)
+        assert torch.equal(layer.dequantize(torch.bfloat16), expected.bfloat16())
         assert layer.weight.is_contiguous()
         assert (layer.out_features, layer.in_features) == expected.shape
         vectors = get_vectors(layer)
@@ -68,7 +68,7 @@ def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, s
 def test_sharding_within_a_block_raises() -> None:
     _, shard = make_shards((32, 192), 1, (((0, 96),), ((96, 192),)))
     with pytest.raises(ConfigError, match=r"parallel.tp 2 would split blocks of it \(32 x 192\)"):
-        make_linear((32, 192), "nf4").cut(shard, name="it")
+        make_linear((32, 192), "nf4").shard(shard, name="it")
 
 
 def test_scales_of_a_shard_match_hand_computed_ones() -> None:
@@ -78,7 +78,7 @@ def test_scales_of_a_shard_match_hand_computed_ones() -> None:
     plain.weight.data = torch.arange(1200.0).repeat_interleave(64).view(300, 256)
     _, shard = make_shards((300, 256), 1, (((0, 128),), ((128, 256),)))
     layer = QuantizedLinear(plain, "nf4")
-    layer.cut(shard, name="it")
+    layer.shard(shard, name="it")
 
     assert get_vectors(layer)["scales"][:5].tolist() == [2, 3, 6, 7, 10]
     assert [len(vector) for vector in get_vectors(layer).values()] == [300 * 64, 600]

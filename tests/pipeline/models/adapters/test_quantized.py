@@ -81,7 +81,7 @@ def test_export_adds_adapters_to_the_dequantized_base_in_fp32(
         name = name.removesuffix(".base_layer")  # noqa: PLW2901
         adapter = get_module(model, name)
         a, b = adapter.lora_A["default"].weight, adapter.lora_B["default"].weight
-        expected = (layer.dequantized() + 2.0 * (b @ a)).to(layer.dtype)
+        expected = (layer.dequantize() + 2.0 * (b @ a)).to(layer.dtype)
         assert b.abs().max() > 0
         assert torch.equal(merged.get_submodule(name).get_parameter("weight"), expected)
     # Adapters in peft's format load on the original model, which isn't quantized.

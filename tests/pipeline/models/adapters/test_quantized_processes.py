@@ -28,7 +28,7 @@ def get_trained_weights(path: str) -> dict[str, Tensor]:
         )
         with engine.gathered():
             weights = {key: param for key, param in model.named_parameters() if "lora_" in key}
-            weights |= {key: layer.dequantized() for key, layer in get_layers(model).items()}
+            weights |= {key: layer.dequantize() for key, layer in get_layers(model).items()}
             results |= {f"{number} {stage} {key}": x.clone() for key, x in weights.items()}
     return results
 
