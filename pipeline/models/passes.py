@@ -64,7 +64,7 @@ class ForwardPasses:
     """The passes of a complete model."""
 
     def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
-        """Return `fn` of each batch on the last stage, and nothing on the others.
+        """Apply `fn` to each batch; only the last stage returns results.
 
         No gradients are computed within `evaluating`.
         """
@@ -73,7 +73,7 @@ class ForwardPasses:
     def forward_everywhere(
         self, batches: Sequence[B], fn: BatchFn[B], get_shape: Callable[[B], Sequence[int]]
     ) -> list[Tensor]:
-        """Return `fn` of each batch on every stage, in fp32; `get_shape` gives its shape."""
+        """Return the results of `fn` on every stage, in fp32; `get_shape` returns their shapes."""
         del get_shape
         return [result.float() for result in self.forward(batches, fn)]
 
@@ -151,7 +151,7 @@ class StagedForwardPasses(ForwardPasses):
         return self._stages.sum(super().total(losses))
 
     def run_on_all_stages(self, batch: TokenBatch, fn: Callable[[], Tensor], out: Tensor) -> Tensor:
-        """Return the last stage's `fn()` for a batch on every stage, in `out`."""
+        """Return the last stage's result of `fn()` on every stage, in `out`."""
         self._sync_tied_weight()
         for output in self._forward(0, batch, fn):
             out.copy_(output)
@@ -165,7 +165,7 @@ class StagedForwardPasses(ForwardPasses):
         return tensor
 
     def _forward(self, index: int, batch: TokenBatch, fn: Callable[[], Tensor]) -> list[Tensor]:
-        """Run the forward pass of a micro-batch; on the last stage return the result of `fn`."""
+        """Run the forward pass of a micro-batch; the last stage returns the result of `fn`."""
         stage = self._stage
         received: Tensor | None = None
         if isinstance(self._engine.model, Policy):  # before it receives this micro-batch

@@ -92,7 +92,7 @@ def run_plan(plan: Plan) -> None:
 
 
 def _run_pod(plan: Plan) -> None:
-    """Run this pod's processes of the steps; the first pod, for which they wait, does all else."""
+    """Run this pod's processes of each step; the first pod does everything else."""
     failed: list[int] = []
     for stage in plan.unfinished:
         ending = _run_step(plan, stage, resumes=_resumes(plan, stage))
