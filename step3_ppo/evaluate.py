@@ -275,7 +275,9 @@ class Evaluator:
             greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {"eval_by_prompt": self.subset.by_prompt(responses), "began_from": origin}
-            run.log_evaluation(0, {**greedy_score, **metrics, **self.initial_tasks}, details=details)
+            run.log_evaluation(
+                0, {**greedy_score, **metrics, **self.initial_tasks}, details=details
+            )
 
     def evaluate(self, step: int, run: Run, *, is_last: bool = False) -> None:
         """Print samples and evaluate the actor after iteration `step`, each if due or `is_last`.

@@ -217,7 +217,9 @@ def _get_machine(layout: Layout, request: Request) -> Machine:
     world = layout.processes or 1
     for host in layout.hosts:
         if layout.launcher in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
-            return detect_machine(processes=processes, world=world, gpus=list_devices(host, request))
+            return detect_machine(
+                processes=processes, world=world, gpus=list_devices(host, request)
+            )
     return Machine(processes, world, None, None, "each machine of the job", has_unknown_gpus=True)
 
 

@@ -229,7 +229,11 @@ class Resolver:
             layers.append(Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py"))
         given = [*layers, *self._file_layers(stage), self._option_layer(stage)]
         defaults = method_layer(stage.config_class, given, self._overrides(stage))
-        return [*layers, defaults, Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto")]
+        return [
+            *layers,
+            defaults,
+            Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto"),
+        ]
 
     def _responder(self, stage: Stage) -> Stage:
         """The step whose model responds: for a reward model step 1, if it runs or has run."""

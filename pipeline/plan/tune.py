@@ -198,7 +198,9 @@ class _StepTuner:
         }
         with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        print_output(f"  trial {self.trials}   {_format_settings(settings) or 'unchanged'}   {shown}")
+        print_output(
+            f"  trial {self.trials}   {_format_settings(settings) or 'unchanged'}   {shown}"
+        )
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:

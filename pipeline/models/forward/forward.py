@@ -23,7 +23,7 @@ from pipeline.engine.sharding.units import UsesHead
 from pipeline.kernels.logprobs import MAX_UNTILED, compute_logprobs, linear_logprobs, row_logprobs
 from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, Ragged, unpad
 from pipeline.models.forward.scores import expected_value, response_scores
-from pipeline.models.forward.vocab_parallel import get_vocab_range
+from pipeline.models.forward.vocab_parallel import get_vocab_shard
 from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError, KernelError
 
@@ -84,7 +84,7 @@ class Policy(nn.Module):
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
         head = self._output_matrix(batch)
-        vocab_shard = get_vocab_range(head)
+        vocab_shard = get_vocab_shard(head)
         if fn is not None:
             if head is None or vocab_shard is not None:
                 return fn(self._logits(batch))
@@ -142,7 +142,7 @@ class Policy(nn.Module):
         head = base_model(self.model).get_output_embeddings()
         # Exactly nn.Linear: peft's layers compute more than the product.
         is_large = type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
-        if get_vocab_range(head) is None and (self.kernels == "off" or not is_large):
+        if get_vocab_shard(head) is None and (self.kernels == "off" or not is_large):
             return None
         if self._has_linear_logits is None:
             self._has_linear_logits = has_linear_logits(self.model, batch)

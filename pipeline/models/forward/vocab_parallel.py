@@ -22,13 +22,13 @@ from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_gr
 LARGE = 8192
 """Minimum vocabulary to shard: smaller tables take less memory than a block."""
 
-_VOCAB_RANGE = "vocab_range"
+_VOCAB_SHARD = "vocab_shard"
 """Attribute of a sharded output layer that holds this process's vocabulary range."""
 
 
-def get_vocab_range(head: nn.Module | None) -> VocabularyShard | None:
+def get_vocab_shard(head: nn.Module | None) -> VocabularyShard | None:
     """Vocabulary range of an output layer; None if it is not sharded."""
-    return getattr(head, _VOCAB_RANGE, None)
+    return getattr(head, _VOCAB_SHARD, None)
 
 
 def sharded_tables(model: PreTrainedModel, size: int, *, min_rows: int = LARGE) -> list[nn.Module]:
@@ -57,13 +57,13 @@ def row_shard(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 def shard_table(module: nn.Module, rows: int, group: Group) -> None:
     """Make an embedding or output layer use only this process's share of its `rows` rows."""
-    vocab_range = VocabularyShard(group.rank * (rows // group.size), group)
+    vocab_shard = VocabularyShard(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Linear):
-        setattr(module, _VOCAB_RANGE, vocab_range)
+        setattr(module, _VOCAB_SHARD, vocab_shard)
         object.__setattr__(module, "forward", partial(_logits, module, group))
     else:
         table = cast("nn.Embedding", module)
-        object.__setattr__(table, "forward", partial(_look_up, table, vocab_range))
+        object.__setattr__(table, "forward", partial(_look_up, table, vocab_shard))
 
 
 def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
@@ -72,12 +72,12 @@ def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Flo
     return join_over_group(logits, group)
 
 
-def _look_up(module: nn.Embedding, vocab_range: VocabularyShard, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
+def _look_up(module: nn.Embedding, vocab_shard: VocabularyShard, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
     """The embedding of all tokens, summed over the processes."""
     count, padding = module.weight.shape[0], module.padding_idx
-    is_local = (ids >= vocab_range.first) & (ids < vocab_range.first + count)
-    embeddings = F.embedding(torch.where(is_local, ids - vocab_range.first, 0), module.weight)
+    is_local = (ids >= vocab_shard.first) & (ids < vocab_shard.first + count)
+    embeddings = F.embedding(torch.where(is_local, ids - vocab_shard.first, 0), module.weight)
     has_gradient = is_local if padding is None else is_local & (ids != padding)
     embeddings = torch.where(has_gradient[..., None], embeddings, embeddings.detach())
     # Adding -0.0 preserves every value, including -0.0.
-    return sum_over_group(torch.where(is_local[..., None], embeddings, -0.0), vocab_range.group)
+    return sum_over_group(torch.where(is_local[..., None], embeddings, -0.0), vocab_shard.group)

@@ -15,7 +15,7 @@ from pipeline.engine.sharding.tensor_parallel import get_role, get_shard
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy
 from pipeline.models.forward.packing import detect_batching
-from pipeline.models.forward.vocab_parallel import LARGE, get_vocab_range
+from pipeline.models.forward.vocab_parallel import LARGE, get_vocab_shard
 from pipeline.models.parallel.tensor_parallel import shard_layers
 from pipeline.parallel.mesh import Mesh, current_mesh
 from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
@@ -67,7 +67,7 @@ def compute_results(
     mesh = mesh or current_mesh()
     shard_layers(trained, mesh.tensor, sequence=sequence)
     is_large = mesh.tensor.size > 1 and model.config.vocab_size >= LARGE
-    assert (get_vocab_range(model.get_output_embeddings()) is not None) == is_large
+    assert (get_vocab_shard(model.get_output_embeddings()) is not None) == is_large
     engine = Engine(
         Policy(trained),
         TrainedModelConfig(),
