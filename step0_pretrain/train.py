@@ -54,13 +54,13 @@ def train(config: PretrainConfig) -> Path:
         check_initial_metrics(config.model.path, {"held-out perplexity": before})
         if lm.checkpoints.done == 0:
             best.update(before, step=0)
-            run.log_evaluation(0, {"perplexity": before})
+            run.log_eval(0, {"perplexity": before})
         with exporting_best(run, best, lm.export, model=config.model):
             for step in lm.checkpoints.steps():
                 take_step(lm, rows.corpus.next_rows(), run, step=step)
                 if lm.evaluates_after(step):
                     best.update(perplexity(passes, held_out_batches(lm)), step=step)
-                    run.log_evaluation(step, {"perplexity": best.last})
+                    run.log_eval(step, {"perplexity": best.last})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(lm, run, before=before)
     return config.output_dir

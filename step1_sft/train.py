@@ -56,7 +56,7 @@ def train(config: SFTConfig) -> Path:
         initial_tasks = sft.checkpoints.once("tasks", tasks.metrics)
         if sft.checkpoints.done == 0:
             best.update(before, step=0)
-            run.log_evaluation(0, {"perplexity": before, **initial_tasks})
+            run.log_eval(0, {"perplexity": before, **initial_tasks})
 
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
@@ -67,7 +67,7 @@ def train(config: SFTConfig) -> Path:
                 take_step(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
                     best.update(perplexity(passes, split_rows(held_out, config)), step=step)
-                    run.log_evaluation(step, {"perplexity": best.last, **tasks.metrics()})
+                    run.log_eval(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(sft, run, tasks, before=before, initial_tasks=initial_tasks)
     return config.output_dir

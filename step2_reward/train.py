@@ -73,7 +73,7 @@ def train(config: RewardConfig) -> Path:
         before = training.checkpoints.once("before", lambda: reward.evaluate()[0])
         check_initial_metrics(config.model.path, before)
         if training.checkpoints.done == 0:
-            run.log_evaluation(0, before)
+            run.log_eval(0, before)
 
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
@@ -88,7 +88,7 @@ def train(config: RewardConfig) -> Path:
                     best.update(selection_loss(metrics, config.best_by), step=step)
                     if best.step == step or not config.keep_best:
                         best_evaluation = evaluation
-                    run.log_evaluation(step, metrics)
+                    run.log_eval(step, metrics)
                     check_finite(f"of held-out rows after step {step}", metrics)
         finish(reward, run, before=before, best_evaluation=best_evaluation)
     return config.output_dir

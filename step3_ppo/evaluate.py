@@ -275,9 +275,7 @@ class Evaluator:
             greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {"eval_by_prompt": self.subset.by_prompt(responses), "began_from": origin}
-            run.log_evaluation(
-                0, {**greedy_score, **metrics, **self.initial_tasks}, details=details
-            )
+            run.log_eval(0, {**greedy_score, **metrics, **self.initial_tasks}, details=details)
 
     def evaluate(self, step: int, run: Run, *, is_last: bool = False) -> None:
         """Print samples and evaluate the actor after iteration `step`, each if due or `is_last`.
@@ -296,7 +294,7 @@ class Evaluator:
         is_eligible = metrics.get(GOLD, math.inf) >= self.min_gold
         self.best.update(-metrics["objective"], step=step, may_be_best=is_eligible)
         details = {"eval_by_prompt": self.subset.by_prompt(scored)}
-        run.log_evaluation(step, {**metrics, **self.tasks.metrics()}, details=details)
+        run.log_eval(step, {**metrics, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out prompts after iteration {step}", metrics)
 
     def end(self, run: Run, guards: Guards) -> None:
@@ -308,7 +306,7 @@ class Evaluator:
             "best_step": self.best.step if self.config.keep_best else run.step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
-        run.log_evaluation(run.step, evaluation, details={"eval_by_prompt": exported})
+        run.log_eval(run.step, evaluation, details={"eval_by_prompt": exported})
         changed = self.best.exported_step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(self.config.actor.path, self.config.base)

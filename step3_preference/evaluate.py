@@ -274,7 +274,7 @@ class Evaluator:
         if checkpoints.is_new:
             self.best.update(self.initial["loss"], step=0)
             details = {"began_from": origin, **self._values_by_prompt(responses)}
-            run.log_evaluation(0, {**metrics, **self.initial_tasks}, details=details)
+            run.log_eval(0, {**metrics, **self.initial_tasks}, details=details)
         return metrics
 
     def evaluate(self, step: int, run: Run) -> dict[str, float]:
@@ -296,7 +296,7 @@ class Evaluator:
             metrics |= self._get_metrics(scored, kl=self.subset.compute_kl(responses))
             metrics["sampled_repetition"] = self.subset.compute_repetition(responses)
             details = self._values_by_prompt(scored)
-        run.log_evaluation(step, {**metrics, **self.tasks.metrics()}, details=details)
+        run.log_eval(step, {**metrics, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out rows after step {step}", metrics)
         return metrics
 
@@ -324,7 +324,7 @@ class Evaluator:
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
         plain = {name: value for name, value in evaluation.items() if value is not None}
         last_step = run.step if guards.stopped else run.total_steps
-        run.log_evaluation(last_step, plain, details=details)
+        run.log_eval(last_step, plain, details=details)
         warn_if_not_improved(self.initial, rows, best, config)
         changed = best.exported_step != best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)

@@ -88,11 +88,9 @@ class Vocabulary:
         else:
             pairs = (merge.partition(" ") for merge in self.merges)
             merges = [(left, right) for left, _, right in pairs]
-            ignore_merges = self.pre == IGNORES_MERGES
-            bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=ignore_merges)
+            bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=self.pre == IGNORES_MERGES)
             tokenizer = Tokenizer(bpe)
-            patterns = map(Regex, PATTERNS[self.pre])
-            splits = (pre_tokenizers.Split(pattern, "isolated") for pattern in patterns)
+            splits = (pre_tokenizers.Split(Regex(p), "isolated") for p in PATTERNS[self.pre])
             by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
         special = [

@@ -281,8 +281,7 @@ def _find_difference(stage: Stage, directory: Path, config: StepConfig, request:
         if any(other.startswith(f"{name}.") for other in (*recorded, *wanted)):
             continue  # a mapping that is empty on the other side: report its first entry
         if old != new and affects_result(name):
-            old, new = _format_value(old), _format_value(new)
-            return f"{stage.section}.{name} {old} where this run has {new}"
+            return f"{stage.section}.{name} {_format(old)} where this run has {_format(new)}"
     return ""
 
 
@@ -306,7 +305,7 @@ def recorded_base_model(path: str, within: Path | None = None) -> str:
     return path
 
 
-def _format_value(value: object) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "null"
     return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)

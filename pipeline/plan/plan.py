@@ -203,9 +203,8 @@ def _choose_settings(
         unknown = step_memory(config, machine=machine, origins=origins).unknown
         if unknown:
             raise ModelError(f"--plan auto can't choose settings for {stage.title}: {unknown[0]}")
-        chosen[stage.prefix] = choose_settings(
-            config, machine, origins, resolver.user_settings(stage)
-        )
+        fixed = resolver.user_settings(stage)
+        chosen[stage.prefix] = choose_settings(config, machine, origins, fixed)
     return chosen
 
 
@@ -213,14 +212,12 @@ def _get_machine(layout: Layout, request: Request) -> Machine:
     """This machine if it is part of the job, else one of unknown memory; all are assumed alike."""
     if layout.launcher == "process":
         return detect_machine(processes=1, world=1, gpus=list_gpus()[:1])
-    processes = max(len(host.slots) for host in layout.hosts)
+    per_host = max(len(host.slots) for host in layout.hosts)
     world = layout.processes or 1
     for host in layout.hosts:
         if layout.launcher in ("node", "pod") or is_this_machine(host.name.rpartition("@")[2]):
-            return detect_machine(
-                processes=processes, world=world, gpus=list_devices(host, request)
-            )
-    return Machine(processes, world, None, None, "each machine of the job", has_unknown_gpus=True)
+            return detect_machine(processes=per_host, world=world, gpus=list_devices(host, request))
+    return Machine(per_host, world, None, None, "each machine of the job", has_unknown_gpus=True)
 
 
 def _hypothetical_layout(machine: Machine) -> Layout:

@@ -150,13 +150,12 @@ class Resolver:
         # The settings determine the step's models, which determine some origins.
         config = build(stage.models)
         origins = stage.origins(config.used_models().keys(), _get_method(stage, self.request))
-        config = config if origins == stage.models else build(origins)
-        config = self._apply_lr_to_lora(stage, config)
+        config = self._with_lora_lr(stage, config if origins == stage.models else build(origins))
         if default := self.response_length(stage, config):
             config = replace(config, max_new_tokens=default[0])  # pyrefly: ignore[unexpected-keyword]
         return config
 
-    def _apply_lr_to_lora(self, stage: Stage, config: StepConfig) -> StepConfig:
+    def _with_lora_lr(self, stage: Stage, config: StepConfig) -> StepConfig:
         """The settings, with --lr also applied to adapters, whose default rate is a multiple."""
         role, _, name = stage.config_class.RUN_OPTIONS["lr"][0].partition(".")
         model: TrainedModelConfig = getattr(config, role)
@@ -229,11 +228,8 @@ class Resolver:
             layers.append(Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py"))
         given = [*layers, *self._file_layers(stage), self._option_layer(stage)]
         defaults = method_layer(stage.config_class, given, self._overrides(stage))
-        return [
-            *layers,
-            defaults,
-            Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto"),
-        ]
+        chosen = Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto")
+        return [*layers, defaults, chosen]
 
     def _responder(self, stage: Stage) -> Stage:
         """The step whose model responds: for a reward model step 1, if it runs or has run."""

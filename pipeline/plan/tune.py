@@ -105,7 +105,7 @@ class _StepTuner:
             )
             raise SystemExit(EXIT_FAILED)
         print_output(
-            f"{self.stage.title} is fastest with {_format_settings(best) or 'unchanged settings'}:"
+            f"{self.stage.title} is fastest with {_describe(best) or 'unchanged settings'}:"
             f" {speed / self.first_speed:.2f} times the first trial, of {self.trials} trials"
         )
         return best
@@ -198,9 +198,7 @@ class _StepTuner:
         }
         with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        print_output(
-            f"  trial {self.trials}   {_format_settings(settings) or 'unchanged'}   {shown}"
-        )
+        print_output(f"  trial {self.trials}   {_describe(settings) or 'unchanged'}   {shown}")
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -226,7 +224,7 @@ class _StepTuner:
         return result.code, [line for line in lines if "tokens_per_second" in line][WARM_UP:]
 
 
-def _format_settings(settings: Mapping[str, object]) -> str:
+def _describe(settings: Mapping[str, object]) -> str:
     return "  ".join(f"{name} {str(value).lower()}" for name, value in settings.items())
 
 

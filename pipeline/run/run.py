@@ -161,7 +161,7 @@ class Run:
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
-    def log_evaluation(
+    def log_eval(
         self,
         step: int,
         metrics: Mapping[str, int | float],

@@ -31,7 +31,7 @@ def read_metrics(directory: Path) -> list[dict[str, object]]:
 
 def test_run_writes_settings_metrics_and_a_result(tmp_path: Path) -> None:
     with Run(make_config(tmp_path), name="step1_sft", total_steps=2, mesh=MESH) as run:
-        run.log_evaluation(0, {"perplexity": 9.0})
+        run.log_eval(0, {"perplexity": 9.0})
         run.log(1, tokens=100, loss=2.0, lr=1e-3)
         run.log(2, tokens=50, loss=1.5, lr=0.0)
         run.finish(eval={"perplexity_after": 4.5}, best_step=2)
