@@ -125,9 +125,6 @@ def _probe(host: Host, command: Sequence[str]) -> Machine | str:
     )
 
 
-# Problems and their fixes, one sentence each
-
-
 def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine) -> Iterator[str]:
     for name, version in machine.versions.items():
         if version != other.versions[name]:
@@ -153,9 +150,6 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
                 f" {gpu.total_mib / 1024:.0f} GiB in use; stop that job, or exclude the GPU with"
                 f" --exclude {host.name}:{slot}"
             )
-
-
-# The report of a machine
 
 
 def main(marker: Path) -> None:

@@ -29,7 +29,6 @@ from pipeline.system.torch_process import memory_bytes
 
 logger = logging.getLogger(__name__)
 
-
 DIVERGED = "diverged.json"
 """Marks a run that diverged: its state is unusable, so `--resume` starts again."""
 

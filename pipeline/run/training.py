@@ -37,7 +37,6 @@ from pipeline.watchdog.process import watch_processes
 
 logger = logging.getLogger(__name__)
 
-
 C = TypeVar("C", bound=StepConfig)
 
 

@@ -60,7 +60,6 @@ CHUNK = 2**20
 Packed = Mapping[str, Tensor]
 """Codes and scales of a quantized weight, by name."""
 
-
 Scheme = Literal["nf4", "int8"]
 """Format of the codes."""
 

@@ -35,7 +35,6 @@ from pipeline.parallel.device import to_device
 
 logger = logging.getLogger(__name__)
 
-
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 MAX_HEAD_SIZE = 256

@@ -202,7 +202,6 @@ TOLERANCE = 0.01
 """Maximum difference in nats between packed and separate sequences. Rounding changes a copy in fp32
 by 1e-6 to 1e-4; attending to one token too many or too few, by 0.1 and more."""
 
-
 LEAK_TOLERANCE = 0.01
 """Maximum change in nats, through rounding, of earlier log-probabilities by a later token."""
 

@@ -61,7 +61,6 @@ from pipeline.system.errors import ModelError, one_line
 
 logger = logging.getLogger(__name__)
 
-
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which only attention mixes tokens."""
 
