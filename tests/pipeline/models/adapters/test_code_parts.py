@@ -49,7 +49,9 @@ def make_shards(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamS
 
 @pytest.mark.parametrize("scheme", FORMS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(sharding: str, scheme: Scheme) -> None:
+def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(
+    sharding: str, scheme: Scheme
+) -> None:
     shape, dim, bounds = SHARDINGS[sharding]
     full = make_linear(shape, scheme)
     for shard in make_shards(shape, dim, bounds):
