@@ -16,7 +16,7 @@ SIGNALS = (*INTERRUPTS, *STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitStatus:
     """How a child ended."""
 
     code: int
@@ -35,7 +35,7 @@ class Ending:
 
 def run_child(
     command: Sequence[str], environment: Mapping[str, str], *, output: IO[bytes] | None = None
-) -> Ending:
+) -> ExitStatus:
     """Run a command to completion; its output goes to `output`, or to this process's.
 
     The child has its own process group, and this process forwards each interruption to it once:
@@ -79,7 +79,7 @@ def run_child(
         code = child.returncode = os.waitstatus_to_exitcode(status)
         killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and count_memory_kills() > kills
         lacked = killed or code == EXIT_OUT_OF_MEMORY
-        return Ending(code, signal_received, usage.ru_maxrss * 1024, lacked)
+        return ExitStatus(code, signal_received, usage.ru_maxrss * 1024, lacked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

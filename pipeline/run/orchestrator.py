@@ -17,7 +17,7 @@ from pipeline.cli.options import (
 from pipeline.config import EMBEDDED
 from pipeline.config.deepspeed import ignored_keys_notice
 from pipeline.files.durable import write_output
-from pipeline.launch.child import Ending, run_child
+from pipeline.launch.child import ExitStatus, run_child
 from pipeline.launch.preflight import check_machines
 from pipeline.plan.output import (
     COMMAND,
@@ -71,12 +71,12 @@ def run_plan(plan: Plan) -> None:
             f"step {stage.number}: {stage.name}{', from its checkpoint' if resumes else ''}"
         )
         try:
-            ending = _run_step(plan, stage, resumes=resumes)
+            status = _run_step(plan, stage, resumes=resumes)
         finally:
             discard_empty_step(out, stage.name)
-        if ending.code == EXIT_DIVERGED:
+        if status.code == EXIT_DIVERGED:
             write_report(out)  # its curves show when training diverged
-        if code := _report_failure(plan, stage, ending):
+        if code := _report_failure(plan, stage, status):
             if stage.method is None:
                 raise SystemExit(code)
             failed[stage.method] = code
@@ -95,8 +95,8 @@ def _run_pod(plan: Plan) -> None:
     """Run this pod's processes of each step; the first pod does everything else."""
     failed: list[int] = []
     for stage in plan.unfinished:
-        ending = _run_step(plan, stage, resumes=_resumes(plan, stage))
-        if code := _report_failure(plan, stage, ending):
+        status = _run_step(plan, stage, resumes=_resumes(plan, stage))
+        if code := _report_failure(plan, stage, status):
             failed.append(code)
             if stage.method is None:
                 break
@@ -177,7 +177,7 @@ def _check_and_run(plan: Plan, argv: Sequence[str]) -> None:
             run_plan(plan)
 
 
-def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> Ending:
+def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
     """Run the step's processes; if memory runs out, retry with smaller batches.
 
     A retry resumes from the newest checkpoint in new processes, so nothing remains of the state
@@ -186,14 +186,14 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> Ending:
     config = plan.configs[stage.name]
     command = plan.command(stage)
     while True:
-        ending = run_child([*command, *(["--resume"] if resumes else [])], plan.environment)
-        if not ending.ran_out_of_memory or plan.layout.launcher == "pod":  # no pod retries alone
-            return ending
+        status = run_child([*command, *(["--resume"] if resumes else [])], plan.environment)
+        if not status.ran_out_of_memory or plan.layout.launcher == "pod":  # no pod retries alone
+            return status
         planned = memory_summary(plan.memory(stage, config), plan.machine)
-        usage = f"; its largest process used {format_bytes(ending.peak_bytes)[0]} of host memory"
+        usage = f"; its largest process used {format_bytes(status.peak_bytes)[0]} of host memory"
         print_notice(f"{stage.title} ran out of memory: the plan was {planned}{usage}")
         if config.micro_batch_size == 1:
-            return ending
+            return status
         sizes = {
             name: max(1, getattr(config, name) // 2)
             for name in ("micro_batch_size", "generation_batch_size")
@@ -208,20 +208,20 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> Ending:
         )
 
 
-def _report_failure(plan: Plan, stage: Stage, ending: Ending) -> int:
+def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
     """Report a failed step and return its exit code; 0 if the step is done."""
     out = plan.request.output_dir
-    if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
+    if status.code == EXIT_REQUEUE or status.signal_received in STOP_SIGNALS:
         print_error(f"stopped in {stage.title}; the same command with --resume continues")
         raise SystemExit(EXIT_REQUEUE)
-    if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
+    if status.signal_received is not None or status.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
             f"interrupted in {stage.title}; {out} keeps the finished results, and the same command"
             " with --resume continues"
         )
-    if ending.code in (0, EXIT_USER_ERROR):  # the step has printed the error
-        return ending.code
-    if ending.code == EXIT_DIVERGED:  # the step has printed the reason and kept its best weights
+    if status.code in (0, EXIT_USER_ERROR):  # the step has printed the error
+        return status.code
+    if status.code == EXIT_DIVERGED:  # the step has printed the reason and kept its best weights
         is_only_method = stage.method is None
         others = "no later step was started" if is_only_method else "the other methods continue"
         print_error(
@@ -229,22 +229,22 @@ def _report_failure(plan: Plan, stage: Stage, ending: Ending) -> int:
             f" --{stage.prefix}.{stage.main_role}.optim.lr restarts it"
         )
         return EXIT_DIVERGED
-    if ending.code == EXIT_DISK_FULL:  # the step has printed the error
+    if status.code == EXIT_DISK_FULL:  # the step has printed the error
         print_error(
             f"{stage.title} could not write its results; free disk space, then the same command"
             " with --resume continues from its last checkpoint"
         )
         return EXIT_FAILED
-    if ending.ran_out_of_memory:
+    if status.ran_out_of_memory:
         print_error(
             f"{stage.title} ran out of memory; try --plan auto, a shorter"
             f" --{stage.prefix}.data.max_length, or a smaller --{stage.prefix}.micro_batch_size if"
             " it is above 1. --resume then continues from its last checkpoint."
         )
         return EXIT_FAILED
-    how = f"was killed by signal {-ending.code}" if ending.code < 0 else "failed"
+    how = f"was killed by signal {-status.code}" if status.code < 0 else "failed"
     print_error(
-        f"{stage.title} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
+        f"{stage.title} {how} (exit code {status.code}): `{shlex.join(plan.command(stage))}`."
         " If memory ran out, try --plan auto. --resume then continues this step."
     )
     return EXIT_FAILED

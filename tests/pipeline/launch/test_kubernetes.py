@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.launch.child import Ending
+from pipeline.launch.child import ExitStatus
 from pipeline.run import orchestrator
 from pipeline.system.errors import ConfigError
 from tests.pipeline.stages import TOY_STAGES
@@ -20,9 +20,9 @@ def test_job_set_restarts_indexed_pods_that_run_every_step(
 ) -> None:
     commands: list[str] = []
 
-    def run_child(command: list[str], _environment: object) -> Ending:
+    def run_child(command: list[str], _environment: object) -> ExitStatus:
         commands.append(" ".join(command))
-        return Ending(0)
+        return ExitStatus(0)
 
     monkeypatch.setattr(orchestrator, "run_child", run_child)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")

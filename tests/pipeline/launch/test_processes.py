@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch.child import SIGNALS, Ending, run_child
+from pipeline.launch.child import SIGNALS, ExitStatus, run_child
 from pipeline.launch.torchrun import select_exit_code
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def _restore_signal_handlers() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-def run_python(program: str) -> Ending:
+def run_python(program: str) -> ExitStatus:
     return run_child([sys.executable, "-c", program], os.environ)
 
 
@@ -58,7 +58,7 @@ except KeyboardInterrupt:
     threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
     result = run_python(program)
 
-    assert result == Ending(130, signal_received=number)
+    assert result == ExitStatus(130, signal_received=number)
     assert closed.exists()
     assert signal.getsignal(number) is before
 
