@@ -62,7 +62,7 @@ def train(config: SFTConfig) -> Path:
             return best.worse_in_a_row == config.patience
 
         with exporting_best(run, best, sft.export, model=config.model):
-            for step in sft.checkpoints.steps(enough=enough):
+            for step in sft.checkpoints.steps(should_stop=enough):
                 batch = encode(rows.next_examples(), rows.chat, config)
                 take_step(sft, batch, run, step=step)
                 if sft.evaluates_after(step):

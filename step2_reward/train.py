@@ -80,7 +80,7 @@ def train(config: RewardConfig) -> Path:
 
         best_evaluation: Evaluation | None = None
         with exporting_best(run, best, training.export, model=config.model):
-            for step in training.checkpoints.steps(enough=enough):
+            for step in training.checkpoints.steps(should_stop=enough):
                 take_step(reward, run, step=step)
                 if training.evaluates_after(step):
                     evaluation = reward.evaluate()

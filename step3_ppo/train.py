@@ -161,7 +161,7 @@ def train(config: PPOConfig) -> Path:
     ):
         ppo = set_up(config, chat, prompts, run, sources)
         with exporting_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
-            for step in ppo.checkpoints.steps(enough=lambda: ppo.is_done):
+            for step in ppo.checkpoints.steps(should_stop=lambda: ppo.is_done):
                 metrics = iterate(ppo, config, run, step=step)
                 ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: apply_rollbacks(ppo))

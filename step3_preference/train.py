@@ -115,7 +115,7 @@ def train(config: PreferenceConfig) -> Path:
             return setup.guards.stopped or evaluator.best.worse_in_a_row == config.patience
 
         with exporting_best(run, evaluator.best, setup.export, model=config.model):
-            for step in training.checkpoints.steps(enough=enough):
+            for step in training.checkpoints.steps(should_stop=enough):
                 take_step(setup, run, step=step)
                 metrics = evaluator.evaluate(step, run)
                 if metrics:

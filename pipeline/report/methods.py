@@ -324,6 +324,6 @@ def draw_kl_chart(comparison: Comparison) -> DrawnChart:
         if method.evaluations
     ]
     heading = f"{METRICS[comparison.metric]} over the KL to the reference, nats per answer"
-    picture = line_chart(curves, heading, size=(720, 320), marked=comparison.kl)
+    picture = line_chart(curves, heading, size=(720, 320), marker=comparison.kl)
     note = "held-out prompts, sampled answers, during training"
     return DrawnChart(heading, note, [curve.name for curve in curves], picture)

@@ -157,7 +157,7 @@ def resave(config: SFTConfig, step: int) -> None:
             checkpoints = load_model(config, rows, run).checkpoints
             assert checkpoints.done == step - 1
             checkpoints.save(step)
-            assert list(checkpoints.steps(enough=lambda: True)) == []  # waits for the writer
+            assert list(checkpoints.steps(should_stop=lambda: True)) == []  # waits for the writer
 
 
 STATES: dict[str, dict[str, Any]] = {
