@@ -38,7 +38,7 @@ def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(tmp_path: Pat
 
     assert step.series("score") == [(1, 0.1), (2, 0.15), (3, 0.25), (4, 0.3)]
     assert step.series("eval_kl") == [(2, 0.5)]
-    assert [(event.step, event.words) for event in step.events] == [
+    assert [(event.step, event.effect) for event in step.events] == [
         (3, "warned"),
         (3, "back to iteration 1"),
     ]
