@@ -112,7 +112,7 @@ def test_report_headline_names_diverged_and_unevaluated_steps() -> None:
         step = StepResult(name="step1_sft", **{"finished": False, **changes})
         steps = {name: StepResult(name=name, finished=False) for name in others}
         finding, *_ = findings(Results(steps={"step1_sft": step} | steps, seconds=0.0, samples=()))
-        return finding.verdict, finding.whole
+        return finding.verdict, finding.text
 
     assert headline() == (None, "step1_sft has not been evaluated yet")
     assert headline("step2_reward") == (

@@ -57,7 +57,7 @@ def test_step1_starts_from_step0_and_both_are_reported(texts: Path, tmp_path: Pa
     assert (out / "step0_pretrain" / "config.json").is_file()
     assert str(out / "step0_pretrain") in (out / "step1_sft" / "config.yaml").read_text()
     results = read_results(out)
-    sentences = " ".join(finding.whole for finding in findings(results))
+    sentences = " ".join(finding.text for finding in findings(results))
     assert "tokens of held-out texts" in sentences
     assert "8 held-out answers" in sentences
     model = find_chat_model(results.steps)
