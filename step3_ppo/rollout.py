@@ -245,7 +245,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     scores = compute_raw_scores(models, inputs, responses, config) if models.reward else None
     refills = 0
     for _ in range(config.dynamic_sampling):
-        dead = _find_dead_groups(models, scores, rewards, responses, config)
+        dead = _groups_to_redo(models, scores, rewards, responses, config)
         if not dead or prompts.all_solved:
             break
         refills += len(dead)
@@ -265,7 +265,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             rescored = rows or [0]
             pairs = [inputs[row] for row in rescored], [responses[row] for row in rescored]
             scores[rescored] = compute_raw_scores(models, *pairs, config)
-    dead = config.dynamic_sampling and _find_dead_groups(models, scores, rewards, responses, config)
+    dead = config.dynamic_sampling and _groups_to_redo(models, scores, rewards, responses, config)
     if dead:
         logger.info(
             "after %d refills the responses to %d of %d prompts still have equal rewards, from"
@@ -329,7 +329,7 @@ def _response_rows(groups: Sequence[int], group_size: int) -> list[int]:
     return [group // size * group_size + sample for group in groups for sample in range(group_size)]
 
 
-def _find_dead_groups(
+def _groups_to_redo(
     models: Models,
     scores: Float[Tensor, " B"] | None,
     source_rewards: Mapping[str, SourceResults],

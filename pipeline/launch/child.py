@@ -54,7 +54,7 @@ def run_child(
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number if number in STOP_SIGNALS else signal.SIGINT)
 
-    def pass_on(number: int, _frame: object) -> None:
+    def forward(number: int, _frame: object) -> None:
         nonlocal signal_received
         if number == signal.SIGHUP and signal_received is not None:
             return
@@ -62,8 +62,8 @@ def run_child(
         send(number)
 
     # Keep ignoring signals that the caller ignores, as nohup does with SIGHUP.
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in heard}
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, forward) for number in handled}
     try:
         child = subprocess.Popen(
             command,
@@ -78,8 +78,8 @@ def run_child(
         _, status, usage = os.wait4(child.pid, 0)
         code = child.returncode = os.waitstatus_to_exitcode(status)
         killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and count_memory_kills() > kills
-        lacked = killed or code == EXIT_OUT_OF_MEMORY
-        return ExitStatus(code, signal_received, usage.ru_maxrss * 1024, lacked)
+        out_of_memory = killed or code == EXIT_OUT_OF_MEMORY
+        return ExitStatus(code, signal_received, usage.ru_maxrss * 1024, out_of_memory)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

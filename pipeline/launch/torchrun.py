@@ -119,24 +119,24 @@ def own_address(other: str) -> str | None:
         candidates = socket.getaddrinfo(other, ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, place in candidates:
+    for family, kind, protocol, _, socket_address in candidates:
         with socket.socket(family, kind, protocol) as route, suppress(OSError):
-            route.connect(place)
+            route.connect(socket_address)
             return route.getsockname()[0]
     return None
 
 
 def _reason(options: argparse.Namespace, error: Exception) -> str:
-    place = f"at --master-addr {options.master_addr} --master-port {options.master_port}"
+    location = f"at --master-addr {options.master_addr} --master-port {options.master_port}"
     if options.rdzv_endpoint:
-        place = f"at --rdzv-endpoint {options.rdzv_endpoint}"
+        location = f"at --rdzv-endpoint {options.rdzv_endpoint}"
     if options.standalone:
-        place = "on this machine"
+        location = "on this machine"
     message = str(error).partition("\n")[0].rstrip(". ")
     if "EADDRINUSE" in message or "address already in use" in message:
-        return f"{place}: the port is in use by another program; choose another"
+        return f"{location}: the port is in use by another program; choose another"
     return (
-        f"{place}: {message}; every node needs the first node's address, a port that is free and"
+        f"{location}: {message}; every node needs the first node's address, a port that is free and"
         " reachable there, and a different --node-rank"
     )
 
