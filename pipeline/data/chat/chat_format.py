@@ -481,12 +481,13 @@ class ChatFormat:
             self._warn_once(origin, RENDERED_PROMPT)
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
         end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s): in linear time
+        answers = [turn.content for turn in messages if turn.role == "assistant"]
+        if len(messages) == 1 or not any(map(end.search, answers)):
+            return messages
         stripped = [
             replace(turn, content=end.sub("", turn.content)) if turn.role == "assistant" else turn
             for turn in messages
         ]
-        if len(messages) == 1 or stripped == [*messages]:
-            return messages
         self._warn_once(origin, DUPLICATE_END_TOKEN)
         return stripped
 
@@ -607,7 +608,7 @@ class ChatFormat:
     def _eos(self) -> str:
         return str(self.tokenizer.eos_token)
 
-    @property
+    @cached_property
     def _bos(self) -> str:
         return str(self.tokenizer.bos_token) if adds_bos(self.tokenizer) else ""
 
