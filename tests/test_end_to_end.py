@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.commands import run_command
 
+pytestmark = pytest.mark.jobs
+
 SHORT = {
     "sft": ("--sft.max_steps", "3", "--sft.data.max_eval_rows", "16"),
     "reward": ("--reward.max_steps", "3", "--reward.data.max_eval_rows", "16"),
