@@ -13,6 +13,8 @@ from tests.pipeline.data.chat.test_chat_format import SYSTEM, USER
 from tests.pipeline.data.chat.test_templates import DIALOGUE, THOUGHT, make_format, trained_runs
 
 SPEC = find_spec("trl")
+assert SPEC is not None
+assert SPEC.origin is not None
 TOKEN = re.compile(r"<\|[\w▁]+\|?>|<\uff5c.*?\uff5c>|<(?:start|end)_of_turn>|<\w+\|>")
 BLUE, RED = Message("assistant", "Blue."), Message("assistant", "Red.")
 TURNS = (USER, RED, Message("user", "Sure?"))
@@ -42,11 +44,10 @@ FAMILIES: dict[str, tuple[str, str, str | None, str | None, str | None]] = {
 if refused; the end of an earlier response, None if not trained; that of a call, None if refused."""
 
 
-@pytest.mark.skipif(SPEC is None, reason="needs the templates of trl")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_tokens_are_the_response_and_its_end(family: str) -> None:
     end, block, thought, earlier, call = FAMILIES[family]
-    template = Path(str(SPEC and SPEC.origin)).parent / "chat_templates" / f"{family}.jinja"
+    template = Path(SPEC.origin).parent / "chat_templates" / f"{family}.jinja"
     chat_format = make_format(template.read_text(), *sorted({*TOKEN.findall(template.read_text())}))
     refused = pytest.raises(DataError, match=r"closes the thinking block|tool")
 
