@@ -137,6 +137,7 @@ nonsense | 'nonsense' | options start with --
 --environment game.py:Gaem | has no `class Gaem` | did you mean Game
 --environment game.py:Stepless | is not an environment | public methods with docstrings
 --environment game.py:Rewardless | lacks reward | reset(self, row, *, seed)
+--environment calculator --ppo.inference_tp_size 2 | ppo.environment | inference_tp_size at 1
 """
 
 
