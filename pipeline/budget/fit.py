@@ -1,4 +1,4 @@
-"""Whether a step fits a machine, and the cheapest settings with which it does.
+"""Check whether a step fits a machine, and find the cheapest settings with which it does.
 
 Options that save memory are ordered as DeepSpeed orders them: smaller micro-batches,
 recomputation, stage 2, an offloaded optimizer, stage 3, offloaded weights; then tensor and pipeline
@@ -56,13 +56,13 @@ class Shortage:
     available: int
 
     def __str__(self) -> str:
-        """The needed and available memory, phrased to follow the name of a step."""
-        needed, available = format_bytes(self.needed, self.available)
-        return f"takes {needed} on {self.location} to {self.phase.name}, with {available} available"
+        """Describe the needed and available memory, as a clause that follows a step's name."""
+        need, free = format_bytes(self.needed, self.available)
+        return f"needs {need} on {self.location} to {self.phase.name}, but only {free} is available"
 
 
 def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """The phase that lacks the most memory; None if no phase is known to lack any."""
+    """Return the phase that lacks the most memory; None if no phase is known to lack any."""
     shortages: list[Shortage] = []
     for phase in memory.phases:
         minimum = phase.at_minimum()
@@ -76,12 +76,12 @@ def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
 
 
 def check_memory(config: StepConfig) -> None:
-    """Print the memory that a step needs, on the first process, and refuse it if it can't fit.
+    """Print the memory that a step needs, on the first process, and raise if it can't fit.
 
     `train.py` checks all steps itself.
 
     Raises:
-        ConfigError: the step doesn't fit; the message has the numbers and the cheapest change.
+        ConfigError: the step doesn't fit; the message gives the numbers and the cheapest change.
     """
     if launched.rank() != 0 or PLANNED in os.environ:
         return
@@ -103,7 +103,7 @@ def shortage_message(
     origins: Mapping[str, str],
     memory: StepMemory,
 ) -> str | None:
-    """The error message for a step that can't fit; None if it fits.
+    """Return the error message for a step that can't fit; None if it fits.
 
     Args:
         step: beginning of the sentence, such as "step 1".
@@ -134,7 +134,7 @@ def suggest_fix(
     estimate: MemoryEstimator,
     origins: Mapping[str, str] | None = None,
 ) -> Settings | None:
-    """The cheapest change with which a step fits; None if there is none."""
+    """Find the cheapest change with which a step fits; None if there is none."""
     options = [{"micro_batch_size": 1}, *list_savings(config, machine, origins or {})]
     on_device = [option for option in options if "cpu" not in option.values()]
     adapters = for_models(config, {"lora.rank": 16})
@@ -194,7 +194,7 @@ def choose_settings(
 
 
 def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstimator) -> Settings:
-    """The largest `generation_batch_size` that fits, as a setting; empty for steps without it."""
+    """Return the largest `generation_batch_size` that fits, as a setting, if the step has one."""
     generation = config.workload(machine.world).generation
     if generation is None or generation.phase != "each iteration":
         return {}
@@ -209,7 +209,7 @@ def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstima
 def list_savings(
     config: StepConfig, machine: Machine, origins: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Settings that save memory on this machine, the cheapest first."""
+    """Yield settings that save memory on this machine, the cheapest first."""
     can_shard, stage_2 = machine.world > 1, for_models(config, {"zero_stage": 2})
     tp, pp = _parallel_sizes(config, machine, origins)
     options: list[tuple[bool, Settings]] = [
@@ -234,7 +234,7 @@ def list_savings(
 def _parallel_sizes(
     config: StepConfig, machine: Machine, origins: Mapping[str, str]
 ) -> tuple[list[int], list[int]]:
-    """Sizes above 1 of `parallel.tp` and `parallel.pp` that processes and models allow.
+    """List the sizes above 1 of `parallel.tp` and `parallel.pp` that processes and models allow.
 
     Model families that can't be sharded fail later, when the memory of a candidate is computed.
     """
@@ -287,7 +287,7 @@ def merge_until_fit(
 
 
 def _saves_memory(config: StepConfig, settings: Settings) -> bool:
-    """Whether the settings change the step in a way that can save memory."""
+    """Return whether the settings change the step in a way that can save memory."""
     for role, model in trained_models(config).items():
         stage = settings.get(f"{role}.zero_stage", model.zero_stage)
         if stage < model.zero_stage and "parallel.pp" not in settings:
@@ -301,20 +301,20 @@ def _saves_memory(config: StepConfig, settings: Settings) -> bool:
 
 
 def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
-    """The trained models of a step, by role."""
+    """Return the settings of a step's trained models, by role."""
     uses = config.workload(1).models
     return {use.role: use.settings for use in uses if isinstance(use.settings, TrainedModelConfig)}
 
 
 def for_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
-    """These settings for every trained model of the step."""
+    """Repeat these settings for every trained model of the step."""
     return {
         f"{role}.{n}": value for role in trained_models(config) for n, value in settings.items()
     }
 
 
 def replace_settings(config: ConfigT, settings: Settings) -> ConfigT:
-    """A copy of the settings with other values; null sections are created as needed."""
+    """Return a copy of `config` with these settings; a null `lora` section is created if needed."""
     values = unflatten(settings)
     for name, value in values.items():
         section = getattr(config, name) or (LoraConfig() if name == "lora" else None)

@@ -15,10 +15,10 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine of a job; all machines of a job are alike."""
+    """One machine of a job; all machines of a job are assumed to be identical."""
 
     processes: int
-    """Maximum processes per step on one machine; with GPUs one per GPU."""
+    """Maximum number of processes per step on one machine; with GPUs, one per GPU."""
 
     world: int
     """Number of processes of the step, on all machines."""
@@ -46,9 +46,9 @@ class Machine:
 
 
 def detect_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
-    """This machine in its current state, for a step with this number of local processes.
+    """Describe this machine in its current state, for a step with this many local processes.
 
-    `gpus` are the GPUs they use, as named by `pipeline.launch.local.list_gpus`.
+    `gpus` are the GPUs that they use, as named by `pipeline.launch.local.list_gpus`.
     """
     free = free_gpu_bytes(gpus) if gpus else None
     unknown = bool(gpus) and free is None
@@ -59,28 +59,28 @@ def parse_machine(text: str) -> Machine:
     """Parse a machine such as `8xA100-80GB` or, with host memory, `2x8xH100-80GB+1024GB`.
 
     Raises:
-        ConfigError: the text is not of this form.
+        ConfigError: the text does not have this form.
     """
     match = re.fullmatch(
         r"(?:(\d+)x)??(\d+)x(?:[A-Za-z]\w*-)?(\d+)-?GB(?:\+(\d+)GB)?", text, re.IGNORECASE
     )
     if match is None:
         raise ConfigError(
-            f"--plan-for {text} is not a machine; pass GPUs and their memory, such as 8xA100-80GB"
-            " or 4x24GB, with host memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
+            f"--plan-for {text} does not describe a machine; use a form such as 8xA100-80GB or"
+            " 4x24GB, with host memory 8xA100-80GB+1024GB, for two machines 2x8xA100-80GB"
         )
     nodes, gpus, size, host = match.groups()
     count = int(gpus)
     if not count or not int(size) or not int(nodes or 1):
-        raise ConfigError(f"--plan-for {text} has no GPU or no memory; numbers must be above 0")
+        raise ConfigError(f"--plan-for {text} has no GPU or no memory; all numbers must be above 0")
     host_bytes = int(host) * GIB if host else None
     return Machine(count, count * int(nodes or 1), int(size) * GIB, host_bytes, name=text)
 
 
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
-    """Smallest free memory of these local GPUs, in bytes; None if any is unknown.
+    """Return the smallest free memory of these local GPUs, in bytes; None if any is unknown.
 
-    Read from nvidia-smi, so that no process initializes the GPUs.
+    The function asks nvidia-smi, so that no process initializes the GPUs.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -94,18 +94,18 @@ def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
 
 
 def format_bytes(*sizes: int) -> tuple[str, ...]:
-    """Bytes formatted in GiB, or in MiB if all are small."""
+    """Format sizes in GiB, or in MiB if all are below 1 GiB."""
     unit, name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
     return tuple(f"{size / unit:.1f} {name}" for size in sizes)
 
 
 def describe_machine(machine: Machine) -> str:
-    """A sentence on the memory of a machine."""
+    """Describe the memory of a machine in a sentence."""
     parts: list[str] = []
     if machine.gpu_bytes is not None:
         parts.append(f"{format_bytes(machine.gpu_bytes)[0]} on each GPU")
     elif machine.has_gpu:
-        parts.append("GPUs of unknown memory")
+        parts.append("GPUs with unknown memory")
     if machine.host_bytes is not None:
         count = machine.processes
         processes = "1 process" if count == 1 else f"{count} processes"
@@ -120,11 +120,11 @@ MATRIX_SIZE = 512
 """Rows and columns of the matrices whose product is timed."""
 
 MEASURED_SECONDS = 0.2
-"""Seconds for which products are repeated; the fastest one counts."""
+"""Seconds for which the product is repeated; the fastest repetition counts."""
 
 
 def data_sheet_flops(name: str) -> tuple[float, str] | None:
-    """Peak operations per second of a GPU by its name, and the card; None if unknown."""
+    """Return a GPU's peak operations per second and its card, given its name; None if unknown."""
     for card in sorted(TFLOPS, key=len, reverse=True):
         if card.lower() in name.lower():
             return 1e12 * TFLOPS[card], card
@@ -132,7 +132,7 @@ def data_sheet_flops(name: str) -> tuple[float, str] | None:
 
 
 def measure_flops() -> float:
-    """Operations per second of the fastest of several square fp32 matrix products on the CPU."""
+    """Measure the CPU's operations per second in the fastest of several fp32 matrix products."""
     import torch
 
     left, right = torch.ones(2, MATRIX_SIZE, MATRIX_SIZE)

@@ -1,4 +1,4 @@
-"""Memory of a step on each of its processes, by closed-form formulas.
+"""Memory of a step on each of its processes, computed with closed-form formulas.
 
 The result is an estimate of what the process takes from the system (resident memory on a CPU,
 reserved memory on a GPU), within about 15 %. `docs/scaling.md` has a table of the formulas.
@@ -17,7 +17,7 @@ from pipeline.config import Generation, StepConfig, Workload
 Location = Literal["device", "host", "disk"]
 """Location of memory: the compute device, host memory next to a GPU, or a file."""
 
-TITLES: Mapping[Location, str] = {"device": "", "host": "  in host memory", "disk": "  on the disk"}
+TITLES: Mapping[Location, str] = {"device": "", "host": "  in host memory", "disk": "  on disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
 """Transient kinds, for which the allocator reserves more memory than is used."""
@@ -37,7 +37,7 @@ MIN_SLACK = {"cpu": 256 * MIB, "cuda": 0}
 """Minimum of `SLACK` in bytes, the same as in `host_allocator.cpp`."""
 
 MAX_UNTILED_LOGITS, TILE_LOGITS = 2**26, {"cpu": 2**23, "cuda": 2**26}
-"""Maximum number of logits computed at once, and number per tile if there are more."""
+"""Maximum number of logits computed at once, and the number per tile if there are more."""
 
 CUBLAS = 32 * MIB
 """Bytes of cuBLAS's workspace on the stream that captures CUDA graphs."""
@@ -46,12 +46,12 @@ SAMPLING_BYTES = 16
 """Bytes per logit while a token is sampled."""
 
 PREFILL_TOKENS, PAGE_SIZE = (2048, 8192), 64
-"""Prompt tokens of a pass on a CPU and on a GPU, and tokens per page of the cache."""
+"""Prompt tokens per pass on a CPU and on a GPU, and tokens per page of the cache."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Memory of one process in one phase."""
+    """Memory of one kind that a process takes in one phase."""
 
     kind: str
     num_bytes: float
@@ -69,18 +69,18 @@ class Phase:
     items: tuple[Item, ...]
 
     def bytes_by_kind(self, location: Location) -> Mapping[str, int]:
-        """Bytes in one location by kind, without zeros."""
+        """Return the bytes in one location by kind, omitting zeros."""
         sums = Counter[str]()
         for item in self.items:
             sums[item.kind] += int(item.num_bytes) if item.location == location else 0
         return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
     def peak(self, location: Location) -> int:
-        """Total bytes in one location."""
+        """Return the total bytes in one location."""
         return int(sum(item.num_bytes for item in self.items if item.location == location))
 
     def at_minimum(self) -> "Phase":
-        """The same phase at the minimum memory it can adapt to."""
+        """Return the same phase with the minimum memory to which it can adapt."""
         items = (
             item if item.min_bytes is None else replace(item, num_bytes=item.min_bytes)
             for item in self.items
@@ -101,7 +101,7 @@ class StepMemory:
     """Parameters of each model by role, including adapters."""
 
     def peak(self, location: Location) -> int:
-        """Maximum bytes over all phases."""
+        """Return the maximum bytes over all phases."""
         return max((phase.peak(location) for phase in self.phases), default=0)
 
 
@@ -139,7 +139,7 @@ def step_memory(
 
 
 class _ModelMemory:
-    """The formulas of one model."""
+    """The memory formulas of one model."""
 
     def __init__(self, model: CountedModel, work: Workload, machine: Machine) -> None:
         self.model, self.work, self.machine = model, work, machine
@@ -162,7 +162,7 @@ class _ModelMemory:
         return 4 if self.model.trained.optim.moments == "bf16" else 8
 
     def _root_and_two_blocks(self, root: float, blocks: float) -> float:
-        """This process's share of the root and two blocks, given the totals of root and blocks."""
+        """Return this process's share of the root and two blocks, given the totals of both."""
         return root * self.root + 2 * blocks / self.model.shape.layers / self.tp
 
     def _location(self, kind: Literal["params", "optimizer", "gradients"]) -> Location:
@@ -173,7 +173,7 @@ class _ModelMemory:
         return "host" if device == "cpu" and self.machine.has_gpu else "device"
 
     def states(self) -> Iterator[Item]:
-        """States that exist in every phase."""
+        """Yield the states that exist in every phase."""
         shape, trained = self.model.shape, self.model.trained
         weights = shape.block_bytes * self.block + shape.root_bytes * self.root
         yield Item("weights", weights / self.weight_shards, self._location("params"))
@@ -190,13 +190,13 @@ class _ModelMemory:
         yield Item("copies", 4 * self.model.use.host_copies * self.states_shard, self.host)
 
     def staging(self) -> Item:
-        """The copy of the states that a checkpoint is written from."""
+        """Return the copy of the states from which a checkpoint is written."""
         use = self.model.use
         state_bytes = 4 * (1 + use.keeps_average + use.host_copies) + self._moment_bytes
         return Item("staging", state_bytes * self.states_shard, self.host)
 
     def gradients(self) -> Iterator[Item]:
-        """The sums of gradients, and the buffers of a backward pass."""
+        """Yield the accumulated gradients and the buffers of a backward pass."""
         shards, shape, location = self.work.shards, self.model.shape, self._location("gradients")
         yield Item("gradients", 4 * self.trained / shards, location)
         if self.work.data_processes > 1 or location != "device":
@@ -205,13 +205,13 @@ class _ModelMemory:
         yield from self.gathered()
 
     def gathered(self) -> Iterator[Item]:
-        """Gathered weights, at stage 3."""
+        """Yield the weights that are gathered at stage 3."""
         shape = self.model.shape
         if self.weight_shards > 1 or self._location("params") != "device":
             yield Item("gathered", self._root_and_two_blocks(shape.root_bytes, shape.block_bytes))
 
     def passes(self, *, trains: bool) -> Iterator[Item]:
-        """Activations and logits of the step's largest micro-batch."""
+        """Yield the activations and logits of the step's largest micro-batch."""
         work, shape, trained = self.work, self.model.shape, self.model.trained
         text_length = (self.model.use.text_length or 0) if trains else 0
         length = min(max(work.length, text_length), shape.context)
@@ -236,7 +236,7 @@ class _ModelMemory:
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
-        """Tokens of a rollout whose groups share their prompts; infinite if there are no groups."""
+        """Count a rollout's tokens if groups share prompts; infinite if there are no groups."""
         generation = self.work.generation
         if generation is None or generation.group_size == 1:
             return math.inf
@@ -244,7 +244,7 @@ class _ModelMemory:
         return prompts + generation.count * (length - generation.prompt_length)
 
     def _logits(self, targets: int, *, trains: bool) -> float:
-        """Bytes of logits with their gradients, in one pass or in tiles."""
+        """Return the bytes of logits with their gradients, in one pass or in tiles."""
         shape = self.model.shape
         num_logits = targets * shape.vocabulary / self.tp
         times = 2 if shape.itemsize == 4 else 4
@@ -257,7 +257,7 @@ class _ModelMemory:
         return 4 * (times * tile + head)
 
     def replica(self, generation: Generation) -> Iterator[Item]:
-        """A copy of the weights for generation, if one is needed."""
+        """Yield a copy of the weights for generation, if one is needed."""
         trained, shape = self.model.trained, self.model.shape
         merges = trained is not None and (trained.lora is not None or trained.quantize != "none")
         is_sharded = self.weight_shards > 1 or self._location("params") != "device"
@@ -266,7 +266,7 @@ class _ModelMemory:
             yield Item("replica", shape.merged_bytes / generation.tensor_parallel)
 
     def responses(self, generation: Generation) -> Iterator[Item]:
-        """The cache, the logits that are sampled from, and a pass over prompts."""
+        """Yield the cache, the logits to sample from, and the activations of a prompt pass."""
         shape = self.model.shape
         max_length = min(generation.prompt_length + generation.new_tokens, shape.context)
         kv_width = max(1.0, shape.kv_width / generation.tensor_parallel)
@@ -291,7 +291,7 @@ class _ModelMemory:
 def _make_phase(
     name: Literal["train", "generate"], items: Iterable[Item], machine: Machine
 ) -> Phase:
-    """Add the runtime and the allocator's slack."""
+    """Build a phase from its items, adding the runtime and the allocator's slack."""
     items = [item for item in items if item.num_bytes]
     items.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
     items += [Item("runtime", RUNTIME_GPU)] if machine.has_gpu else []
@@ -312,7 +312,7 @@ def _train_items(
     *,
     saves: bool,
 ) -> Iterator[Item]:
-    """Memory of scoring, training and export; `saves` is true if checkpoints are written."""
+    """Yield the memory of scoring, training and export; `saves`: checkpoints are written."""
     for memory in loaded:
         yield from memory.states()
         if memory.model.trained is not None:
@@ -354,7 +354,7 @@ def _total_bytes(items: Iterable[Item]) -> float:
 
 
 def memory_summary(memory: StepMemory, machine: Machine) -> str:
-    """The memory of the largest phase; if it doesn't fit, the minimum that it adapts to."""
+    """Describe the memory of the largest phase, at its minimum if it doesn't fit otherwise."""
     available = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
     phases = [p if p.peak("device") <= available else p.at_minimum() for p in memory.phases]
     largest = max(phases, key=lambda phase: phase.peak("device"))
@@ -367,7 +367,7 @@ def memory_summary(memory: StepMemory, machine: Machine) -> str:
 
 
 def memory_table(memory: StepMemory, machine: Machine) -> Iterator[str]:
-    """Lines of a table of memory by kind and phase: on the device, the host and the disk."""
+    """Yield a table's lines: memory by kind and phase, on the device, the host and the disk."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= 10 * GIB else (MIB, "MiB")
 
     def row(name: str, sizes: Iterable[int]) -> str:
@@ -383,6 +383,6 @@ def memory_table(memory: StepMemory, machine: Machine) -> Iterator[str]:
             for kind in KINDS:
                 if any(kind in kinds for kinds in by_phase):
                     yield row(kind.replace("_", " "), (kinds.get(kind, 0) for kinds in by_phase))
-            yield row("in all", (phase.peak(location) for phase in memory.phases))
+            yield row("total", (phase.peak(location) for phase in memory.phases))
     yield f"  {describe_machine(machine)}"
     yield from (f"  {sentence}" for sentence in memory.unknown)

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model; weight bytes are in the format they are loaded in."""
+    """Sizes of a model; bytes of weights are counted in the format in which they are loaded."""
 
     layers: int
     hidden: int
     vocabulary: int
     key_heads: int
-    """Number of key-value heads per layer."""
+    """Number of key/value heads per layer."""
 
     kv_width: int
     """Number of elements in one token's keys, per layer."""
@@ -48,10 +48,10 @@ class Shape:
     """Bytes per activation element."""
 
     block_bytes: int
-    """Bytes of all blocks together."""
+    """Bytes of the weights in all blocks."""
 
     root_bytes: int
-    """Bytes outside of the blocks: embeddings, head, last norm."""
+    """Bytes of the weights outside the blocks: embeddings, head and final norm."""
 
     block_trained: int
     """Number of trained parameters in all blocks."""
@@ -59,7 +59,7 @@ class Shape:
     root_trained: int
 
     merged_bytes: int
-    """Bytes of the weights without adapters and quantization."""
+    """Bytes of the weights without adapters or quantization."""
 
     context: int
 
@@ -84,22 +84,22 @@ class CountedModel:
 
     @property
     def role(self) -> str:
-        """Field of the step's settings that holds the model."""
+        """Name of the model's field in the step's settings."""
         return self.use.role
 
     @property
     def trained(self) -> TrainedModelConfig | None:
-        """The model's settings if it is trained."""
+        """The model's settings if it is trained, otherwise None."""
         return self.settings if isinstance(self.settings, TrainedModelConfig) else None
 
     @property
     def engine(self) -> TrainedModelConfig | None:
-        """Settings of the engine that shards the model; None if the model stays as loaded."""
+        """Settings of the engine that shards the model; None if no engine shards it."""
         return self.trained or self.use.sharded_like
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of weights, including adapters; packed quantized weights are counted unpacked."""
+        """Number of weights, including adapters; quantized weights are counted individually."""
         from pipeline.models.adapters.quantized import num_weights
 
         return num_weights(self.module)
@@ -114,7 +114,7 @@ class CountedModel:
 
 @functools.lru_cache(maxsize=256)
 def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
-    """Raise unless the layers and blocks of a model on the meta device can be divided this way.
+    """Check that a model on the meta device can be divided among processes as `parallel` says.
 
     Raises:
         ConfigError, ModelError: the model can't be divided this way.
@@ -130,7 +130,7 @@ def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
 
 
 def _config_value(config: object, *names: str, default: int = 0) -> int:
-    """The first of these settings that is set, or its maximum over layers; else `default`."""
+    """Return the first of these settings that is set, or its maximum over layers, or `default`."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -177,11 +177,11 @@ def _compute_shape(module: "nn.Module", plain: "PreTrainedModel", parameters: in
 def _saved_elements(
     config: object, queries: int, keys: int, itemsize: int, *, norms_are_trained: bool
 ) -> int:
-    """Elements per token that a block saves for backward: inputs of norms, matrices and attention.
+    """Count the values per token that a block saves: inputs of norms, matrices and attention.
 
-    Queries, keys and values count twice with rotary embeddings. A gated MLP saves four vectors of
-    its width, an MLP with ReLU one, with `gelu_new` five, any other two. RMSNorm saves a copy in
-    fp32, and the normalized input unless its weight is frozen, as it is with adapters.
+    Rotary embeddings double queries, keys and values. A gated MLP saves four vectors of its width,
+    one with ReLU saves one, with `gelu_new` five, any other two. RMSNorm saves an fp32 copy, and
+    the normalized input unless its weight is frozen, as it is with adapters.
     """
     hidden = _config_value(config, "hidden_size", "d_model", default=1)
     mlp_names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
@@ -202,10 +202,10 @@ def _saved_elements(
 def build_models(
     workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
 ) -> tuple[list[CountedModel], list[str]]:
-    """The models that a step loads, in order, and a sentence for each unknown model.
+    """Build the models that a step loads, in order, and a sentence for each unknown model.
 
     Args:
-        workload: the work of the step.
+        workload: the models and batches of the step.
         origins: for a directory that an earlier step has yet to write, the model it starts from.
         has_gpu: whether there is a GPU, on which `auto` precision is bf16.
     """
@@ -251,7 +251,7 @@ def _build_on_meta(
 
 
 def _find_config(path: str, origins: Mapping[str, str]) -> str:
-    """The location of the model's configuration, or its name in `KNOWN_CONFIGS`."""
+    """Find the location of the model's configuration, or its name in `KNOWN_CONFIGS`."""
     if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
         return path
     if path in origins:

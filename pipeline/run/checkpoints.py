@@ -52,10 +52,10 @@ SAVE_TIMEOUT_SECONDS = 5
 
 
 class Checkpoints:
-    """Saves a step's state during the run, and resumes from the newest checkpoint that verifies.
+    """Saves a step's state during the run, and resumes from the newest valid checkpoint.
 
-    `engines` and `parts` have the entire mutable state of a step. Each process saves its own shards
-    and random number generators; the rest is the same on all. With `guards` the run may be rolled
+    `engines` and `parts` contain the step's entire mutable state. Each process saves its own shards
+    and random number generators; the rest is the same on all. With `guards`, the run may be rolled
     back: then the state is also saved before the first step, and the healthy checkpoints that may
     be needed are kept.
     """
@@ -110,7 +110,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """The result of `compute` at the start of the run; it must be JSON-serializable."""
+        """Return what `compute` returned at the start of the run; it must be JSON-serializable."""
         if name not in self._once:
             self._once[name] = compute()
         return self._once[name]
@@ -155,8 +155,8 @@ class Checkpoints:
                 return_freed_memory()
                 self._save_or_exit(signals, due=self.config.save_every is not None)
                 self._writer.wait()
-            # The state is saved, so later signals may end the process at once; handle one that came
-            # since the last check.
+            # The state is saved, so later signals may stop the process at once; handle one that
+            # arrived since the last check.
             self._check_signals(signals)
             timeout = None
         finally:
@@ -173,7 +173,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def newest_healthy(self, *, up_to: int) -> Checkpoint:
-        """The newest checkpoint up to step `up_to` that is healthy and verifies.
+        """Find the newest checkpoint up to step `up_to` that is healthy and valid.
 
         Raises:
             CheckpointError: there is no such checkpoint.
@@ -227,7 +227,7 @@ class Checkpoints:
         """Exit if a signal was received, at the beginning and the end of the loop.
 
         Processes reach these points at slightly different times, and outside the loop the signal
-        ends a process immediately; those waiting for it here have received the signal as well.
+        stops a process immediately; those waiting for it here have received the signal as well.
         """
         try:
             self._save_or_exit(signals, due=False)
@@ -292,7 +292,7 @@ class Checkpoints:
         }
 
     def _describe_model(self, engine: Engine) -> dict[str, Any] | None:
-        """A description for rebuilding an engine's model, merged from its shards, if it has one."""
+        """Return a description, merged from shards, for rebuilding an engine's model, or None."""
         if (description := describe_model(engine.model)) is None:
             return None
         return merge_descriptions(engine.model_parallel.gather_objects(description))
@@ -351,12 +351,12 @@ class Checkpoints:
 
 
 def result_settings(config: StepConfig) -> dict[str, Any]:
-    """The settings that affect a run's result and must not change, by dotted name."""
+    """Return the settings that affect a run's result and must not change, by dotted name."""
     return _affecting_result(make_portable(to_plain(config)))
 
 
 def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> None:
-    """Raise if the checkpoint belongs to a run with other settings or data.
+    """Raise an error if the checkpoint belongs to a run with different settings or data.
 
     Raises:
         ConfigError: a setting that affects the result, or the data, has changed.

@@ -1,4 +1,4 @@
-"""Exports at the end of a step, compared with the trained model in plain `transformers`."""
+"""Export a step's model, and compare it with the trained model in plain `transformers`."""
 
 import logging
 import time
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 TEXTS = ("The capital of France is Paris, and 12 + 7 is 19.", "Thank you.")
 
 TOLERANCE = 1e-5
-"""Maximum mean difference of fp32 outputs, relative to the largest output, or to 1 if larger."""
+"""Maximum mean difference of fp32 outputs, relative to the largest output or 1, the larger one."""
 
 LOGPROBS, SCORES = "log-probabilities", "scores"
 
 ROUNDED = {LOGPROBS: 2e-2, SCORES: 0.1}
-"""Tolerances by kind of output, for 16-bit or quantized weights, or outputs of a GPU."""
+"""Tolerances by kind of output, for 16-bit or quantized weights, or for outputs of a GPU."""
 
 
 def export_verified(
@@ -69,13 +69,13 @@ def export_verified(
         problem = _find_problem(directory, batch, expected.cpu(), kind, tolerance, trusted=trusted)
     if problem := world.gather_objects(problem)[0]:
         raise ModelError(
-            f"{directory} {problem}; this is a bug of the export: please report it; the step's"
-            " checkpoints are complete, and a corrected version exports them with --resume"
+            f"{directory} {problem}; this is a bug in the export; please report it. The step's"
+            " checkpoints are complete: a fixed version can export them with --resume"
         )
 
 
 def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tensor:
-    """The engine's log-probabilities (K,), or a classifier's logits (B, C). A collective."""
+    """Return the engine's log-probabilities (K,) or a classifier's logits (B, C). A collective."""
     engine = passes.engine
     is_policy = labels == 0
 
@@ -92,7 +92,7 @@ def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tenso
 def _find_problem(
     directory: Path, batch: TokenBatch, expected: Tensor, kind: str, tol: float, *, trusted: bool
 ) -> str:
-    """How the exported model fails to load or differs from `expected`; empty if it does not."""
+    """Describe how the exported model fails to load or differs from `expected`, or return ""."""
     start = time.perf_counter()
     files = {stored.file for stored in stored_tensors(directory).values()}
     actual: Tensor | None = None
@@ -100,17 +100,17 @@ def _find_problem(
         if sum(file.stat().st_size for file in files) <= available_bytes():
             actual = _exported_outputs(directory, batch, kind, trusted=trusted)
     except Exception as error:  # noqa: BLE001  # transformers may raise anything
-        if not is_out_of_memory(error):  # else a trained step would be repeated for its check
+        if not is_out_of_memory(error):  # otherwise the whole step would be retried
             return f"can't be loaded by transformers ({one_line(error)})"
     if actual is None:
-        logger.info("%s is not compared with the trained model: memory is too small", directory)
+        logger.info("%s was not compared with the trained model: not enough memory", directory)
         return ""
     scale = max(1.0, float(expected.abs().max()))
     error = float((expected - actual).abs().mean()) / scale
     if not error <= tol:
         return (
-            f"has other {kind} in transformers than the trained model (mean difference"
-            f" {error:.1e} of {scale:.3g}, more than {tol})"
+            f"has different {kind} in transformers from the trained model (mean difference"
+            f" {error:.1e} relative to {scale:.3g}, more than {tol})"
         )
     seconds = time.perf_counter() - start
     logger.info("checked: %s gives the same outputs in transformers (%.1f s)", directory, seconds)
@@ -119,9 +119,9 @@ def _find_problem(
 
 @torch.no_grad()
 def _exported_outputs(directory: Path, batch: TokenBatch, kind: str, *, trusted: bool) -> Tensor:
-    """Outputs of the directory's model for the padded texts, like `_trained_outputs`.
+    """Compute the outputs of the directory's model for the padded texts, like `_trained_outputs`.
 
-    `trusted` says that the trained model has custom Python code, which the user trusts.
+    With `trusted`, the trained model has custom Python code, which the user trusts.
     """
     auto: Any = AutoModelForSequenceClassification if kind == SCORES else AutoModelForCausalLM
     with suppress_transformers_warnings():

@@ -43,7 +43,7 @@ def train_step(
 
 
 def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
-    """Perplexity over the target tokens of all processes; `batches` are this process's."""
+    """Compute the perplexity over all processes' target tokens; `batches` are this process's."""
     engine, targets = passes.engine, list[int]()
 
     def recorded() -> Iterator[TokenBatch]:
@@ -66,11 +66,11 @@ def export_best(training: Training[Any, Any, Any]) -> tuple[float, int]:
 
 
 def warn_if_not_improved(training: Training[Any, Any, Any], step: int, before: float) -> None:
-    """Warn if the exported weights are those of `step` 0, before training."""
+    """Warn if the exported weights are those from before training (`step` 0)."""
     if step == 0:
         logger.warning(
             "training did not improve the perplexity (%.4g before, %.4g after), so the initial"
-            " weights are exported: lower model.%s, now %g",
+            " weights are exported; lower model.%s (now %g)",
             before,
             training.best.last,
             *training.config.model.peak_lr,

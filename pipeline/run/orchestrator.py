@@ -46,8 +46,8 @@ def run_plan(plan: Plan) -> None:
     """Run the steps one after another, each in separate processes.
 
     Raises:
-        SystemExit: a step or the upload failed; with code 2 for wrong input, 75 if a scheduler
-            stopped it, 80 if training diverged, else 1. Other methods are completed first.
+        SystemExit: a step or the upload failed; the code is 2 for wrong input, 75 if a scheduler
+            stopped it, 80 if training diverged, otherwise 1. Other methods are completed first.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
     from pipeline.report.page import write_report
@@ -117,7 +117,7 @@ def _write_job_set(request: Request, argv: Sequence[str]) -> None:
 
 
 def _resumes(plan: Plan, stage: Stage) -> bool:
-    """Whether a step resumes from its checkpoint; not if this run also runs an earlier step."""
+    """Return whether a step resumes its checkpoint; not if this run also runs an earlier step."""
     if not plan.request.resume or any(other.number < stage.number for other in plan.unfinished):
         return False
     return can_resume(plan.request.output_dir, stage.name)
@@ -191,7 +191,7 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
             return status
         planned = memory_summary(plan.memory(stage, config), plan.machine)
         usage = f"; its largest process used {format_bytes(status.peak_bytes)[0]} of host memory"
-        print_notice(f"{stage.title} ran out of memory: the plan was {planned}{usage}")
+        print_notice(f"{stage.title} ran out of memory: it was planned to use {planned}{usage}")
         if config.micro_batch_size == 1:
             return status
         sizes = {
@@ -203,8 +203,8 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
         command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
         settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
         print_notice(
-            f"{stage.title} continues with {settings}; the result is the same, with less memory and"
-            " more time"
+            f"{stage.title} continues with {settings}; the result is the same, but uses less"
+            " memory and more time"
         )
 
 
@@ -212,12 +212,12 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
     """Report a failed step and return its exit code; 0 if the step is done."""
     out = plan.request.output_dir
     if status.code == EXIT_REQUEUE or status.signal_received in STOP_SIGNALS:
-        print_error(f"stopped in {stage.title}; the same command with --resume continues")
+        print_error(f"stopped in {stage.title}; run the same command with --resume to continue")
         raise SystemExit(EXIT_REQUEUE)
     if status.signal_received is not None or status.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
-            f"interrupted in {stage.title}; {out} keeps the finished results, and the same command"
-            " with --resume continues"
+            f"interrupted in {stage.title}; {out} keeps the finished results; run the same command"
+            " with --resume to continue"
         )
     if status.code in (0, EXIT_USER_ERROR):  # the step has printed the error
         return status.code
@@ -231,13 +231,13 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
         return EXIT_DIVERGED
     if status.code == EXIT_DISK_FULL:  # the step has printed the error
         print_error(
-            f"{stage.title} could not write its results; free disk space, then the same command"
-            " with --resume continues from its last checkpoint"
+            f"{stage.title} could not write its results; free disk space, then run the same command"
+            " with --resume to continue from its last checkpoint"
         )
         return EXIT_FAILED
     if status.ran_out_of_memory:
         print_error(
-            f"{stage.title} ran out of memory; try --plan auto, a shorter"
+            f"{stage.title} ran out of memory; try --plan auto, a smaller"
             f" --{stage.prefix}.data.max_length, or a smaller --{stage.prefix}.micro_batch_size if"
             " it is above 1. --resume then continues from its last checkpoint."
         )
@@ -251,7 +251,7 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
 
 
 def _summary_table(plan: Plan) -> Iterator[str]:
-    """A table of the steps' results, and the locations of the outputs."""
+    """Yield a table of the steps' results, and the locations of the outputs."""
     from pipeline.report.findings import findings
     from pipeline.report.methods import compare_methods, table
     from pipeline.report.results import find_chat_model, model_directory, read_results
@@ -282,6 +282,6 @@ def _summary_table(plan: Plan) -> Iterator[str]:
 
 
 def _format_metrics(values: Mapping[str, object]) -> str:
-    """The first few numbers of an evaluation; summary.json has all."""
+    """Format the first few numbers of an evaluation; summary.json has all of them."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     return "  ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:4])

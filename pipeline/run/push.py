@@ -18,10 +18,10 @@ from pipeline.system.errors import EXIT_FAILED, one_line
 
 
 def push_model(plan: Plan) -> None:
-    """Upload the last model, of several methods the best, if `--push-to-hub` is set.
+    """Upload the last model, or the best one of several methods, if `--push-to-hub` is set.
 
     Raises:
-        SystemExit: the upload failed; the message has the command that repeats it.
+        SystemExit: the upload failed; the message gives the command to retry it.
     """
     name, out = plan.request.push_to_hub, plan.request.output_dir
     if name is None:
@@ -51,7 +51,7 @@ def push_model(plan: Plan) -> None:
 
 
 def model_card(name: str, directory: Path, steps: Sequence[results.StepResult]) -> str:
-    """The text of README.md for the model in `directory`, which `steps` made."""
+    """Return the text of README.md for the model in `directory`, which `steps` produced."""
     config = (directory / "config.json").read_text("utf-8")
     task = "text-classification" if "SequenceClassification" in config else "text-generation"
     base = recorded_base_model(str(directory))
@@ -87,7 +87,7 @@ def model_card(name: str, directory: Path, steps: Sequence[results.StepResult]) 
 
 
 def _data_names(step: results.StepResult) -> list[str]:
-    """The step's data sets, without weights, splits and local directories."""
+    """Return the names of the step's data sets, without weights, splits or local directories."""
     paths = step.settings.get("data.path")
     paths = map(str, paths) if isinstance(paths, list) else ()
     names = [split_name(split_weight(path)[0])[0] for path in paths]

@@ -1,4 +1,4 @@
-"""A training run of one step: its directory, files and log. The step has the training loop."""
+"""A training run of one step: its directory, files and log. The training loop is in the step."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from pipeline.system.torch_process import memory_bytes
 logger = logging.getLogger(__name__)
 
 DIVERGED = "diverged.json"
-"""Marks a run that diverged: its state is unusable, so `--resume` starts again."""
+"""Marks a run that diverged: its state is unusable, so `--resume` starts from scratch."""
 
 STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
 LOCK = ".lock"
@@ -104,7 +104,7 @@ class Run:
         self._trackers.close()
 
     def describe_resume(self) -> str:
-        """The effect of `--resume`, as the end of a sentence."""
+        """Describe the effect of `--resume`, as the end of a sentence."""
         newest = next(iter(list_candidates(self.path(CHECKPOINTS))), None)
         step = None if newest is None else parse_step(newest)
         return "starts from step 1" if step is None else f"continues after step {step}"
@@ -125,7 +125,7 @@ class Run:
         return self._seconds_before + time.perf_counter() - self._start
 
     def path(self, name: str) -> Path:
-        """`<output_dir>/<name>`."""
+        """Return `<output_dir>/<name>`."""
         return self.config.output_dir / name
 
     def discard(self, name: str) -> None:
@@ -136,8 +136,8 @@ class Run:
     def log(self, step: int, /, *, tokens: int = 0, **metrics: int | float) -> None:
         """Record that `step` optimizer steps are done, the last one with `tokens` tokens.
 
-        Call it after every step: it updates the progress bar, and for every `config.log_every`-th
-        step and the last writes a line of metrics.jsonl, with `tokens_per_second` since the
+        Call it after every step: it updates the progress bar, and after every `log_every`-th step
+        and the last one it writes a line to metrics.jsonl, with `tokens_per_second` since the
         previous line, excluding evaluations, and `memory_gb` of the largest process. A collective.
         """
         now = time.perf_counter()
@@ -189,7 +189,7 @@ class Run:
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
         """Write result.json atomically, after everything else, to mark the step as finished.
 
-        The file has seconds, steps, tokens, the processes along each axis (`mesh`), `eval`,
+        The file has seconds, steps, tokens, the process count of each axis (`mesh`), `eval`,
         `extra`, and the settings that differ from the defaults.
         """
         if self._metrics is None:
@@ -214,7 +214,7 @@ class Run:
             self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
-        """State for resuming, from the main process, which writes the files."""
+        """Return the state for resuming, as seen by the main process, which writes the files."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -235,7 +235,7 @@ class Run:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 
     def discard_log(self) -> None:
-        """Discard the log of an earlier run if there is no state to resume from."""
+        """Discard the log of an earlier run; called when there is no state to resume from."""
         if self._metrics is not None:
             self._metrics.truncate(0)
 
@@ -246,7 +246,7 @@ class Run:
     def _write(
         self, step: int, metrics: Mapping[str, int | float], details: Mapping[str, object]
     ) -> None:
-        """Write a line of metrics.jsonl; trackers get only its `metrics`."""
+        """Write a line to metrics.jsonl; trackers receive only its `metrics`."""
         assert self._metrics is not None
         line = _json_safe({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -255,7 +255,7 @@ class Run:
 
 
 def changed_settings(config: StepConfig) -> dict[str, object]:
-    """Dotted names and values of the settings that differ from the step's defaults.
+    """Return the dotted names and values of settings that differ from the step's defaults.
 
     Settings of models that the step does not load are omitted.
     """
@@ -266,7 +266,7 @@ def changed_settings(config: StepConfig) -> dict[str, object]:
 
 
 def _json_safe(value: object) -> object:
-    """`value` with NaN and infinities replaced by None, because JSON lacks them."""
+    """Replace NaN and infinities in `value` with None, because JSON lacks them."""
     if isinstance(value, Mapping):
         return {key: _json_safe(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -277,11 +277,11 @@ def _json_safe(value: object) -> object:
 
 
 def get_training_id(path: str) -> str | None:
-    """Id of the training that produced the model at `path`; None without a readable result.json.
+    """Identify the training that made the model at `path`; None without a readable result.json.
 
-    It depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so only
-    equal weights have equal metrics. Time and settings are left out, so a bitwise repetition of
-    a training has the same id.
+    The id depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so
+    only equal weights have equal metrics. Time and settings are left out, so a bitwise repetition
+    of a training run has the same id.
     """
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ Metrics = Mapping[str, int | float]
 
 
 class Sink(NamedTuple):
-    """An open run of a tracker: functions that record metrics at a step and end it, and its id."""
+    """An open run of a tracker: functions that record a step's metrics and close it, and its id."""
 
     log: Callable[[int, Metrics], object]
     close: Callable[[], object]
@@ -43,7 +43,7 @@ class TrackedRun(NamedTuple):
 
 
 def tensorboard(run: TrackedRun, known: str) -> Sink:  # noqa: ARG001  # events have no id
-    """A sink that writes event files under `<directory>/tensorboard`."""
+    """Open a sink that writes event files under `<directory>/tensorboard`."""
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides events of an earlier run in the directory.
@@ -58,7 +58,7 @@ def tensorboard(run: TrackedRun, known: str) -> Sink:  # noqa: ARG001  # events 
 
 
 def wandb(run: TrackedRun, known: str) -> Sink:
-    """A sink for a run of the W&B project in WANDB_PROJECT."""
+    """Open a sink for a run of the W&B project in WANDB_PROJECT."""
     import wandb
 
     project, resume = os.environ.get("WANDB_PROJECT", PROJECT), "allow" if known else None
@@ -68,7 +68,7 @@ def wandb(run: TrackedRun, known: str) -> Sink:
 
 
 def trackio(run: TrackedRun, known: str) -> Sink:
-    """A sink for a run of the Trackio project in TRACKIO_PROJECT."""
+    """Open a sink for a run of the Trackio project in TRACKIO_PROJECT."""
     import trackio
 
     project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known else "never"
@@ -78,7 +78,7 @@ def trackio(run: TrackedRun, known: str) -> Sink:
 
 
 def mlflow(run: TrackedRun, known: str) -> Sink:
-    """A sink for a run of the MLflow experiment in MLFLOW_EXPERIMENT_NAME."""
+    """Open a sink for a run of the MLflow experiment in MLFLOW_EXPERIMENT_NAME."""
     import mlflow
 
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
@@ -91,7 +91,7 @@ def mlflow(run: TrackedRun, known: str) -> Sink:
 
 
 def _sanitize(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with `_` for the characters that MLflow rejects in names, as in `pass@1`."""
+    """Replace the characters that MLflow rejects in names, as in `pass@1`, with `_`."""
     return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
 
 
@@ -119,7 +119,7 @@ class Trackers:
 
 
 def open_trackers(names: Sequence[Tracker], run: TrackedRun) -> Trackers:
-    """Open the sinks called `names`, which continue the runs of the directory if it resumes."""
+    """Open the sinks called `names`; if the step resumes, they continue its directory's runs."""
     record = run.directory / RECORD
     known = json.loads(record.read_text()) if run.resumes and record.is_file() else {}
     sinks: dict[str, Sink] = {}
@@ -134,7 +134,7 @@ def open_trackers(names: Sequence[Tracker], run: TrackedRun) -> Trackers:
 
 @contextmanager
 def _drop_on_error(sinks: dict[str, Sink], name: str, what: str) -> Iterator[None]:
-    """Context in which an error only drops a sink: metrics.jsonl has all metrics."""
+    """Context manager in which an error only drops a sink: metrics.jsonl has all metrics."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve

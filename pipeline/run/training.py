@@ -41,7 +41,7 @@ C = TypeVar("C", bound=StepConfig)
 
 
 def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence[str]) -> None:
-    """Run a step on the processes that torchrun started, or on this one.
+    """Run a step on the processes that torchrun started, or on this process alone.
 
     Args:
         config_class: the step's settings.
@@ -69,10 +69,10 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
 
 
 MAX_EVALUATIONS = 10
-"""Maximum evaluations per run by default, including the last one but not the first."""
+"""Default maximum number of evaluations per run, including the last one but not the first."""
 
 MAX_EVAL_FRACTION = 0.08
-"""Maximum fraction of a run's work for evaluations after the first; the last one always runs."""
+"""Maximum fraction of a run's cost for evaluations after the first; the last one always runs."""
 
 FORWARD_FRACTION = 1 / 3
 """Fraction of a training step taken by the forward pass; the backward pass takes twice as long."""
@@ -109,7 +109,7 @@ class Rows:
     """Row indices of `data.train`, one global batch at a time."""
 
     total_steps: int
-    """Optimizer steps of the run."""
+    """Number of optimizer steps in the run."""
 
     @property
     def fingerprint(self) -> str:
@@ -122,7 +122,7 @@ class Rows:
         return self.data.prompts
 
     def next_examples(self) -> list[Example]:
-        """The examples of the next global batch."""
+        """Return the examples of the next global batch."""
         return [self.data.train[row] for row in next(self.stream)]
 
 
@@ -133,7 +133,7 @@ def load_rows(
     step: int,
     filter_rows: Callable[[StepData, ChatFormat], StepData] | None = None,
 ) -> Rows:
-    """Read the step's rows, and the tokenizer of the model it trains.
+    """Read the step's rows, and load the tokenizer of the model that it trains.
 
     `filter_rows` filters rows before they are ordered.
 
@@ -173,7 +173,7 @@ class Training(Generic[C, R, S]):
     """Passes over the micro-batches of a step."""
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due after `step`."""
+        """Return whether an evaluation is due after `step`."""
         return step == self.rows.total_steps or step % self.eval_every == 0
 
     def export(self) -> None:
@@ -182,7 +182,7 @@ class Training(Generic[C, R, S]):
 
 
 def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> int:
-    """Steps between evaluations; the last step is always evaluated.
+    """Return the number of steps between evaluations; the last step is always evaluated.
 
     It depends only on settings and rows, never on a clock: the choice of the best weights must not
     depend on the speed of the machine.
@@ -191,7 +191,7 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
         every: the setting `eval_every`: a number of steps, 0 for the last step only, None for the
             default.
         total_steps: number of steps of the run.
-        cost: work of one evaluation, in training steps.
+        cost: cost of one evaluation, as a number of training steps.
     """
     if every == 0:
         return total_steps
@@ -202,7 +202,7 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
 
 
 def choose_eval_interval(config: StepConfig, rows: _RowSource, held_out: Sequence[object]) -> int:
-    """The interval between evaluations, for these training and held-out rows."""
+    """Choose the interval between evaluations, for these training and held-out rows."""
     return evaluation_interval(
         config.eval_every,
         total_steps=rows.total_steps,
@@ -220,7 +220,7 @@ def set_up(
     guards: HealthMonitor | None = None,
     passes: Passes | None = None,
 ) -> Training[C, R, S]:
-    """Record the step's prompts, set the evaluation interval, and with `resume` load the state.
+    """Record the step's prompts, set the evaluation interval, and load the state if resuming.
 
     The state includes `guards`, if any. `passes` is given if the model is a pipeline stage.
     """
@@ -282,7 +282,7 @@ def shard_rows(
 def exporting_best(
     run: Run, best: BestWeights, export: Callable[[], object], **trained: TrainedModelConfig
 ) -> Iterator[None]:
-    """Context around a step's loop: if training diverges, export the best weights first.
+    """Context manager around a step's loop: if training diverges, export the best weights first.
 
     Args:
         run: the step's run, which records the divergence.
@@ -291,8 +291,8 @@ def exporting_best(
         trained: settings of the trained model by its name, for the learning rate in the message.
 
     Raises:
-        DivergedError: training diverged; the message says what happened, what is kept and what to
-            do.
+        DivergedError: training diverged; the message says what happened, what is kept and how to
+            fix it.
     """
     try:
         yield
@@ -319,12 +319,12 @@ def check_initial_metrics(path: str | None, metrics: Mapping[str, float]) -> Non
         if not math.isfinite(value):
             raise ModelError(
                 f"{path}: its {name.replace('_', ' ')} is {value} before any training; its weights"
-                " contain infinity or NaN, or overflow in this precision (try fp32)"
+                " contain infinity or NaN, or its activations overflow (try precision fp32)"
             )
 
 
 def check_finite(context: str, metrics: Mapping[str, float]) -> None:
-    """End a run whose metrics are no longer finite.
+    """Raise an error if a run's metrics are no longer finite.
 
     Raises:
         DivergedError: a metric is infinite or not a number.

@@ -1,1 +1,1 @@
-"""Settings of the process and the machine: threads, memory, rounding, random numbers."""
+"""The process and the machine: errors, signals, logs, threads, memory, random numbers."""

@@ -15,7 +15,7 @@ EXIT_DIVERGED = 80
 """Exit code if loss, gradients or weights stayed infinite or NaN; the best weights are kept."""
 
 EXIT_DISK_FULL = 81
-"""Exit code of a run that could not write its results; it resumes from its last checkpoint."""
+"""Exit code of a run that could not write its results; it can resume from its last checkpoint."""
 
 
 class UserError(Exception):
@@ -47,9 +47,9 @@ class KernelError(UserError):
 
 
 class DivergedError(RuntimeError):
-    """Training diverged permanently: one sentence, exit code 80, no traceback.
+    """Training diverged permanently; a command reports it in one sentence and exits with code 80.
 
-    All processes raise it at the same point, since they detect it by sums over all processes.
+    All processes raise it at the same point, since they detect it with an all-reduce.
     """
 
 
@@ -58,7 +58,7 @@ class JobFailed(SystemExit):
 
 
 def exit_code(error: BaseException) -> int:
-    """Exit code of a command, and of all processes of a job, after this error."""
+    """Return the exit code of a command, and of all processes of a job, after this error."""
     if isinstance(error, UserError):
         return EXIT_USER_ERROR
     if isinstance(error, DivergedError):
@@ -69,24 +69,24 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the machine is out of memory."""
+    """Return whether the device or the machine is out of memory."""
     type_name = type(error).__name__  # avoids importing torch
     is_torch_error = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or type_name == "OutOfMemoryError" or is_torch_error
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a disk, or the user's quota, is full."""
+    """Return whether the disk or the user's quota is full."""
     has_errno = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return has_errno or os.strerror(errno.ENOSPC) in str(error)  # safetensors raises its own error
 
 
 MAX_REASON_LENGTH = 200
-"""Maximum characters of a library's message within an error message."""
+"""Maximum number of characters of a library's message within an error message."""
 
 
 def one_line(error: Exception) -> str:
-    """An error's first paragraph in one line, with its type if it is a KeyError or has no text."""
+    """Return an error's first paragraph in one line, with its type for a KeyError or no text."""
     lines = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not lines:
         lines = f"{type(error).__name__} {lines}".strip()
@@ -94,7 +94,7 @@ def one_line(error: Exception) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: a similar name, or all known names."""
+    """End a message about an unknown name: suggest a similar name, or list all known names."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if matches:

@@ -4,7 +4,7 @@
 
 Each fault is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: all ranks), the nth call of
 `fault_point(point)` fails. Actions are kill (SIGKILL), exit (immediately, with code 1), hang,
-sleep-<ms>, raise (RuntimeError), enospc and eio (OSError of a full or broken disk).
+sleep-<ms>, raise (RuntimeError), and enospc and eio (the OSError of a full or broken disk).
 """
 
 import errno
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def fault_point(point: str) -> None:
-    """Fail here if `FAULT` has this point.
+    """Fail here if `FAULT` names this point and call.
 
     Raises:
         RuntimeError, OSError: the requested fault.

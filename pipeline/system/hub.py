@@ -20,7 +20,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 def cached_file(name: str, file: str) -> str | None:
-    """The cached path of a file of the model `name`; None if it is not in the cache."""
+    """Return the cached path of a file of the model `name`; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -32,7 +32,7 @@ def cached_file(name: str, file: str) -> str | None:
 
 
 def download_settings(name: str) -> None:
-    """Download the settings and tokenizer of the model `name`, unless cached or unreachable."""
+    """Download a model's settings and tokenizer, unless cached or if the Hub is unreachable."""
     from huggingface_hub import snapshot_download
 
     if cached_file(name, "config.json") is None and unreachable_reason() is None:
@@ -41,9 +41,9 @@ def download_settings(name: str) -> None:
 
 
 def unreachable_reason() -> str | None:
-    """The reason why the Hub can't be used; None if it responds, or if only its client can tell.
+    """Return why the Hub can't be used; None if it responds, or if only its client can tell.
 
-    The latter holds behind a proxy, or if the user has set the client to offline mode.
+    The latter is the case behind a proxy, or if the user has set the client to offline mode.
     """
     if any(os.environ.get(name) for name in PROXIES) or os.environ.get("HF_HUB_OFFLINE"):
         return None
@@ -65,7 +65,7 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
         alternative: what the user may pass instead of a Hub name.
 
     Raises:
-        UserError: of that type; the message has the reason and the fix.
+        UserError: the Hub can't be used; the message gives the reason and the fix.
     """
     reason = unreachable_reason()
     if reason is not None:
@@ -74,7 +74,7 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
 
 
 def check_push(name: str, *, online: bool) -> None:
-    """Check the repository's name and that there is a token; if `online`, that it can write.
+    """Check the repository's name and that there is a token, and if `online`, that it can write.
 
     Raises:
         ConfigError: the upload would fail.

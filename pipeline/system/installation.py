@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Directory of `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all child processes."""
+"""Directory of `pipeline/`, the steps and `configs/`; on the `PYTHONPATH` of child processes."""
 
 IS_INSTALLED = ROOT.name == "rlhf_pipeline"
 """Whether the code is installed from a wheel, inside one package (`rlhf_pipeline`)."""
@@ -19,9 +19,9 @@ MODULE = "python -m rlhf_pipeline" if IS_INSTALLED else "python -m"
 
 
 def find_preset(path: Path) -> Path:
-    """The settings file at `path`, or else the built-in preset with that name.
+    """Return the settings file at `path`, or the built-in preset with that name if there is none.
 
-    So `--config configs/opt-1.3b.yaml` and `opt-1.3b.yaml` work in any directory.
+    Thus `--config configs/opt-1.3b.yaml` and `opt-1.3b.yaml` work in any directory.
     """
     if path.is_absolute() or path.exists():
         return path

@@ -22,7 +22,7 @@ ItemT = TypeVar("ItemT")
 def configure_logging(*, is_main: bool) -> None:
     """Log one line per message, `HH:MM:SS message`, to standard error.
 
-    Rank 0 shows our messages and warnings of libraries; other ranks show only errors.
+    Rank 0 shows our messages and the warnings of libraries; other ranks show only errors.
     """
     import transformers
 
@@ -47,14 +47,14 @@ class _StderrHandler(logging.Handler):
 
 
 MAX_LOG_LINES = 20
-"""Approximate number of lines if standard error is not a terminal."""
+"""Approximate number of progress lines if standard error is not a terminal."""
 
 SHOWN_METRICS = ("score", "kl", "loss", "accuracy")
 """Metrics shown while a step runs; metrics.jsonl has all of them."""
 
 
 class Progress:
-    """The progress of one step on standard error."""
+    """Shows the progress of one step on standard error."""
 
     def __init__(self, name: str, total_steps: int) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Progress:
         self._bar: RichProgress | None = None
 
     def start(self) -> None:
-        """Show the bar on a terminal."""
+        """Show the progress bar if standard error is a terminal."""
         if not sys.stderr.isatty():
             return
         bar = RichProgress(
@@ -79,7 +79,7 @@ class Progress:
         self._bar = bar
 
     def update(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> None:
-        """Record that `step` of `total_steps` are done, after `seconds` of training."""
+        """Show that `step` of `total_steps` steps are done, after `seconds` of training."""
         status = self.status(step, metrics, seconds=seconds)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
@@ -92,7 +92,7 @@ class Progress:
             self._bar.stop()
 
     def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
-        """Text next to the step number: the metrics in `SHOWN_METRICS`, speed, time left."""
+        """Format the text next to the step number: `SHOWN_METRICS`, speed, and time left."""
         parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN_METRICS if name in metrics]
         if metrics.get("tokens_per_second"):
             parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
@@ -103,7 +103,7 @@ class Progress:
 
 
 def log_progress(items: Sequence[ItemT], name: str, *, interval: float = 30.0) -> Iterator[ItemT]:
-    """Yield `items`, and log the progress at most once in `interval` seconds."""
+    """Yield `items`, logging progress at most once every `interval` seconds."""
     start = last = time.perf_counter()
     for done, item in enumerate(items):
         now = time.perf_counter()
@@ -114,7 +114,7 @@ def log_progress(items: Sequence[ItemT], name: str, *, interval: float = 30.0) -
 
 
 def format_duration(seconds: int | float) -> str:
-    """Seconds formatted as `m:ss`, or `h:mm:ss` from an hour on."""
+    """Format seconds as `m:ss`, or as `h:mm:ss` for an hour or more."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -135,5 +135,5 @@ class Clock:
         self._last = now
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of each phase, named `seconds_<phase>`."""
+        """Return the seconds of each phase, named `seconds_<phase>`."""
         return {f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()}

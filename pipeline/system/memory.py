@@ -6,11 +6,11 @@ from pathlib import Path
 import psutil
 
 LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Names of the files with a control group's limit and usage, for versions 2 and 1."""
+"""Names of the files with a control group's limit and usage, for cgroup versions 2 and 1."""
 
 
 def available_bytes(groups: Sequence[Path] | None = None) -> int:
-    """Bytes of host memory that can be allocated, within container limits.
+    """Return the bytes of host memory that can be allocated, within container limits.
 
     Args:
         groups: directories of the control groups that may limit this process; by default its own
@@ -22,13 +22,13 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
 
 
 def count_memory_kills() -> int:
-    """Number of processes killed by the kernel because the system or a container lacked memory."""
+    """Count processes that the kernel killed because the system or a container lacked memory."""
     counters = (line.partition(" ") for line in _read(Path("/proc/vmstat")).splitlines())
     return next((int(value) for name, _, value in counters if name == "oom_kill"), 0)
 
 
 def control_groups() -> list[Path]:
-    """The control groups of this process, innermost first, of versions 1 and 2."""
+    """List the control groups of this process, of both versions, innermost first."""
     groups: list[Path] = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -40,7 +40,7 @@ def control_groups() -> list[Path]:
 
 
 def _available_in(group: Path) -> int | None:
-    """Bytes left below a control group's limit; None if it has no limit."""
+    """Return the bytes left below a control group's limit; None if it has no limit."""
     for limit_file, usage_file in LIMIT_FILES:
         limit, usage = _read(group / limit_file), _read(group / usage_file)
         if limit.isdigit() and usage.isdigit():

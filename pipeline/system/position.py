@@ -13,7 +13,7 @@ RECENT = 512
 
 
 class DesyncError(RuntimeError):
-    """The processes of a job ran different collectives, or one has ended."""
+    """The processes of a job ran different collectives, or one of them exited."""
 
 
 class Collective(NamedTuple):
@@ -33,7 +33,7 @@ class Position:
     """Counts this process's collectives, and names the processes it is waiting for.
 
     `enter_collective` is called before every collective of a training step; a thread of
-    `pipeline.watchdog.process` reads the state at any time.
+    `pipeline.watchdog.process` may read the state at any time.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Position:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], reason: str = "") -> Iterator[None]:
-        """Context in which this process waits for these processes.
+        """Context manager around a wait for these processes.
 
         `reason` describes the wait if it is not for a collective that this process has entered.
         """

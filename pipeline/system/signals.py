@@ -9,37 +9,37 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of schedulers: SIGTERM, and SLURM's warning, `--signal=USR1@120`."""
+"""Signals sent by schedulers: SIGTERM, and SLURM's warning with `--signal=USR1@120`."""
 
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
-"""Signals of Ctrl-C and of a closed terminal."""
+"""Signals sent by Ctrl-C and by a closed terminal."""
 
 EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again with --resume."""
+"""EX_TEMPFAIL in sysexits.h: nothing is wrong; run the same command again with --resume."""
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as in shells."""
 
 DUPLICATE_SECONDS = 0.3
-"""Seconds within which equal signals count once: `timeout` signals both the process and its group,
-and a launcher forwards signals that the process has already received."""
+"""Seconds within which repeated signals count as one: `timeout` signals both the process and its
+group, and a launcher forwards signals that the process has already received."""
 
 STOP_BYTE = b"\0"
-"""Byte that ends the thread; it is not the number of a signal."""
+"""Byte that stops the listening thread; no signal has this number."""
 
 
 class StopSignals:
-    """Context in which stop signals are recorded in `received`, and a second Ctrl-C aborts.
+    """Context manager that records stop signals in `received`; a second Ctrl-C aborts.
 
-    After a scheduler's signal, further ones have no effect: SLURM sends SIGUSR1, and SIGTERM at the
-    time limit, while the state is being saved. After a Ctrl-C any further signal aborts the
-    process, except that of a closed terminal. Signals that the caller has set to be ignored, as
-    nohup does, stay ignored.
+    After a scheduler's signal, further ones have no effect: SLURM sends SIGUSR1 and, at the time
+    limit, SIGTERM, while the state is being saved. After Ctrl-C, any further signal aborts the
+    process, except the one from a closed terminal. Signals that the caller has set to be ignored,
+    as nohup does, stay ignored.
 
     Args:
         announce: called on the first signal, and again, with `aborts=True`, just before the process
-            ends. It is called immediately, from another thread, even while the main thread waits in
-            a collective, where Python would not run a handler.
+            aborts. It is called immediately, from another thread, even while the main thread waits
+            in a collective, where Python would not run a handler.
     """
 
     def __init__(self, announce: Callable[..., None]) -> None:
@@ -102,9 +102,9 @@ class StopSignals:
 
 @contextmanager
 def default_sigint() -> Iterator[None]:
-    """Context for a wait in which Python runs no handlers: Ctrl-C ends the process, as in C.
+    """Context manager for a wait in which Python runs no handlers: Ctrl-C kills the process.
 
-    Otherwise it would keep waiting for processes that the same Ctrl-C has ended.
+    Otherwise it would keep waiting for processes that the same Ctrl-C has killed.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -118,9 +118,9 @@ def default_sigint() -> Iterator[None]:
 
 
 class ExitOnSignal:
-    """Context in which a scheduler's signal exits with EXIT_REQUEUE.
+    """Context manager in which a scheduler's signal exits with EXIT_REQUEUE.
 
-    Before the first step and after the last there is nothing to save. Ctrl-C raises a
+    Before the first step and after the last, there is nothing to save. Ctrl-C raises a
     KeyboardInterrupt as usual. A signal that already has a handler keeps it.
     """
 

@@ -1,4 +1,4 @@
-"""OpenMP's threads: how many there are, and how they wait for each other."""
+"""OpenMP threads: how many there are, and how they wait for each other."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ import psutil
 from pipeline.system.errors import ConfigError
 
 THREADS_VARIABLE = "RLHF_THREADS"
-"""Environment variable with the threads of each process, used if the setting `threads` is null."""
+"""Environment variable: threads per process, used if the setting `threads` is null."""
 
 SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-"""Environment variables that determine how OpenMP's threads wait."""
+"""Environment variables that determine how OpenMP threads wait."""
 
 BUSY_PERCENT = 25.0
 """Load of the machine above which other programs are assumed to need the cores."""
@@ -48,6 +48,6 @@ def shorten_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def cores_per_process(processes: int) -> int:
-    """Number of cores for each of a number of processes on this machine, at least 1."""
+    """Return the number of cores per process if this machine runs this many, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)

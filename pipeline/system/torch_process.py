@@ -21,7 +21,7 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
     """Let freed GPU memory serve requests of any size; call it before the first allocation.
 
     A step of RL alternates between training and generation, whose tensors have different sizes:
-    segments of a fixed size would be fragmented.
+    segments of a fixed size would become fragmented.
 
     Returns:
         False if the user has configured the allocator, which is then unchanged.
@@ -36,12 +36,12 @@ def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) 
 
 @contextmanager
 def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
-    """Context that applies the settings' GPU rounding; CPUs are not affected.
+    """Context manager that applies the rounding settings of GPUs; CPUs are not affected.
 
     With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With `deterministic`,
-    operators use kernels with a fixed order of additions, and cuBLAS the workspace that this needs.
-    Operators without such a kernel warn; `pipeline.models.forward.attention` handles attention,
-    whose backward pass uses one only if others are disallowed.
+    operators use kernels with a fixed order of additions, and cuBLAS uses the workspace that this
+    needs. Operators without such a kernel warn; `pipeline.models.forward.attention` handles
+    attention, whose backward pass uses one only if others are disallowed.
     """
     previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -60,7 +60,7 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """Bytes of memory of this process; on a GPU, the peak of its tensors."""
+    """Return this process's memory in bytes; on a GPU, the peak memory of its tensors."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return psutil.Process().memory_info().rss
@@ -74,7 +74,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """States of the generators of PyTorch (CPU and GPU), Python and NumPy: 1-D tensors by name."""
+    """Return the states of PyTorch's, Python's and NumPy's generators as 1-D tensors by name."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

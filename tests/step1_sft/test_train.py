@@ -95,7 +95,7 @@ def test_initial_weights_are_exported_if_training_did_not_improve_them(
     (said,) = (text for text in caplog.messages if "did not improve the perplexity" in text)
     before, after = map(float, re.findall(r"([\d.e+]+) (?:before|after)", said))
     assert before < after
-    assert "so the initial weights are exported: lower model.optim.lr, now 9" in said
+    assert "so the initial weights are exported; lower model.optim.lr (now 9)" in said
 
 
 def train_losses(config: SFTConfig) -> list[float]:

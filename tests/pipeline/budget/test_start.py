@@ -25,5 +25,5 @@ def _unset_process_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.jobs
 def test_step_that_exceeds_machine_memory_raises() -> None:
-    with pytest.raises(ConfigError, match=r"^this step takes \d+\.\d GiB on each machine to"):
+    with pytest.raises(ConfigError, match=r"^this step needs \d+\.\d GiB on each machine to"):
         check_memory(HUGE)

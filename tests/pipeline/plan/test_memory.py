@@ -56,8 +56,8 @@ def test_step_that_cant_fit_is_refused_with_a_change_that_fits(tmp_path: Path) -
 
     (message,) = memory_errors(plan(tmp_path, argv))
 
-    assert message.startswith("step 1 takes ")
-    assert " GiB on each GPU to train, with 16.0 GiB available; it fits with --sft." in message
+    assert message.startswith("step 1 needs ")
+    assert " on each GPU to train, but only 16.0 GiB is available; it fits with --sft." in message
     change = message.partition("it fits with ")[2]
     assert list(memory_errors(plan(tmp_path, f"{argv} {change}"))) == []
 
@@ -70,7 +70,7 @@ def test_run_that_cant_fit_raises_before_it_starts(
     argv += ["--step", "1", "--sft.model.precision", "fp32", "--sft.micro_batch_size", "1"]
     argv += ["--sft.model.gradient_checkpointing", "true"]
 
-    with pytest.raises(ConfigError, match=r"^step 1 takes [\d.]+ GiB on each machine to"):
+    with pytest.raises(ConfigError, match=r"^step 1 needs [\d.]+ GiB on each machine to"):
         main(argv, TOY_STAGES)
     assert not (tmp_path / "out").exists()
 

@@ -98,7 +98,7 @@ def test_failed_step_ends_the_run_and_removes_its_directory(
     assert exit_info.value.code == code
     errors = capfd.readouterr().err
     assert errors.startswith(output)
-    assert ("free disk space, then the same command with --resume" in errors) == (
+    assert ("free disk space, then run the same command with --resume" in errors) == (
         toy == "disk full"
     )
     assert not (tmp_path / "out").exists()
@@ -127,7 +127,7 @@ def test_interrupted_run_keeps_its_files_and_prints_how_to_resume(tmp_path: Path
 
     assert process.returncode == 130
     assert output.splitlines()[-1] == (
-        f"interrupted in step 1; {out} keeps the finished results, and the same command with"
+        f"interrupted in step 1; {out} keeps the finished results; run the same command with"
         " --resume continues"
     )
     run(out, "--step", "1", "--resume")
@@ -190,7 +190,7 @@ def test_out_of_memory_step_continues_with_half_the_micro_batch(
     output = capfd.readouterr().err
     assert ("cannot allocate 7 GiB" in output) == (not killed)
     assert "step 3 continues with --ppo.micro_batch_size 2 --ppo.generation_batch_size 5;" in output
-    sizes = r"the plan was about ([\d.]+) MiB .* largest process used ([\d.]+) ([MG])iB"
+    sizes = r"was planned to use about ([\d.]+) MiB .* largest process used ([\d.]+) ([MG])iB"
     ratios = [
         float(size) * (1024 if unit == "G" else 1)
         for planned, size, unit in re.findall(sizes, output)
