@@ -103,7 +103,7 @@ def test_checkpoint_restores_frozen_weights(tmp_path: Path) -> None:
 
 def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     Engine(torch.nn.Linear(16, 16)).save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"trained bias of shape \[16\]"):
+    with pytest.raises(CheckpointError, match=r"trained parameter bias of shape \[16\]"):
         Engine(torch.nn.Linear(8, 8)).resume(tmp_path)
 
 

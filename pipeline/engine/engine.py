@@ -37,9 +37,9 @@ KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
 
 
 class RolloutOffload:
-    """Copies of storages in host memory, made to free device memory.
+    """Moves storages to host memory and back, to free device memory in between.
 
-    Only the bytes of a storage move, so that every view of it stays valid.
+    Only the bytes of a storage are moved, so every view of it stays valid.
     """
 
     def __init__(self, zero: ZeroModel, groups: list[TrainedParams]) -> None:
@@ -102,7 +102,7 @@ class StepResult:
     """Global L2 norm of the gradient before clipping; not finite if the step was skipped."""
 
     lr: float
-    """Learning rate of the step: that of the adapters if there are any, not of a new head."""
+    """Learning rate of the step; with adapters, the adapters' rate rather than a new head's."""
 
     skipped: bool
     """True if the gradient was not finite and nothing was changed."""
@@ -121,15 +121,15 @@ class Engine:
     (or pairs) of the whole optimizer step, so that every token has the same weight however the step
     is split. Lower-precision weights have fp32 master weights and fp32 sums of gradients.
 
-    What a process keeps between uses depends on `config.zero_stage`: 0 everything; 1 and 2 only its
-    shard of masters, moments and summed gradients; 3 also only its shard of the weights. The
-    results are bitwise identical.
+    At every `config.zero_stage` a process keeps only its shard of the summed gradients; from stage
+    1, also only its shard of master weights and moments; and at stage 3, between uses, only its
+    shard of the weights. The results are bitwise identical.
 
     `name`, the same on all processes, labels its collectives: if some process uses two engines
-    in a different order, the error names both. `group` defaults to that of `mesh.data`. If the
+    in a different order, the error names both. `group` defaults to `current_mesh().data`. If the
     model is a pipeline stage or a tensor-parallel shard, the processes of `model_parallel` together
-    have the full model: they take and skip steps together, with one norm. `tensor` is the
-    tensor-parallel group, `stages` the pipeline group.
+    have the full model: they take and skip steps together, with one gradient norm. `tensor` is the
+    tensor-parallel group, and `stages` the pipeline group.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Engine:
         placement = get_placement(config, device)
         units = build_units(model, config, self.comm, self.pool, placement, tensor)
         self.zero = ZeroModel(model, units, self.comm)
-        return_freed_memory()  # of the weights as they were loaded; the units have copies
+        return_freed_memory()  # of the loaded weights, which the units have copied
         self.groups: list[TrainedParams] = [params for unit in units for params in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trainable parameters; check lora.targets")
@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Number of times the weights were changed."""
+        """Number of weight updates."""
         return self.zero.updates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -208,15 +208,15 @@ class Engine:
         self.zero.backward(outputs, gradients, reaches_root=not blocks_only)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context in which every process has all weights, to read or to generate."""
+        """Return a context in which every process has all weights, to read or to generate."""
         return self.zero.gathered()
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """Clip the summed gradients, update the weights if finite, and clear the gradients.
+        """Clip the summed gradients, apply them if they are finite, and clear them.
 
         Raises:
-            NonFiniteGradientError: gradients were not finite for too long, or at the lowest scale.
+            NonFiniteGradientError: they were not finite for too many steps, or at the lowest scale.
         """
         fault_point("engine.step")
         self.zero.check_ready()
@@ -255,7 +255,7 @@ class Engine:
         self.rollout_offload.reload()
 
     def masters(self) -> Iterator[Tensor]:
-        """This process's shard of the fp32 weights, one vector for each group.
+        """Iterate over this process's shard of the master weights, one vector per group.
 
         Read or copy each before requesting the next: its memory may be reused.
         """
@@ -272,7 +272,7 @@ class Engine:
                 current.copy_(master)
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each unit, gathered on all processes until the next is requested."""
+        """Yield each unit's parameters, gathered on all processes until the next is requested."""
         for unit in self.zero.iter_gathered():
             yield [param for flat in unit.flats for param in flat.params.values()]
 
@@ -287,7 +287,7 @@ class Engine:
             self.groups[index].detach()
 
     def _grad_norm(self) -> tuple[float, str]:
-        """Global norm of the gradient, and the first unit whose gradient is not finite."""
+        """Return the global gradient norm and, if it is not finite, the first unit responsible."""
         device = local_device()
         by_group = [chunk_squares(group.norm_gradient(), group.comm) for group in self.groups]
         packed = torch.cat([squares.to(device) for squares in by_group])
@@ -319,7 +319,7 @@ class Engine:
     def _finish_update(
         self, prepared: Mapping[TrainedParams, list[Shard]], multiplier: float, lr_factor: float
     ) -> None:
-        """Run the AdamW kernel on vectors, on a GPU in one launch, and publish the new weights."""
+        """Run AdamW on the vectors (on a GPU in one launch) and publish the new weights."""
         shards = [shard for group_shards in prepared.values() for shard in group_shards]
         if shards:
             group = next(iter(prepared))
@@ -374,7 +374,7 @@ class FrozenEngine:
 
     @property
     def updates(self) -> int:
-        """Number of times the weights were changed: 0."""
+        """Number of weight updates; always 0 for a frozen model."""
         return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -382,5 +382,5 @@ class FrozenEngine:
         return self.model(*args, **kwargs)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context in which every process has all weights."""
+        """Return a context in which every process has all weights."""
         return nullcontext() if self._zero is None else self._zero.gathered()

@@ -18,7 +18,7 @@ from pipeline.parallel.group import SELF_GROUP, Group
 
 
 def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement:
-    """Device and sharding of all states of a process."""
+    """Return the device and sharding of all states of a process."""
     host = torch.device("cpu")
     offload = config.zero.offload
     return Placement(
@@ -68,9 +68,9 @@ def build_units(
 def group_params(
     unit: UnitParams, config: TrainedModelConfig
 ) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
-    """The parameters of each flat vector of a unit, grouped by kind.
+    """Group the parameters of a unit by flat vector.
 
-    Each module outside the blocks has separate vectors, so that a pipeline stage that has some of
+    Each module outside the blocks has its own vectors, so that a pipeline stage that has some of
     these modules lays them out and sums their squares as a single process does.
     """
     groups: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
@@ -84,7 +84,7 @@ def group_params(
 def store_on_disk(
     groups: Sequence[TrainedParams], config: TrainedModelConfig, rank: int
 ) -> StreamedState | None:
-    """Masters and moments in a file if they are offloaded to NVMe, else None.
+    """Store masters and moments in a file if they are offloaded to NVMe; else return None.
 
     Raises:
         ConfigError: the disk lacks space.
@@ -103,10 +103,10 @@ def store_on_disk(
 
 
 def get_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
-    """The settings of a parameter, which select its vector in the unit.
+    """Return the settings of a parameter, which select its vector in the unit.
 
     One-dimensional parameters (biases and norms) have no weight decay. They are stored at the end
-    of the others' vector, so that each unit is gathered and reduced at once.
+    of the same vector, so that each unit is gathered and reduced at once.
     """
     dtype, role = param.dtype, get_role(param)
     if not param.requires_grad:

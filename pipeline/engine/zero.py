@@ -3,8 +3,8 @@
 Hooks are registered on the module itself and on its units; nothing in the model is replaced.
 Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
 arrives, collect its gradients, and reduce them when the next unit starts. An embedding is not
-gathered for its backward pass, an output layer stays gathered until its backward pass is over, and
-the root for the full pass. Only stage 3 frees and gathers; at lower stages the hooks do nothing.
+gathered for its backward pass; an output layer stays gathered until its backward pass is over, and
+the root until both passes are. Weights are freed and gathered only at stage 3.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,12 @@ PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """The tensors in tuples, lists, dictionaries and `transformers` outputs."""
+    """List the tensors in nested tuples, lists, dictionaries and `transformers` outputs."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def clone_views(output: object) -> object:
-    """The output, with views that autograd backpropagates through replaced by copies.
+    """Return the output with copies in place of views that autograd backpropagates through.
 
     A hook on a view is lost when the view is changed in place.
     """
@@ -44,16 +44,16 @@ def clone_views(output: object) -> object:
 
 
 def check_output(block: str, output: object) -> None:
-    """Raise if a block returns an object without recognizable tensors.
+    """Check that a block's output has only types in which the engine can find tensors.
 
     Raises:
-        ConfigError: the block's weights would be freed before its backward pass.
+        ConfigError: it has another type; the block's weights would be freed too early.
     """
     for leaf in tree_leaves(output):
         if not isinstance(leaf, (*PLAIN_TYPES, Tensor)):
             raise ConfigError(
-                f"{block} returns a {type(leaf).__qualname__}, in which the engine finds no"
-                " tensors: return tensors, or tuples or dictionaries of them"
+                f"{block} returns a {type(leaf).__qualname__}, in which the engine can't find"
+                " tensors; return tensors, or tuples or dictionaries of tensors"
             )
 
 
@@ -86,7 +86,7 @@ class Unit:
             flat.start_gather()
 
     def gather(self) -> None:
-        """Gather its weights, and wait for them."""
+        """Gather its weights and wait for them."""
         self.start_gather()
         for flat in self.flats:
             flat.gather()
@@ -98,7 +98,7 @@ class Unit:
 
 
 class ZeroModel:
-    """A module with its units, gathered and freed by hooks."""
+    """A module whose units are gathered and freed by hooks."""
 
     def __init__(self, model: nn.Module, units: list[Unit], comm: Collectives) -> None:
         self.model, self.units, self.comm = model, units, comm
@@ -109,7 +109,7 @@ class ZeroModel:
         self.backward_failed = False
         """True after a failed backward pass, until `discard`."""
         self.updates = 0
-        """Number of times the weights were changed; graphs of older weights are invalid."""
+        """Number of weight updates; autograd graphs from before the last one are invalid."""
         self._pin_count = 0
         self._reducing: Unit | None = None
         self._visited: list[Unit] = []
@@ -117,7 +117,7 @@ class ZeroModel:
         self._previous: dict[Unit, Unit] = {}
         self._root_was_gathered = True
         if getattr(model, "_engine", None) is not None:
-            raise ConfigError("this model already belongs to an engine; build the model again")
+            raise ConfigError("this model already belongs to an engine; create a new model")
         object.__setattr__(model, "_engine", self)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
@@ -172,10 +172,10 @@ class ZeroModel:
             return
         if not self.root.gathered:
             raise RuntimeError(
-                f"{unit.name} was called while the weights outside it were sharded: call the engine"
-                " instead of its modules, or do so under `engine.gathered()`"
+                f"{unit.name} was called while the weights outside it were sharded; call the engine"
+                " instead of its modules, or call them under `with engine.gathered():`"
             )
-        if self.head is not None and unit.kind == "embedding":  # another run within this pass
+        if self.head is not None and unit.kind == "embedding":  # another call in this pass
             self._free(self.head)
         self._visited.append(unit)
         self._gather(unit, self._next)
@@ -205,10 +205,10 @@ class ZeroModel:
         *,
         reaches_root: bool = True,
     ) -> None:
-        """Run autograd from `roots` (a loss, or outputs with `gradients`); reduce the gradients.
+        """Run autograd from `roots` (a loss, or outputs with `gradients`) and reduce gradients.
 
-        A process whose roots have no graph joins the collectives with zeros. Without `reaches_root`
-        the graph has only the blocks, on every process.
+        A process whose roots have no graph contributes zeros to the collectives. Without
+        `reaches_root` the graph contains only the blocks, on every process.
         """
         self.check_ready()
         self._reaches_root = reaches_root
@@ -228,7 +228,7 @@ class ZeroModel:
         self.flush()
 
     def flush(self) -> None:
-        """Finish a backward pass, if there was one: reduce remaining gradients, free weights."""
+        """Finish any backward pass: reduce the remaining gradients and free the weights."""
         if in_backward() or not any(unit.in_backward for unit in self.units):
             return
         for unit in self.units:
@@ -240,7 +240,7 @@ class ZeroModel:
             self._free(unit)
 
     def reduce(self) -> None:
-        """Add all pending gradients to the sums."""
+        """Reduce all pending gradients and add them to the sums."""
         for unit in self.units:
             for params in unit.trained:
                 params.gradients.start_reduction()
@@ -251,7 +251,7 @@ class ZeroModel:
         self._reducing = None
 
     def discard(self) -> None:
-        """Discard all gradients, and the state of a pass that failed."""
+        """Discard all gradients and the state of a failed pass."""
         self._reducing = None
         self.backward_failed = False
         for unit in self.units:
@@ -314,7 +314,7 @@ class ZeroModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which all weights are gathered; all processes must enter together."""
+        """Keep all weights gathered within a context, which all processes must enter together."""
         self.check_ready()
         self._pin_count += 1
         try:
@@ -328,9 +328,9 @@ class ZeroModel:
                     self._free(unit)
 
     def iter_gathered(self) -> Iterator[Unit]:
-        """Every unit, with its weights gathered until the next one is requested.
+        """Yield every unit, with its weights gathered until the next one is requested.
 
-        If collectives are asynchronous, the next unit is gathered meanwhile. All processes must
+        If collectives are asynchronous, the next unit is prefetched. All processes must
         iterate together.
         """
         self.check_ready()
@@ -357,19 +357,19 @@ class ZeroModel:
             flat.detach_params()
 
     def attach_params(self) -> None:
-        """Attach the parameters to their weights again if those are gathered."""
+        """Reattach the parameters to their weights where those are gathered."""
         self.is_offloaded = False
         for flat in self.flats:
             if flat.gathered:
                 flat.attach_params()
 
     def check_ready(self) -> None:
-        """Raise if the engine is not in a state to continue."""
+        """Raise RuntimeError if the engine can't continue."""
         if self.is_offloaded:
-            raise RuntimeError("the engine's tensors are offloaded: call reload_states() first")
+            raise RuntimeError("the engine's tensors are offloaded; call reload_states() first")
         if self.backward_failed:
             raise RuntimeError(
-                "a backward pass failed and left part of a gradient: call discard(), then repeat"
+                "a backward pass failed and left a partial gradient; call discard(), then repeat"
                 " the step's micro-batches"
             )
 
@@ -384,14 +384,14 @@ class ZeroModel:
         # With keep_vars, callers need only the names.
         if not keep_vars and not all(unit.gathered for unit in self.units):
             raise RuntimeError(
-                "the weights are sharded among processes: call state_dict() on all of them, under"
+                "the weights are sharded across processes; call state_dict() on all of them, under"
                 " `with engine.gathered():`"
             )
 
     def _before_load_state_dict(self, *_: object) -> None:
         raise RuntimeError(
-            "the engine's masters would overwrite the loaded weights: call load_state_dict() before"
-            " creating the engine"
+            "the engine's master weights would overwrite the loaded weights; call load_state_dict()"
+            " before creating the engine"
         )
 
     def _check_unchanged(self) -> None:
@@ -402,16 +402,16 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     verb = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {verb} after the engine was created; do so before creating it"
+                        f"{name} was {verb} after the engine was created; change it before that"
                     )
                 expected = flat.views[name] if flat.gathered else flat.placeholders[name]
                 if param.dtype != expected.dtype or param.data_ptr() != expected.data_ptr():
                     raise ConfigError(
-                        f"{name} was converted or moved after the engine was created (as .half()"
-                        " and .to() do); do so before creating it"
+                        f"{name} was converted or moved after the engine was created (for example"
+                        " by .half() or .to()); convert or move the model before that"
                     )
 
 
 def in_backward() -> bool:
-    """True if autograd is running on this thread."""
+    """Return whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001

@@ -17,16 +17,16 @@ from pipeline.system.errors import CheckpointError, DivergedError
 Metrics = Mapping[str, float]
 
 COOLDOWN = 5
-"""Checks within the limit before a guard may warn again, since metrics fluctuate."""
+"""Number of checks within the limit before a guard may warn again, since metrics fluctuate."""
 
 MAX_ROLLBACKS = 2
-"""Maximum rollbacks; after that a guard ends the run instead."""
+"""Maximum number of rollbacks; after that a guard stops the run instead."""
 
 logger = logging.getLogger(__name__)
 
 
 def significant_decrease(before: float, now: float, count: int) -> float:
-    """Decrease of a fraction of `count` trials; 0 if it is within two standard errors."""
+    """Return the decrease of a fraction of `count` trials; 0 if within two standard errors."""
     error = ((now * (1 - now) + before * (1 - before)) / count) ** 0.5
     return before - now if before - now > 2 * error else 0.0
 
@@ -47,7 +47,7 @@ class Signals(ABC):
     """Description of the changes that a rollback makes."""
 
     MESSAGES: ClassVar[Mapping[str, str]]
-    """Messages by signal, with the problem and what may help: format strings with the metrics,
+    """Messages by signal, with the problem and possible remedies: format strings with the metrics,
     `first` (the initial metrics), `limit`, `value` and `rate` as fields."""
 
     rate: str = "optim.lr"
@@ -65,7 +65,7 @@ class Signals(ABC):
     def format_message(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return a sentence with the problem and its fix; `history` has a trend's last checks."""
+        """Return a sentence with the problem and its fix; `history` has the trend's last checks."""
         del history
         value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}
@@ -91,7 +91,7 @@ class Trip:
 
 @dataclass
 class Guards:
-    """Checks a run's metrics, and stores the initial ones and past trips."""
+    """Checks a run's metrics, and keeps the initial ones and past trips."""
 
     guards: Sequence[Guard]
     signals: Signals
@@ -100,7 +100,7 @@ class Guards:
     """Steps from one check to the next."""
 
     first: dict[str, float] = field(default_factory=dict)
-    """Values of the metrics in `signals.INITIAL_METRICS`: as given, or those of the first check."""
+    """Values of the metrics in `signals.INITIAL_METRICS`: as given, or from the first check."""
 
     step: int = 0
     """The step of the last check."""
@@ -121,7 +121,7 @@ class Guards:
     """One entry per rollback: the trip, and `to`, the step after which the run continued."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
-        """The guards that trip after `step`, most severe first; only the first one acts."""
+        """Return the guards that trip after `step`, most severe first; only the first one acts."""
         self.first = self.first or {name: metrics[name] for name in self.signals.INITIAL_METRICS}
         self.step = step
         max_window = max((guard.window for guard in self.guards), default=1)
@@ -131,7 +131,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """The guard's trip; None if it is off or in range, or only warns and tripped before."""
+        """Return the guard's trip; None if it is off, is within its limit or warned recently."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_beyond_limit(guard, metrics):
             return None
@@ -147,7 +147,7 @@ class Guards:
         return Trip(step, guard.signal, action, sentence, self._num_steps(guard), self.signals.UNIT)
 
     def _is_beyond_limit(self, guard: Guard, metrics: Mapping[str, float]) -> bool:
-        """Whether the signal has been beyond the limit for the whole window."""
+        """Return whether the signal has been beyond the limit for the whole window."""
         name = str(guard)
         if guard.signal in guard.TRENDS:
             window = self.history[-guard.window :]
@@ -162,7 +162,7 @@ class Guards:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no acting guard has been beyond its limit within its window."""
+        """Whether no guard that can act has been beyond its limit within its window."""
         return all(
             self.step - self.beyond.get(str(guard), -self._num_steps(guard))
             >= self._num_steps(guard)
@@ -172,7 +172,7 @@ class Guards:
 
     @property
     def window(self) -> int | None:
-        """Minimum number of steps undone by a rollback; None if no guard acts."""
+        """Minimum number of steps undone by a rollback; None if no guard can act."""
         return max((self._num_steps(guard) for guard in self.guards if guard.can_act), default=None)
 
     def _num_steps(self, guard: Guard) -> int:
@@ -185,7 +185,7 @@ class Guards:
 
     @property
     def stopped(self) -> bool:
-        """Whether a guard has ended the run."""
+        """Whether a guard has stopped the run."""
         return any(trip["action"] == "stop" for trip in self.acted)
 
     def watch(
@@ -216,7 +216,7 @@ class Guards:
         checkpoints.roll_back(checkpoint, {"guards": self.state_after(trip, to=checkpoint.step)})
         slow_down()
         resumed_at = f"{trip.unit} {checkpoints.done}" if checkpoints.done else "the start"
-        consequence = f"stopping with the actor of {resumed_at}"
+        consequence = f"stopping with the actor from {resumed_at}"
         if trip.action != "stop":
             consequence = (
                 f"rolling back to {resumed_at}, with {self.signals.ROLLBACK_CHANGES} (rollback"
@@ -225,13 +225,13 @@ class Guards:
         logger.warning("%s %d: %s; %s", trip.unit, trip.step, trip.sentence, consequence)
 
     def state_after(self, trip: Trip, *, to: int) -> dict[str, Any]:
-        """The guards' state after `trip` rolled the run back to step `to`; windows are empty."""
+        """Return the state, with empty windows, after `trip` rolls the run back to step `to`."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
         guards = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
         return guards.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to resume from."""
+        """Return the state to resume from."""
         names = {item.name for item in fields(self)} - {"guards", "signals", "interval"}
         return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
 

@@ -49,7 +49,7 @@ class Guard:
         )
 
     def __str__(self) -> str:
-        """`entropy<0.2`, as --help shows the defaults."""
+        """Format the guard as in --help: `entropy<0.2`."""
         return f"{self.signal}{'<' if self.is_lower else '>'}{self.limit:g}"
 
     @property
@@ -59,7 +59,7 @@ class Guard:
 
     @property
     def can_act(self) -> bool:
-        """Whether the guard may end the run or roll it back."""
+        """Whether the guard may stop the run or roll it back."""
         return self.action in ("stop", "rollback")
 
 
@@ -67,7 +67,7 @@ GuardT = TypeVar("GuardT", bound=Guard)
 
 
 def guard_presets(defaults: Sequence[tuple[str, float, int]]) -> dict[str, list[dict[str, Any]]]:
-    """The guards of the keywords `warn`, `strict` and `none`, given signals, limits and windows.
+    """Build the guards of `warn`, `strict` and `none` from signals, limits and windows.
 
     With `strict`, guards with a window of one check only warn.
     """
@@ -82,7 +82,7 @@ def guard_presets(defaults: Sequence[tuple[str, float, int]]) -> dict[str, list[
 
 
 def with_defaults(guards: Sequence[GuardT], defaults: Sequence[GuardT]) -> tuple[GuardT, ...]:
-    """The default guards, overridden by given ones with the same signal and kind of bound."""
+    """Return the default guards, each overridden by any with the same signal and kind of bound."""
     return tuple({(g.signal, g.is_lower): g for g in (*defaults, *guards)}.values())
 
 
@@ -103,7 +103,7 @@ def check_guards(
         section: section of the step's settings, for the message.
         missing: the requirement of each signal that this run does not measure.
         saves: interval between checkpoints.
-        unit: name of the step's steps, in the plural.
+        unit: name of the training steps, in the plural.
 
     Raises:
         ConfigError: a guard can't work; the message names the setting.

@@ -1,4 +1,4 @@
-"""Groups of processes, and their collectives of small numbers, objects and tensors."""
+"""Groups of processes, and their collectives on a few numbers, objects and tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ class Group:
     counted and compared."""
 
     same_collectives: bool = True
-    """Whether all members run the same collectives, which every sum checks; different stages of
+    """Whether all members run the same collectives, which every all-reduce checks; the stages of
     a pipeline don't."""
 
     @property
@@ -68,7 +68,7 @@ class Group:
                 dist.barrier(group=self.process_group)
 
     def sums(self, values: Sequence[int | float]) -> list[float]:
-        """Element-wise sum over the processes, in float64, with one collective."""
+        """Sum the values element-wise over the processes, in float64, with one collective."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def sum(self, value: int | float) -> float:
@@ -76,11 +76,11 @@ class Group:
         return self.sums([value])[0]
 
     def max(self, value: int | float) -> float:
-        """Largest `value` of the processes."""
+        """Return the largest `value` of the processes."""
         return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def gather_objects(self, value: T) -> list[T]:
-        """The values of all processes, in rank order, on every process.
+        """Return the values of all processes, in rank order, on every process.
 
         Meant for small values, which are pickled.
         """
@@ -123,11 +123,11 @@ class Group:
             dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """This process's share of the items: every `size`-th one, starting at `rank`."""
+        """Return this process's share of the items: every `size`-th one, starting at `rank`."""
         return list(items[self.rank :: self.size])
 
     def append_fingerprints(self, values: Tensor) -> Tensor:
-        """A few float64 values to reduce, followed by a fingerprint of each process.
+        """Append one fingerprint per process to a few float64 values that will be reduced.
 
         Each fingerprint is nonzero on one process only, so its sum and maximum are exact.
         """
@@ -136,7 +136,7 @@ class Group:
         return torch.cat([values, fingerprints])
 
     def check_fingerprints(self, packed: Tensor) -> Tensor:
-        """The reduced values.
+        """Check the fingerprints and return the reduced values.
 
         Raises:
             DesyncError: the processes have entered different collectives.
@@ -162,7 +162,7 @@ class Group:
             POSITION.enter_collective(kind, unit, num_bytes if self.same_collectives else 0)
 
     def _describe_desync(self) -> str:
-        """The first collective at which two processes differ. A collective itself."""
+        """Describe the first collective at which two processes differ. A collective itself."""
         recent = list(POSITION.recent)
         histories = self.gather_objects({entry.number: str(entry) for entry in recent})
         local = histories[self.rank]
@@ -178,7 +178,7 @@ class Group:
 
 @dataclass(frozen=True)
 class DataGroup(Group):
-    """Processes that train several copies of one model, each sharded among some of them.
+    """Processes that train several copies of one model, each sharded over some of them.
 
     This process has rank `copies.rank * shards.size + shards.rank` in the group.
     """
@@ -187,15 +187,15 @@ class DataGroup(Group):
     """The processes that shard this process's copy of the model."""
 
     copies: Group = field(kw_only=True)
-    """The processes that have the same shard as this one, one of each copy."""
+    """The processes that have the same shard as this one, one in each copy."""
 
 
 TransferKind = Literal["hidden states", "gradients", "tied gradients", "tied weights"]
 """Kinds of transfers between the stages of a pipeline.
 
 NCCL has no tags: sends and receives in one communicator take place in call order, and a tensor
-larger than NCCL's buffers is only sent once the other side has called receive. If one stage sends
-hidden states to the next while that stage sends gradients back, both would wait forever. So each
+larger than NCCL's buffers is only sent once the other side has called receive. If one stage sent
+hidden states to the next while that stage sent gradients back, both would wait forever. So each
 kind has a separate communicator, in which sends and receives are in the same order.
 """
 
@@ -214,7 +214,7 @@ SELF_GROUP = Group()
 
 
 def tree_sum(parts: Sequence[Float[Tensor, "*S"]]) -> Float[Tensor, "*S"]:
-    """Sum the tensors as a binary tree in order, in at least fp32, rounded once."""
+    """Sum the tensors in a binary tree, in order, in at least fp32, and round once."""
     dtype = parts[0].dtype
     level = [part.float() for part in parts] if dtype.itemsize < 4 else list(parts)
     while len(level) > 1:

@@ -7,20 +7,20 @@ import os
 
 
 def rank() -> int:
-    """The global rank of this process."""
+    """Return the global rank of this process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """The rank of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """Number of processes on this machine."""
+    """Return the number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))

@@ -1,8 +1,8 @@
 """The mesh of processes: the only module that maps ranks.
 
 Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world` is
-for the whole job: files, logs, liveness, barriers. `mesh.data` is for a model: its shards, its
-batch, sums over the batch. `split_mesh` divides the processes, once per job.
+for the whole job: files, logs, liveness, barriers. `mesh.data` is for one model: its shards, its
+batch, sums over the batch. `split_mesh` divides the processes once per job.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +17,10 @@ from pipeline.parallel.group import SELF_GROUP, TRANSFER_KINDS, DataGroup, Group
 from pipeline.system.errors import require
 
 TIMEOUT_MARGIN_SECONDS = 30
-"""Seconds by which torch's timeout exceeds the watchdog's, which can name a process."""
+"""Seconds by which PyTorch's timeout exceeds the watchdog's, which can name a process."""
 
 CONNECTIONS_PER_SECOND = 64
-"""Processes whose connections are established per second, conservatively."""
+"""Conservative estimate of the number of processes that connect per second."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Mesh:
         }
 
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
-        """This process's group of `size` processes, adjacent in rank, that generate together.
+        """Create this process's group of `size` processes of adjacent rank that generate together.
 
         A collective. The collectives of such groups are not compared with those of other groups.
 
@@ -83,7 +83,7 @@ class Mesh:
 
 
 def current_mesh() -> Mesh:
-    """The mesh of the job that this process has joined, or of a single process."""
+    """Return the mesh of the job that this process has joined, or of a single process."""
     if _meshes:
         return _meshes[-1]
     if not dist.is_initialized():
@@ -101,7 +101,7 @@ _meshes: list[Mesh] = []
 def split_mesh(
     *, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float
 ) -> Iterator[Mesh]:
-    """Context in which the processes of the job are divided. A collective.
+    """Divide the processes of the job within a context. A collective.
 
     Args:
         replicas: copies of each model; the processes of one copy are adjacent in rank, as are the
@@ -117,13 +117,13 @@ def split_mesh(
     world_size = mesh.world.size
     require(
         world_size % (pp * tp * replicas) == 0,
-        f"{pp} pipeline stages, {replicas} replicas and {tp} tensor-parallel processes don't divide"
-        f" the {world_size} processes; start a multiple of their product",
+        f"{world_size} processes can't be divided into {pp} pipeline stages, {replicas} replicas"
+        f" and {tp} tensor-parallel processes; start a multiple of {pp * replicas * tp} processes",
     )
     ranks = torch.arange(world_size).view(pp, replicas, -1, tp)
 
     def axis(*dims: int) -> Group:
-        """This process's group along some dimensions of `ranks`."""
+        """Return this process's group along some dimensions of `ranks`."""
         other_dims = [dim for dim in range(ranks.ndim) if dim not in dims]
         rows = ranks.permute(*other_dims, *dims).flatten(len(other_dims)).flatten(0, -2)
         return new_subgroup(rows.tolist(), timeout_seconds=timeout_seconds)
@@ -152,12 +152,12 @@ def split_mesh(
 def new_pipeline_group(
     rows: Sequence[Sequence[int]], *, timeout_seconds: float, has_tags: bool
 ) -> StageGroup:
-    """The stages of this process's pipeline. A collective.
+    """Create the group of this process's pipeline stages. A collective.
 
     Args:
         rows: ranks of each pipeline, in the order of stages.
         timeout_seconds: time that a process may keep the others waiting.
-        has_tags: whether the backend has tags; otherwise each `TransferKind` has a separate group.
+        has_tags: whether the backend supports tags; otherwise each `TransferKind` has a group.
     """
     group = new_subgroup(rows, timeout_seconds=timeout_seconds)
     kinds = () if has_tags else TRANSFER_KINDS
@@ -173,9 +173,9 @@ def new_pipeline_group(
 def new_subgroup(
     rows: Iterable[Sequence[int]], *, timeout_seconds: float, is_tracked: bool = True
 ) -> Group:
-    """This process's group, for a job divided into these rows of ranks. A collective.
+    """Create this process's group in a job divided into these rows of ranks. A collective.
 
-    Each process is in one row, and creates only that group.
+    Each process is in one row and creates only that group.
     """
     ranks = next(tuple(row) for row in rows if dist.get_rank() in row)
     timeout = collective_timeout(timeout_seconds, len(ranks))
@@ -185,7 +185,7 @@ def new_subgroup(
 
 
 def collective_timeout(timeout_seconds: float, processes: int) -> timedelta:
-    """Torch's timeout for collectives of this number of processes.
+    """Return PyTorch's timeout for collectives of this number of processes.
 
     It is longer than the watchdog's, and grows with the time that processes need to connect.
     """

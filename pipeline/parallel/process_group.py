@@ -18,18 +18,18 @@ from pipeline.system.errors import ConfigError, JobFailed
 from pipeline.system.signals import default_sigint
 
 Watchdog = Callable[[float], AbstractContextManager[None]]
-"""Given the timeout in seconds, a context that watches the processes of the job."""
+"""Given a timeout in seconds, returns a context that watches the processes of the job."""
 
 
 @contextmanager
 def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator[None]:
     """Join the processes that torchrun started; do nothing without torchrun.
 
-    NCCL on GPUs, gloo on CPUs. If a process keeps the others waiting for `timeout_seconds`, it is
-    named and all processes are ended: `watchdog` is `pipeline.watchdog.process.watch_processes`.
+    The backend is NCCL on GPUs and gloo on CPUs. `watchdog`, normally `watch_processes`, stops all
+    processes if one of them keeps the others waiting for `timeout_seconds`, and names it.
 
     Raises:
-        JobFailed: a process failed, and the reason has been printed. On GPUs the process ends
+        JobFailed: a process failed, and the reason has been printed. On GPUs the process exits
             immediately instead, because its GPU may be waiting for the others.
     """
     if "RANK" not in os.environ or dist.is_initialized():
@@ -49,7 +49,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     try:
         with watchdog(timeout_seconds) if world.size > 1 else nullcontext():
             yield
-            world.barrier()  # gloo aborts if a process exits while another still sends
+            world.barrier()  # gloo aborts if a process exits during another's send
     except JobFailed as failed:
         if gpu is not None and isinstance(failed.code, int):
             # PyTorch has no public function that aborts all NCCL communicators.
@@ -63,9 +63,9 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
 
 
 def gpu_index(local_rank: int, visible: int) -> int:
-    """The index of a process's GPU among the visible ones; the only one if there is one.
+    """Return the index of a process's GPU among the visible ones; 0 if only one is visible.
 
-    With schedulers that assign GPUs to tasks, as `srun --gpus-per-task 1`, no other is visible.
+    Schedulers that assign GPUs to tasks (`srun --gpus-per-task 1`) make only one visible to each.
 
     Raises:
         ConfigError: there are fewer GPUs than processes.
@@ -75,19 +75,19 @@ def gpu_index(local_rank: int, visible: int) -> int:
     if local_rank < visible:
         return local_rank
     raise ConfigError(
-        f"this machine's process {local_rank + 1} has no GPU: {visible} are visible; start at most"
-        f" {visible} processes per machine, or add GPUs to CUDA_VISIBLE_DEVICES"
+        f"process {local_rank + 1} on this machine has no GPU: only {visible} are visible; start at"
+        f" most {visible} processes per machine, or add GPUs to CUDA_VISIBLE_DEVICES"
     )
 
 
 ABORT_SECONDS = 5.0
-"""Seconds for which a failed process tries to abort NCCL's collectives."""
+"""Seconds that a failed process spends trying to abort NCCL's collectives."""
 
 
 def hard_exit(
     code: int, abort: Callable[[], object], *, seconds: float = ABORT_SECONDS
 ) -> NoReturn:
-    """End this process immediately with `code`.
+    """Exit this process immediately with `code`.
 
     An NCCL collective spins on the GPU until all processes have entered it, or until it is
     aborted. A normal exit would wait for it when freeing GPU memory; here the operating system
@@ -96,7 +96,7 @@ def hard_exit(
     Args:
         code: the exit code.
         abort: aborts the collectives, in a separate thread.
-        seconds: seconds after which the process ends even if `abort` has not returned.
+        seconds: seconds after which the process exits even if `abort` has not returned.
     """
 
     def try_to_abort() -> None:

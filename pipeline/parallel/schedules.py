@@ -3,9 +3,9 @@
 Narayanan et al. 2019 (PipeDream-flush): a stage alternates forward and backward passes as soon as
 the first gradient can arrive, so that it keeps the activations of at most `stages - stage`
 micro-batches. Backward passes run in the order of the micro-batches, so that gradients are summed
-as without a pipeline. Before a forward pass a stage receives hidden states from the previous stage,
-and then sends its own to the next; before a backward pass it receives their gradient from the next
-stage, and then sends that of its input to the previous one.
+as without a pipeline. A stage receives hidden states from the previous stage before a forward pass,
+and then sends its output to the next stage. It receives that output's gradient from the next stage
+before the backward pass, and then sends the gradient of its input to the previous stage.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Instruction(NamedTuple):
 
 
 def make_schedule(*, stage: int, stages: int, count: int) -> list[Instruction]:
-    """The passes of a stage in an optimizer step of `count` micro-batches, in order."""
+    """List a stage's passes, in order, in an optimizer step of `count` micro-batches."""
     forward = [Instruction("forward", number) for number in range(count)]
     backward = [Instruction("backward", number) for number in range(count)]
     num_warmup = min(stages - 1 - stage, count)
@@ -33,35 +33,35 @@ def make_schedule(*, stage: int, stages: int, count: int) -> list[Instruction]:
 
 
 def max_in_flight(stages: int) -> int:
-    """Maximum number of tensors sent by a stage but not yet received.
+    """Return the maximum number of tensors sent by a stage but not yet received.
 
-    Beyond that a stage waits, so that memory is bounded. Every tensor is received within this many
-    sends after its own, so stages can't deadlock.
+    Beyond that a stage waits, so that memory is bounded. Every tensor is received before its sender
+    has sent this many more, so stages can't deadlock.
     """
     return 4 * stages
 
 
 def bubble_fraction(stages: int, count: int) -> float:
-    """Idle fraction of a step's time, for stages of equal length."""
+    """Return the idle fraction of a step's time if all stages take equally long."""
     return (stages - 1) / (count + stages - 1)
 
 
 def balance_stages(costs: Sequence[float], stages: int, *, last: float = 0) -> list[int]:
-    """Numbers of blocks, at least one per stage, that minimize the time of the slowest stage.
+    """Choose each stage's number of blocks, so that the slowest stage is as fast as possible.
 
-    Among the fastest divisions it is the one with the fastest second slowest stage, and so on, and
-    of equal ones the one whose first stages have the fewest blocks, since they keep the activations
-    of the most micro-batches.
+    Ties are broken by the time of the second slowest stage, and so on, and finally in favor of
+    fewer blocks in the first stages, since they keep the activations of the most micro-batches.
+    Each stage has at least one block.
 
     Args:
         costs: cost of each block, in any unit of time; sums of integers are exact.
-        stages: no more than there are blocks.
-        last: additional cost of the last stage, such as that of logits.
+        stages: number of stages, at most the number of blocks.
+        last: additional cost of the last stage, such as that of the logits.
     """
 
     @cache
     def best(start: int, left: int) -> tuple[list[float], list[int]]:
-        """Times, slowest first, and block counts of `left` stages with the blocks from `start`."""
+        """Divide the blocks from `start` into `left` stages: times, slowest first, and counts."""
         if left == 1:
             return [sum(costs[start:]) + last], [len(costs) - start]
         divisions: list[tuple[list[float], list[int]]] = []

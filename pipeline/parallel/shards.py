@@ -34,17 +34,17 @@ class ShardSpec:
     shards: tuple[Shard, ...]
 
     zero: bool = False
-    """Whether the process has zeros instead."""
+    """Whether the process has zeros instead of the weight."""
 
     def extract(self, full: Tensor) -> Tensor:
-        """The shard of a full weight."""
+        """Return the shard of a full weight."""
         if self.zero:
             return torch.zeros_like(full)
         parts = [full.narrow(self.dim, shard.start, shard.size) for shard in self.shards]
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]
 
     def shape(self, full_shape: torch.Size) -> torch.Size:
-        """The shape of the shard of a full weight."""
+        """Return the shape of the shard of a full weight."""
         sizes = list(full_shape)
         sizes[self.dim] = sum(self._sizes())
         return torch.Size(sizes)
@@ -63,7 +63,7 @@ class ShardSpec:
             full.narrow(self.dim, shard.start, shard.size).copy_(values)
 
     def with_offsets(self) -> Iterator[tuple[Shard, int]]:
-        """Each range with its offset in the shard."""
+        """Yield each range with its offset in the shard."""
         begin = 0
         for shard in self.shards:
             yield shard, begin

@@ -4,10 +4,10 @@ Each function is a collective in the forward pass and its conjugate in the backw
 Megatron-LM (Shoeybi et al. 2019, section 3), and those of sequence parallelism, where each process
 has the hidden states of some tokens (Korthikanti et al. 2022, "Reducing Activation Recomputation in
 Large Transformer Models", section 4.2.2). Sums are trees in rank order, in fp32 and rounded once,
-so that all processes have the same bits on any transport.
+so that they are bitwise identical on all processes and on any transport.
 
-With sequence parallelism each process has a shard of equal length of the tokens of a row, which is
-padded with zeros. Dimension names: N tokens, n of one process, d hidden size.
+With sequence parallelism a row's tokens are padded with zeros and divided into shards of equal
+length. Dimension names: N is the number of tokens, n that of one process, d the hidden size.
 """
 
 from collections.abc import Callable
@@ -42,35 +42,35 @@ class _Collective(torch.autograd.Function):
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The replicated tensor itself; the backward pass sums its gradients over the processes."""
+    """Return the replicated tensor; the backward pass sums its gradients over processes."""
     return _Collective.apply(
         values, lambda full: full.view_as(full), lambda grad: _sum(grad, group, GRADIENTS)
     )
 
 
 def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The sum of the processes' values; the backward pass returns its gradient to all."""
+    """Sum the processes' values; the backward pass returns the sum's gradient to all."""
     return _Collective.apply(
         values, lambda local: _sum(local, group, "hidden states"), lambda grad: grad
     )
 
 
 def join_over_group(local: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
-    """Concatenate the last dimensions; the backward pass returns each part's gradient."""
+    """Concatenate along the last dimension; the backward pass returns the local gradient."""
     return _Collective.apply(
         local, lambda local: _join(local, group, "outputs"), lambda grad: _chunk(grad, group)
     )
 
 
 def split_over_group(values: Float[Tensor, "*B m"], group: Group) -> Float[Tensor, "*B n"]:
-    """This process's shard of the last dimension; the backward pass joins the shards."""
+    """Return this process's shard of the last dimension; the backward pass joins gradients."""
     return _Collective.apply(
         values, lambda full: _chunk(full, group), lambda grad: _join(grad, group, GRADIENTS)
     )
 
 
 def split_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
-    """This process's share of the tokens; the backward pass gathers the gradients."""
+    """Return this process's share of the tokens; the backward pass gathers the gradients."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,
@@ -82,7 +82,7 @@ def split_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor,
 def join_tokens(
     shard: Float[Tensor, "*B n d"], tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
-    """All `tokens`, for replicated work; the backward pass keeps the gradient of local tokens."""
+    """Gather all tokens for replicated computation; the backward pass keeps local gradients."""
     return _Collective.apply(
         shard,
         lambda local: _all_gather_tokens(local, tokens, group, "tokens"),
@@ -93,7 +93,7 @@ def join_tokens(
 def gather_tokens(
     shard: Float[Tensor, "*B n d"], tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
-    """All `tokens`, for a sharded computation; the backward pass sums the gradients."""
+    """Gather all tokens for sharded computation; the backward pass reduce-scatters gradients."""
     return _Collective.apply(
         shard,
         lambda local: _all_gather_tokens(local, tokens, group, "tokens"),
@@ -102,7 +102,7 @@ def gather_tokens(
 
 
 def reduce_scatter_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
-    """The sum over processes for the local tokens; the backward pass gathers all gradients."""
+    """Sum over processes, keeping the local tokens; the backward pass gathers the gradients."""
     tokens = values.shape[-2]
     return _Collective.apply(
         values,
@@ -124,7 +124,7 @@ def _chunk(values: Tensor, group: Group) -> Tensor:
 
 
 def _pad_and_split(values: Tensor, group: Group) -> Tensor:
-    """The tokens in equal shards, one per process: (processes, *B, n, d)."""
+    """Split the tokens into equal shards, one per process: (processes, *B, n, d)."""
     size = -(-values.shape[-2] // group.size)
     filled = F.pad(values, (0, 0, 0, size * group.size - values.shape[-2]))
     return filled.unflatten(-2, (group.size, size)).movedim(-3, 0)

@@ -13,7 +13,7 @@ from pipeline.parallel.group import TRANSFER_KINDS, Group, StageGroup, TransferK
 from pipeline.system.position import POSITION
 
 TAGS = {kind: number for number, kind in enumerate(TRANSFER_KINDS, start=1)}
-"""The tag of each kind of tensor, for backends that have tags."""
+"""The tag of each kind of tensor, for backends that support tags."""
 
 
 class Transfers:
@@ -24,7 +24,7 @@ class Transfers:
         self._sent: deque[tuple[dist.Work, int, Tensor]] = deque()
         """Pending sends: work, rank of the receiver, and the tensor, kept until it has arrived."""
         self.wait_seconds = 0.0
-        """Seconds of waiting for other stages."""
+        """Seconds spent waiting for other stages."""
 
     def send(self, tensor: Tensor, to: int, kind: TransferKind) -> None:
         """Start sending to a stage; `tensor` must not change until it has arrived."""
@@ -66,7 +66,7 @@ class Transfers:
 
 
 def send_tensors(tensors: Iterable[tuple[str, Tensor]], stages: Group, *, to: int) -> None:
-    """Send named tensors to a stage; each may change when the next is requested."""
+    """Send named tensors to a stage; each may be overwritten once the next is requested."""
     group, rank = stages.process_group, stages.ranks[to]
     for name, tensor in tensors:
         header = (name, tuple(tensor.shape), tensor.dtype)

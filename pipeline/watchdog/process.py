@@ -1,10 +1,10 @@
-"""Watches the processes of a job: reports which one failed, was lost, or hangs.
+"""Watches the processes of a job, and reports which one failed, was lost or hangs.
 
 A thread of each process writes its position about once a second to the rendezvous store, which
 torchrun's agent hosts, so that it outlives the processes; another thread reads the positions of the
 others. A process that fails prints and reports its error, and the others stop with one line that
-names it. If a process hangs, it is named, and all print their stacks. No process outlives the job:
-the thread ends a process that doesn't exit.
+names it. If a process hangs, it is named, and all print their stacks. No process outlives the job,
+since its thread kills a process that doesn't exit.
 """
 
 import faulthandler
@@ -48,13 +48,13 @@ T = TypeVar("T")
 TICK_SECONDS = 1.0
 
 OBSERVERS = 2
-"""Number of ranks, from the first, that read all positions, so that requests grow linearly."""
+"""Number of ranks, starting at 0, that read all positions; so requests grow only linearly."""
 
 STALLED_HEARTBEATS = 3
 """Heartbeats at one position after which an observer reads all positions."""
 
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
-"""Seconds without a heartbeat after which a process on another machine counts as lost."""
+"""Seconds without a heartbeat after which a process on another machine is considered lost."""
 
 REPORT_WAIT_SECONDS = 3.0
 """Seconds that a process whose collective failed waits for another process's report."""
@@ -63,7 +63,7 @@ GRACE_SECONDS = 5.0
 """Seconds for a process to exit after the job failed; half of that if processes hang."""
 
 JOIN_TIMEOUT_SECONDS = 15.0
-"""Seconds for the threads to end. A request to the store takes up to 5 s, and Python aborts if the
+"""Seconds for the threads to exit. A request to the store takes up to 5 s, and Python aborts if the
 interpreter exits during one."""
 
 COLLECTIVE_ERROR = re.compile(
@@ -78,7 +78,7 @@ STORE_TIMEOUT = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a job ends."""
+    """The reason why a job stops."""
 
     rank: int
     """The process that caused the failure."""
@@ -113,10 +113,10 @@ class Heartbeat(NamedTuple):
     """Ranks that the process waits for; only reported by pipelines with several stages."""
 
     def describe(self) -> str:
-        """The position of the process, as a clause."""
+        """Describe the position of the process in a clause."""
         if self.number == 0:
             return "it has entered no collective yet"
-        return f"its last was {self.label} (collective {self.number}), {self.seconds:.0f} s ago"
+        return f"it was last at {self.label} (collective {self.number}), {self.seconds:.0f} s ago"
 
 
 class StatusStore:
@@ -137,7 +137,7 @@ class StatusStore:
         return Failure(**json.loads(first)) if first else failure
 
     def get_failure(self) -> Failure | None:
-        """The failure that ends the job, if any."""
+        """Return the failure that stops the job, if any."""
         text = self._get("failure")
         return None if text is None else Failure(**json.loads(text))
 
@@ -146,7 +146,7 @@ class StatusStore:
         self._request(lambda: self._store.set(f"at/{self.rank}", json.dumps(heartbeat)))
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """The positions of these processes in the store."""
+        """Read the positions of these processes from the store."""
         positions: dict[int, Heartbeat] = {}
         for rank in ranks:
             if (value := self._get(f"at/{rank}")) is not None:
@@ -170,9 +170,9 @@ class StatusStore:
 
 
 def find_straggler(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """The process that is furthest behind, if another one has waited for `timeout` seconds.
+    """Report the process that is furthest behind, if another has waited for `timeout` seconds.
 
-    All processes of `heartbeats`, which are by rank, enter the same collectives.
+    All processes in `heartbeats`, whose keys are ranks, enter the same collectives.
     """
     number, rank = min(((beat.number, rank) for rank, beat in heartbeats.items()), default=(0, 0))
     ahead = {
@@ -192,7 +192,7 @@ def find_straggler(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failu
 
 
 def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """The failure of the last process in a chain of waiting pipeline processes, if it hangs.
+    """Report the last process in a chain of waiting pipeline processes, if it hangs.
 
     The first process of the chain must have waited for `timeout` seconds.
     """
@@ -209,7 +209,7 @@ def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> F
         if rank not in waiting:
             break
         chain.append(rank)
-    position = heartbeats[rank].describe() if rank in heartbeats else "it has reported nothing"
+    position = heartbeats[rank].describe() if rank in heartbeats else "it sent no heartbeat"
     through = "".join(f" through rank {between}" for between in chain[1:])
     message = (
         f"rank {rank} hangs: rank {first} waited {waiting[first].seconds:.0f} s for it{through}"
@@ -357,13 +357,13 @@ class Watchdog:
     # Status of the others
 
     def _find_failure(self) -> Failure | None:
-        """The failure of the job: a reported one, or a lost process on this machine."""
+        """Find the failure of the job: a reported one, or a lost process on this machine."""
         if (failure := self.store.get_failure()) is not None:
             return failure
         for rank, process in self._local.items():
             if _is_alive(process):
                 continue
-            # Processes report before they exit: read the store after finding that one has ended.
+            # Processes report before they exit: read the store after finding that one has exited.
             if (failure := self.store.get_failure()) is not None:
                 return failure
             heartbeat = self.store.heartbeats([rank]).get(rank)
@@ -375,7 +375,7 @@ class Watchdog:
         return None
 
     def _find_exited(self) -> Failure | None:
-        """A process that exited normally while this one waited for it."""
+        """Report a process that exited normally while this one waited for it."""
         for rank, heartbeat in self.store.heartbeats(range(self.store.world_size)).items():
             if heartbeat.exited:
                 message = (
@@ -385,7 +385,7 @@ class Watchdog:
         return None
 
     def _check_progress(self) -> Failure | None:
-        """The failure to report if this process is stalled: a late, hanging or lost process."""
+        """Find the failure if this process is stalled: a late, hanging or lost process."""
         now = time.monotonic()
         stalled_seconds = now - self._position_since
         if sum(self._position) == 0:
@@ -394,7 +394,7 @@ class Watchdog:
             self._last_heartbeats.clear()
             return None
         if self.store.is_disconnected and stalled_seconds >= HEARTBEAT_TIMEOUT_SECONDS:
-            message = f"rank 0 was lost: rank {self.rank} lost its store while at {POSITION.last}"
+            message = f"rank 0 was lost: rank {self.rank} can't reach its store at {POSITION.last}"
             return Failure(0, message, 1, stacks=True)
         if self.rank >= OBSERVERS:
             return None
@@ -433,7 +433,7 @@ class Watchdog:
                 return
 
     def _end_process(self, failure: Failure) -> None:
-        """Print the reason, give the process time to exit, then end it."""
+        """Print the reason, give the process time to exit, then kill it."""
         if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # each process may raise the error
             self._stopped.wait(TICK_SECONDS)
         self._print_failure(failure)
@@ -442,7 +442,7 @@ class Watchdog:
             os._exit(failure.code)
 
     def _arm_fallback(self) -> None:
-        """Make sure that the process prints its stacks and ends even if this thread stops."""
+        """Make sure that the process prints its stacks and exits even if this thread stops."""
         now = time.monotonic()
         if now - self._armed_at >= self.timeout / 8:
             self._armed_at = now
@@ -450,7 +450,7 @@ class Watchdog:
 
 
 def _poll(seconds: float, find: Callable[[], Failure | None]) -> Failure | None:
-    """Call `find` until it returns a result, for at most a number of seconds."""
+    """Call `find` until it returns a result, but for at most `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while (failure := find()) is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -465,20 +465,20 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _is_collective_error(error: Exception) -> bool:
-    """Whether the error may be caused by a failure of another process."""
+    """Return whether the error may be caused by a failure of another process."""
     if isinstance(error, DesyncError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and COLLECTIVE_ERROR.search(str(error)) is not None
 
 
 def _summary(error: Exception) -> str:
-    """Type and first line of an error."""
+    """Return the type and first line of an error."""
     first_line = " ".join(str(error).splitlines()[:1])
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
 def _traceback(error: Exception) -> str:
-    """The traceback as Python shows it, without the frames of this module."""
+    """Format the traceback as Python shows it, without the frames of this module."""
     frames = error.__traceback__
     own_frames = ("watch_processes", "process_group")
     while frames is not None and frames.tb_frame.f_code.co_name in own_frames:
@@ -487,7 +487,7 @@ def _traceback(error: Exception) -> str:
 
 
 def _stacks() -> str:
-    """The Python stacks of the other threads of this process."""
+    """Return the Python stacks of the other threads of this process."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

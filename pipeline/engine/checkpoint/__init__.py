@@ -7,6 +7,6 @@
     ROOT/.writing-*, ROOT/.removing-*                     incomplete, or being deleted
 
 A checkpoint is a set of fragments: elements `a` to `b` of a flattened tensor, stored under the
-tensor's name in any process's file. So any number of processes can read it, however they shard the
-tensors. Nothing is pickled.
+tensor's name in any process's file. Any number of processes can therefore read it, however they
+shard the tensors. Nothing is pickled.
 """

@@ -27,14 +27,14 @@ def main(argv: Sequence[str]) -> None:
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.add_argument("dir", type=Path, help="a checkpoint, or a directory of them")
         command.set_defaults(run=run)
-    command.add_argument("out", type=Path, help="directory to write")
-    command.add_argument("--model", help="model of a run with several; default: the first")
+    command.add_argument("out", type=Path, help="output directory")
+    command.add_argument("--model", help="model to write, if there are several; default: the first")
     options = parser.parse_args(list(argv))
     options.run(options)
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Compare every file with its checksum; exit code 1 if one is damaged."""
+    """Verify every file's checksum; exit with code 1 if a file is damaged."""
     damaged = False
     for path in _checkpoints(options.dir):
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def consolidate(options: argparse.Namespace) -> None:
-    """Write the model to a Hugging Face directory OUT; in step 3 the actor, or --model critic."""
+    """Write the model (in step 3 the actor or --model critic) as a Hugging Face directory OUT."""
     path, out = _checkpoints(options.dir)[0], options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists; choose a new directory")
@@ -69,7 +69,7 @@ def consolidate(options: argparse.Namespace) -> None:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The named checkpoint, or all those in the named directory."""
+    """Return the named checkpoint, or all checkpoints in the named directory."""
     name = path.resolve().name
     if (path / MANIFEST).exists() or parse_step(Path(name)) is not None or is_base_name(name):
         return [path]

@@ -45,7 +45,7 @@ class StoredFragment:
         return -(-self.stop // self.columns.width) * self.columns.stride
 
     def overlap(self, start: int, stop: int) -> int:
-        """Number of its elements from `start` to `stop` of the full tensor; 0 for columns."""
+        """Count its elements from `start` to `stop` of the full tensor; return 0 for columns."""
         return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
 
 
@@ -89,7 +89,7 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The document that was passed to `save`."""
+        """The run's state, as passed to `CheckpointWriter.save`."""
         return self.manifest.state
 
     @property
@@ -104,19 +104,19 @@ class Checkpoint:
         return size + (self.base.nbytes if self.base else 0)
 
     def keys(self) -> list[str]:
-        """The tensors' names, including the base's."""
+        """List the tensors' names, including those in the base."""
         return [*self._index(), *(self.base.keys() if self.base else ())]
 
     def numel(self, key: str) -> int:
-        """Number of elements of one tensor."""
+        """Return the number of elements of one tensor."""
         return max(fragment.end for fragment in self._find_fragments(key))
 
     def dtype(self, key: str) -> torch.dtype:
-        """The dtype in which one tensor is stored."""
+        """Return the dtype in which one tensor is stored."""
         return self._find_fragments(key)[0].dtype
 
     def read(self, key: str, start: int, out: Tensor) -> None:
-        """Fill the flat `out` with the elements from `start` on, converted to its dtype.
+        """Fill the flat tensor `out` with elements from index `start`, converted to its dtype.
 
         Raises:
             CheckpointError: elements are missing, or a file can't be read.
@@ -134,7 +134,7 @@ class Checkpoint:
             )
 
     def read_prefix(self, prefix: str) -> dict[str, Tensor]:
-        """Full tensors whose names start with `prefix`, by the rest of the name; may be empty."""
+        """Read all tensors whose names start with `prefix`; return them by the rest of the name."""
         names = [name for name in self._rank_index() if name.startswith(prefix)]
         names = names or [name for name in self._index() if name.startswith(prefix)]
         tensors: dict[str, Tensor] = {}
@@ -171,12 +171,12 @@ class Checkpoint:
         raise CheckpointError(f"{self.path} has no {key}")
 
     def _rank_index(self) -> _Index:
-        """Fragments in the file that this rank wrote, by tensor name."""
+        """Index the fragments in the file that this rank wrote, by tensor name."""
         name = self._rank_file
         return self._file_index(name) if name in self.manifest.files else {}
 
     def _index(self) -> _Index:
-        """Fragments in all files, by tensor name."""
+        """Index the fragments in all files, by tensor name."""
         if self._full_index is None:
             index: _Index = {}
             for name in self.manifest.files:
@@ -258,7 +258,7 @@ def _fill_columns(fragment: StoredFragment, columns: Columns, start: int, out: T
 
 
 def _read(fragment: StoredFragment, offset: int, out: Tensor) -> None:
-    """Read elements of one fragment from `offset` on."""
+    """Read elements of one fragment, starting at `offset`."""
     dtype = fragment.dtype
     position = fragment.position + offset * dtype.itemsize
     direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()

@@ -45,12 +45,12 @@ class Columns(NamedTuple):
     """Elements per row."""
 
     def count_before(self, element: int) -> int:
-        """Number of elements in the columns that precede an element of the tensor."""
+        """Return the number of elements in the columns that precede an element of the tensor."""
         row, column = divmod(element, self.stride)
         return row * self.width + min(max(column - self.offset, 0), self.width)
 
     def positions(self, first: int, last: int) -> Int[Tensor, " n"]:
-        """Positions in the flattened tensor of elements `first` to `last` of the columns."""
+        """Return the flattened tensor's indices of elements `first` to `last` of the columns."""
         number = torch.arange(first, last)
         return number // self.width * self.stride + self.offset + number % self.width
 
@@ -84,7 +84,7 @@ class Fragment:
 
 
 def parse_label(label: str) -> tuple[str, int, int, Columns | None] | None:
-    """The key, start, stop and columns of a label; None for any other text."""
+    """Parse a label into key, start, stop and columns; return None for any other text."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
@@ -94,28 +94,28 @@ def parse_label(label: str) -> tuple[str, int, int, Columns | None] | None:
 
 
 def step_name(step: int) -> str:
-    """The directory name of a step."""
+    """Return the directory name of a step."""
     return f"step_{step:08d}"
 
 
 def parse_step(path: Path) -> int | None:
-    """The step in a directory's name; None for any other name."""
+    """Return the step in a directory's name, or None for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def is_base_name(name: str) -> bool:
-    """True for a directory name of frozen weights."""
+    """Return whether this is the name of a directory of frozen weights."""
     return _BASE.fullmatch(name) is not None
 
 
 def file_name(rank: int, world_size: int) -> str:
-    """The file name of one process."""
+    """Return the name of one process's file."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def list_steps(root: Path) -> list[Path]:
-    """The step directories in `root`, newest first; empty if `root` does not exist.
+    """List the step directories in `root`, newest first; none if `root` does not exist.
 
     Raises:
         CheckpointError: `root` can't be read.
@@ -130,7 +130,7 @@ def list_steps(root: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Rename a directory to a hidden one, then delete it; a failure leaves it in place."""
+    """Rename a directory to a hidden name, then delete it; if renaming fails, leave it in place."""
     hidden = path.with_name(f"{REMOVING}{path.name}")
     discard(hidden)
     try:
@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One process's file."""
+    """Size and checksum of one process's file."""
 
     nbytes: int
     crc32: int
@@ -177,7 +177,7 @@ class Manifest:
     """Versions of Python and the libraries that wrote the checkpoint."""
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the file's content."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({"crc32": _crc32(content), "manifest": content}).encode()
 
@@ -186,7 +186,7 @@ class Manifest:
         """Read the manifest in `directory`.
 
         Raises:
-            CheckpointError: the manifest is missing, damaged or of another format.
+            CheckpointError: the manifest is missing or damaged, or has a different format.
         """
         path = directory / MANIFEST
         try:

@@ -27,10 +27,10 @@ ROLLBACK = "rollback.json"
 
 
 def list_candidates(root: Path) -> list[Path]:
-    """The step directories in the order in which to try them.
+    """List the step directories in the order in which to try them.
 
-    The target of `latest` comes first, then earlier steps, newest first, and last the later steps,
-    which a run that resumed from an earlier step left behind. Without `latest`: newest first.
+    The target of `latest` comes first, then earlier steps, newest first, and finally later steps,
+    which are left over if a run resumed from an earlier one. Without `latest`: newest first.
     """
     steps = list_steps(root)
     try:
@@ -44,11 +44,11 @@ def list_candidates(root: Path) -> list[Path]:
 def find_newest_valid(
     root: Path, world: Group, *, list_paths: Callable[[Path], Sequence[Path]] = list_candidates
 ) -> Checkpoint | None:
-    """The first checkpoint that is valid on all processes; each verifies some of the files.
+    """Return the first checkpoint that all processes find valid, or None if there are none.
 
     Args:
         root: directory of the checkpoints.
-        world: the processes, all of which must call this.
+        world: the processes, all of which must call this; each verifies some of the files.
         list_paths: lists the directories to try; the first process's list is used.
 
     Raises:
@@ -79,7 +79,7 @@ def update_latest(root: Path, step: int) -> None:
     """Point `latest` to the directory of `step`.
 
     Raises:
-        OSError: the system can't write.
+        OSError: the file can't be written.
     """
     fault_point("checkpoint.before_latest")
     content = f"{step_name(step)}\n".encode()
@@ -87,16 +87,16 @@ def update_latest(root: Path, step: int) -> None:
 
 
 def list_healthy(root: Path, step: int) -> list[Path]:
-    """The checkpoints up to `step` that were saved while the run was healthy, newest first."""
+    """List the checkpoints up to `step` saved while the run was healthy, newest first."""
     newest = step_name(step)
     return [path for path in list_steps(root) if path.name <= newest and _is_healthy(path)]
 
 
 def list_rollback_targets(root: Path, step: int, *, margin: int | None) -> list[Path]:
-    """The healthy checkpoints that a rollback after `step` may need.
+    """List the healthy checkpoints that a rollback after `step` may need.
 
-    A rollback goes back at least `margin` steps from the step at that time: to the newest healthy
-    checkpoint that is this far back now, or to a later one. If `margin` is None, none are needed.
+    A rollback undoes at least `margin` steps, so it returns to the newest healthy checkpoint that
+    is already that old, or to a later one. If `margin` is None, none are needed.
     """
     if margin is None:
         return []
@@ -116,8 +116,8 @@ def _is_healthy(path: Path) -> bool:
 class RollbackRecord:
     """A run's last rollback, recorded before any other change.
 
-    From then on checkpoints of later steps that were saved before the rollback are invalid. So a
-    run killed during a rollback resumes as if the rollback were complete.
+    Once it is written, checkpoints of later steps saved before the rollback are invalid, so a run
+    that is killed during a rollback resumes as if the rollback were complete.
     """
 
     count: int
@@ -131,7 +131,7 @@ class RollbackRecord:
 
     @classmethod
     def read(cls, root: Path) -> "RollbackRecord | None":
-        """The record in `root`; None if there is none.
+        """Read the record in `root`, or return None if there is none.
 
         Raises:
             CheckpointError: the record can't be read.
@@ -154,11 +154,11 @@ class RollbackRecord:
         fault_point("rollback.after_record")
 
     def invalidates(self, state: Mapping[str, Any]) -> bool:
-        """True if the run was rolled back after that state was saved."""
+        """Return whether the run was rolled back after that state was saved."""
         return state.get("rollbacks", 0) < self.count
 
     def remove_later_steps(self, root: Path) -> None:
-        """Make the record's checkpoint the newest: point `latest` to it, and remove later ones."""
+        """Make the record's checkpoint the newest: point `latest` to it and remove later ones."""
         if (root / LATEST).exists():
             update_latest(root, self.step)
         fault_point("rollback.before_removal")

@@ -14,11 +14,11 @@ class Stateful(Protocol):
     """An object with a small state that is the same on every process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, JSON-serializable."""
+        """Return the state as a JSON-serializable object."""
         ...
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401
-        """Load a state."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
@@ -49,7 +49,7 @@ class BestWeights:
     """A copy, in host memory, of this process's masters at the best evaluation so far.
 
     Args:
-        engine: trains the model.
+        engine: the engine that trains the model.
         keep: if false, values are compared but no copies are made.
     """
 
@@ -60,7 +60,7 @@ class BestWeights:
         self.step = self.last_step = 0
         self.worse_in_a_row = 0
         self.weights: list[Tensor] = []
-        """Copies of `engine.masters()` at the best evaluation; empty if none, or without `keep`."""
+        """Copies of the masters at the best evaluation; empty before it, or without `keep`."""
 
     @property
     def exported_step(self) -> int:
@@ -84,18 +84,18 @@ class BestWeights:
             self.worse_in_a_row += 1
 
     def restore(self) -> bool:
-        """Load the best weights into the model; False if there are none."""
+        """Load the best weights into the model; return False if there are none."""
         if self.weights:
             self.engine.load_masters(self.weights)
         return bool(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resumed run, without `weights`; None replaces infinities, for JSON."""
+        """Return the state without `weights`; for JSON, infinities are replaced with None."""
         names = ("step", "last_step", "worse_in_a_row", "value", "last")
         state = {name: getattr(self, name) for name in names}
         return {name: value if math.isfinite(value) else None for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Restore the result of `state_dict`."""
         for name, value in state.items():
             setattr(self, name, float("inf") if value is None else value)

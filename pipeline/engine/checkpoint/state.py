@@ -1,8 +1,8 @@
 """An engine's state as fragments of named tensors, which can be loaded into any other layout.
 
-A fragment names the parameter and the elements, not the process. So the state loads at another ZeRO
-stage, on another number of processes and with other units. Each process writes the fragments of its
-shard of every flat vector, even at stage 0.
+A fragment names the parameter and the elements, not the process, so the state can be loaded at a
+different ZeRO stage, on a different number of processes and with different units. Each process
+writes the fragments of its shard of every flat vector, even at stage 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
 
 READ_ELEMENTS = 2**21
-"""Elements read at once if only some of their columns are kept."""
+"""Number of elements read at once if only some of their columns are kept."""
 
 ReadInto = Callable[[int, Tensor], None]
 """Fills a flat tensor with elements of a full parameter, starting at an index."""
 
 
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
-    """Columns of each shard here and in the full parameter; whether this process saves them."""
+    """Yield each shard's columns here and in the full parameter, and if this process saves them."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
     local_stride, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.with_offsets():
@@ -43,7 +43,7 @@ def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, b
 def list_fragments(
     key: str, shard: ParamShard | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Elements of a flattened shard from `start` on, labelled by indices in the full parameter.
+    """Yield elements of a flattened shard, from index `start`, as fragments of the full parameter.
 
     Elements that a lower-ranked process also has are omitted.
     """
@@ -67,7 +67,7 @@ def list_fragments(
 def read_shard(
     shard: ParamShard | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto
 ) -> None:
-    """Fill `out` with elements of a flattened shard from `start` on.
+    """Fill `out` with elements of a flattened shard, from index `start`.
 
     `read` reads elements of the full parameter. If they are not contiguous there, full rows are
     read, a few at a time.
@@ -95,7 +95,7 @@ def read_shard(
 
 
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """Masters and moments of this process's shards, and the model's buffers.
+    """Yield the masters and moments of this process's shards, and the model's buffers.
 
     Copy each before requesting the next: tensors from disk, and joined masters, are temporary.
     """
@@ -112,7 +112,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """This process's shards of the frozen weights."""
+    """Yield this process's shards of the frozen weights."""
     for flat in engine.zero.flats:
         if flat.settings.trained or not _is_saved(flat, engine.tensor):
             continue
@@ -128,7 +128,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """The rest of the state, as JSON, the same on every process. A collective."""
+    """Return the rest of the state as JSON, the same on every process. A collective."""
     local = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
@@ -161,7 +161,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     """Load an engine's state; `described` is the result of `describe` for it. A collective.
 
     Raises:
-        CheckpointError: the state is from another model.
+        CheckpointError: the state is from a different model.
     """
     _check_shapes(engine, described, checkpoint)
     engine.zero.check_ready()
@@ -183,7 +183,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
 
 
 def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
-    """Fragments of vectors laid out as `engine.masters()`: an average, or the best weights."""
+    """Yield vectors laid out like `engine.masters()`, such as the best weights, as fragments."""
     for group, vector in zip(engine.groups, weights, strict=True):
         yield from _list_group_fragments(group, vector, prefix)
 
@@ -191,7 +191,7 @@ def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) ->
 def read_weights(
     engine: Engine, prefix: str, checkpoint: Checkpoint, out: Sequence[Tensor]
 ) -> None:
-    """Fill vectors laid out as `engine.masters()` from the fragments of `weights_fragments`."""
+    """Fill vectors laid out like `engine.masters()` from the fragments of `weights_fragments`."""
     for group, vector in zip(engine.groups, out, strict=True):
         read = _make_reader(group.flat, prefix, checkpoint)
         for name, span, elements in group.param_spans():
@@ -199,7 +199,7 @@ def read_weights(
 
 
 def _list_group_fragments(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
-    """This process's fragments of a vector in the layout of the masters."""
+    """Yield this process's fragments of a vector laid out like the masters."""
     if not _is_saved(group.flat, group.tensor):
         return
     for name, span, elements in group.param_spans(saved_only=True):
@@ -208,7 +208,7 @@ def _list_group_fragments(group: TrainedParams, vector: Tensor, prefix: str) -> 
 
 
 def _is_saved(flat: FlatParams, tensor: Group) -> bool:
-    """True if no process of lower rank in the tensor-parallel group has the full vector."""
+    """Return whether no lower-ranked process in the tensor-parallel group has the full vector."""
     return tensor.rank == 0 or flat.settings.role in ("sharded", "overlapping")
 
 
@@ -260,7 +260,8 @@ def _check_shapes(engine: Engine, description: Mapping[str, Any], checkpoint: Ch
 
 
 def _describe_param(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
-    return f"{kind} {name} of shape {shapes[name]}" if name in shapes else f"no {kind} {name}"
+    param = f"{kind} parameter {name}"
+    return f"the {param} of shape {shapes[name]}" if name in shapes else f"no {param}"
 
 
 def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
@@ -273,7 +274,7 @@ def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:
-    """Persistent buffers of the model, such as running statistics."""
+    """Return the persistent buffers of the model, such as running statistics."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in engine.model.named_modules()

@@ -68,9 +68,9 @@ class CheckpointWriter:
         job: a unique identifier of the job, the same on all processes.
         rank: rank of this process.
         world_size: number of processes.
-        keep_last: checkpoints to keep, at least 2.
+        keep_last: number of checkpoints to keep, at least 2.
         timeout_seconds: how long the first process waits for the others' files.
-        margin: minimum steps undone by a rollback, whose checkpoints are also kept; or None.
+        margin: minimum number of steps undone by a rollback, whose targets are kept; or None.
 
     Raises:
         ConfigError: the directory can't be created or written to.
@@ -122,8 +122,7 @@ class CheckpointWriter:
     ) -> None:
         """Copy the fragments to host memory and start writing them.
 
-        The file has the tensors' values at the time of the call. A pending save is waited for
-        first. The copy is freed once it is written.
+        The file has the tensors' values at the time of the call; a pending save is completed first.
 
         Args:
             step: the step after which the state is saved.
@@ -160,7 +159,7 @@ class CheckpointWriter:
     def save_base(self, name: str, fragments: Iterable[Fragment]) -> None:
         """Write frozen weights to `ROOT/name` and return when this process has written its file.
 
-        A failure is reported like a failed save; saves that name the base then fail too.
+        A failure is reported like a failed save; saves that refer to the base then fail too.
         """
         self.wait()
         directory = self._new_directory(name)
@@ -185,7 +184,7 @@ class CheckpointWriter:
             self._thread = None
 
     def _new_directory(self, target: str) -> Path:
-        """The hidden directory for the next save."""
+        """Prepare the next save; return the path of its hidden directory."""
         self._count += 1
         while self._abandoned:
             discard(self._abandoned.pop())
@@ -199,7 +198,7 @@ class CheckpointWriter:
         write_atomically(_report_path(directory, self._rank), json.dumps(vars(stored)).encode())
 
     def _collect(self, directory: Path) -> dict[str, StoredFile]:
-        """All processes' files by name."""
+        """Wait for the reports of all processes; return their files by name."""
         files: dict[str, StoredFile] = {}
         end = time.monotonic() + self._timeout_seconds
         pause, longest = POLL_SECONDS
@@ -287,7 +286,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
     """Write fragments in host memory to a new safetensors file and flush it to disk.
 
     Raises:
-        OSError: the system can't write.
+        OSError: the file can't be written.
         ValueError: two fragments have the same label.
     """
     # Widest dtypes first: tensors stay aligned without padding, which the format forbids.
@@ -321,7 +320,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory that is returned to the system when freed, unlike malloc's."""
+    """Copy to host memory that is returned to the system when freed, unlike malloc's."""
     if not tensor.numel():
         return torch.empty(0, dtype=tensor.dtype)
     memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -347,7 +346,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def _describe_error(error: Exception, rank: int) -> str:
-    """The reason why a save failed, to end a sentence."""
+    """Describe why a save failed, in words that complete a sentence."""
     if isinstance(error, SaveError | CheckpointError):
         return str(error)
     location = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""

@@ -19,7 +19,7 @@ from pipeline.parallel.group import Group, all_gather, reduce_scatter
 from pipeline.system.position import POSITION
 
 SUM_BLOCK = 65536
-"""Elements converted to fp32 and added at once: they fit in a core's cache."""
+"""Number of elements converted to fp32 and added at once: they fit in a core's cache."""
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class Work(Protocol):
     """A pending collective."""
 
     def wait(self) -> object:
-        """Return when the result may be used."""
+        """Wait until the result may be used."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ChainedWork:
     done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
-        """Return when the second operation is done."""
+        """Wait until the second operation is done."""
         if not self.done:
             self.work.wait()
             self.finish()
@@ -72,13 +72,13 @@ class Collectives:
         POSITION.enter_collective(kind, f"{unit} ({self.owner})" if unit else self.owner, num_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a vector, pinned if it is offloaded from a GPU."""
+        """Allocate memory for a vector, pinned if it is offloaded from a GPU."""
         if self._copy_stream is not None and device.type == "cpu":
             return pinned_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def local_shard(self, full: Tensor) -> Tensor:
-        """This process's shard of a vector."""
+        """Return this process's shard of a vector."""
         size = full.numel() // self.size
         return full[self.rank * size : (self.rank + 1) * size]
 
@@ -109,7 +109,7 @@ class Collectives:
             return ChainedWork(self._copy_stream.record_event(), work.wait)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        """Write this process's shard of the sum over processes of `full` to `out`.
+        """Sum `full` over processes, and write this process's shard of the sum to `out`.
 
         `full` is allocated by `empty` and is undefined afterwards; `out` may be its local shard.
         """
@@ -120,7 +120,7 @@ class Collectives:
     def all_reduce(self, values: Tensor) -> None:
         """Sum a few float64 values over processes, in place.
 
-        The result is exact, and so independent of the order, if each value is nonzero on one
+        The result is exact, and thus independent of the order, if each value is nonzero on one
         process only.
         """
         self.enter("all_reduce", "", values.nbytes)
@@ -135,7 +135,7 @@ class Collectives:
     """The dtype in which `reduce_scatter` sends vectors; None for the vectors' own dtype."""
 
     copy_index, num_copies = 0, 1
-    """Index of this process's sharded copy of the model, and number of copies."""
+    """Index of this process's sharded copy of the model, and the number of copies."""
 
     def end_step(self) -> None:
         """Release memory that only an optimizer step needs. A collective."""
@@ -204,7 +204,7 @@ class GroupWork:
     group: Group
 
     def wait(self) -> None:
-        """Return when the result may be used, on a GPU by the compute stream."""
+        """Wait until the result may be used; on a GPU, make the compute stream wait."""
         with POSITION.waiting(self.group.other_ranks):
             self.work.wait()
 
@@ -212,9 +212,9 @@ class GroupWork:
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
     """Add the parts pairwise: adjacent ones first, then the pairs, and so on.
 
-    For a power of two, the sums of the two halves are added last, so that two processes with one
-    part each add like one process with both. `out` may be one of the parts; of two parts, the other
-    is not modified. Parts are converted to the dtype of `out` before they are added.
+    If their number is a power of two, the sums of the two halves are added last, so the result is
+    the same if two processes first sum one half each. `out` may be one of the parts; if there are
+    two, the other is not modified. Parts are converted to the dtype of `out` before they are added.
     """
     if any(part.dtype != out.dtype for part in parts):
         blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)
@@ -232,7 +232,7 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
 
 
 MAX_PENDING_COPIES = 2
-"""Gradients being transferred to host memory: one is copied while the next is computed."""
+"""Maximum number of gradients in transfer: one is copied while the next is computed."""
 
 
 class GradientCopies:
@@ -243,9 +243,9 @@ class GradientCopies:
         self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def start(self, gradient: Tensor, work: Callable[[], object]) -> torch.cuda.Event:
-        """Run `work`, which reads `gradient`, on the side stream; return an event recorded after.
+        """Run `work`, which reads `gradient`, on the side stream; return an event that follows it.
 
-        If too many copies are pending, the computing stream, not the host, waits for the oldest.
+        If too many copies are pending, the compute stream, not the host, waits for the oldest.
         """
         computing = torch.cuda.current_stream()
         while len(self._pending) >= MAX_PENDING_COPIES:
@@ -266,7 +266,7 @@ class GradientCopies:
 
 
 class BufferPool:
-    """Flat buffers by size and dtype. All processes acquire and release them in the same order."""
+    """Reusable flat buffers. All processes must acquire and release them in the same order."""
 
     def __init__(self, comm: Collectives, device: torch.device) -> None:
         self.comm = comm
@@ -277,7 +277,7 @@ class BufferPool:
         """CUDA events by buffer address; after its event, a free buffer is no longer being read."""
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized buffer."""
+        """Return an uninitialized buffer."""
         free = self._free.setdefault((numel, dtype), [])
         buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
         read = self._read.pop(buffer.data_ptr(), None)

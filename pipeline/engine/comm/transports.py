@@ -1,4 +1,4 @@
-"""Choice of an engine's collectives: over shared memory, or over several sharded copies.
+"""Collectives over shared memory and over sharded copies, and the choice of an engine's.
 
 Shared memory: a process copies a chunk of its vector into its slot of a shared file. After a
 barrier, which also compares the processes' histories, the others read it from there. Two sets of
@@ -43,7 +43,7 @@ class SharedMemoryCollectives(GroupCollectives):
         self._current = 0
 
     def _exchange(self, chunk: Tensor) -> list[Tensor]:
-        """Write a chunk to this process's slot, and return every process's chunk."""
+        """Write a chunk to this process's slot and return every process's chunk."""
         self._current ^= 1
         slots = [
             slot[: chunk.numel() * chunk.element_size()].view(chunk.dtype).view(chunk.shape)
@@ -74,7 +74,7 @@ class SharedMemoryCollectives(GroupCollectives):
 
 
 def can_share_memory(group: Group) -> bool:
-    """True if every process can map the memory of the others. A collective."""
+    """Return whether every process can map the memory of the others. A collective."""
     token = f"{os.getpid()}-{time.time_ns()}".encode()
     fd = _create_memfd(mmap.PAGESIZE)
     os.pwrite(fd, token, 0)
@@ -91,7 +91,7 @@ def can_share_memory(group: Group) -> bool:
 
 
 def _map_shared(group: Group, num_bytes: int) -> Tensor:
-    """Memory mapped by all processes of the group; it is freed when the last of them ends."""
+    """Map memory shared by the processes of a group; it is freed when the last of them exits."""
     fd = _create_memfd(num_bytes) if group.rank == 0 else -1
     pid, first_fd = group.gather_objects((os.getpid(), fd))[0]
     if group.rank > 0:
@@ -109,7 +109,7 @@ def _create_memfd(num_bytes: int) -> int:
 
 
 class CollectivesOverCopies(Collectives):
-    """Collectives within one copy, and sums over all copies; all processes construct it."""
+    """Collectives within one copy, and sums over all copies; all processes must construct it."""
 
     def __init__(self, device: torch.device, within: Collectives, across: Collectives) -> None:
         super().__init__(device, within.owner, within.group)
@@ -123,7 +123,7 @@ class CollectivesOverCopies(Collectives):
         return self._within_copy.all_gather(full, shard, unit)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        """Write the sum over all processes of the local shard of `full` to `out`, in fp32."""
+        """Sum `full` over all processes, and write the local shard of the sum to `out`, in fp32."""
         work = self._within_copy.reduce_scatter(full, out, unit)
         return ChainedWork(work, partial(self.all_reduce_copies, out, unit))
 
@@ -160,7 +160,7 @@ _NAME_COUNTS = Counter[str]()
 def make_collectives(
     device: torch.device, zero: ZeroConfig, group: Group, *, name: str
 ) -> Collectives:
-    """Make the fastest collectives for the processes of a group. A collective itself.
+    """Create the fastest collectives for the processes of a group. A collective itself.
 
     A second engine with the same name gets a number, so that names are unique.
 

@@ -1,8 +1,8 @@
 """Gradients between autograd and the optimizer: buffers, sums, their norm and the loss scale.
 
-The global norm has the same bits for any sharding: a vector is divided into CHUNKS equal chunks. If
-the number of processes divides CHUNKS, each chunk is on one process; its squares are summed there,
-by the same code at the same length, and one exact collective combines the chunks.
+The global norm is bitwise identical for any number of processes that divides CHUNKS: each vector is
+divided into CHUNKS equal chunks, each of which is on one process. Its squares are summed there, by
+the same code at the same length, and one exact all-reduce combines the chunks.
 """
 
 import math
@@ -22,16 +22,16 @@ from pipeline.engine.sharding.units import ROOT
 from pipeline.parallel.group import Group
 
 TRANSFER_ELEMENTS = 1 << 24
-"""Elements of a sum in host memory that are processed on the GPU at once: 64 MiB in fp32."""
+"""Number of elements of a sum in host memory that the GPU processes at once: 64 MiB in fp32."""
 
 BLOCK = 262144
-"""Elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
+"""Number of elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 MAX_HOST_SUMS = 256
 """Maximum number of chunks per vector for which their sums are added, exactly, on the host."""
 
 ROW_ELEMENTS = 4096
-"""Elements summed at once: PyTorch distributes rows over threads but never splits such a short row,
+"""Row length of a sum: PyTorch distributes rows over threads but never splits such a short row,
 so the order of addition is the same for any number of threads."""
 
 
@@ -39,8 +39,8 @@ class RunningSum:
     """A running sum over micro-batches: ((g1 + g2) + g3) + ...
 
     Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
-    the sum is in host memory and the gradients are on a GPU, which adds on a side stream without
-    blocking host or GPU: the sum is copied to the GPU and back, one chunk at a time.
+    the sum is in host memory and the gradients are on a GPU, which adds them on a side stream
+    without blocking host or GPU: the sum is copied to the GPU and back, one chunk at a time.
     """
 
     def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
@@ -48,7 +48,7 @@ class RunningSum:
         self._total: Tensor | None = None
         self.empty = True
         self.read: torch.cuda.Event | None = None
-        """Event after which the last added gradient has been read; None if it has."""
+        """Event after which the last added gradient has been read; None if none is pending."""
 
     @property
     def total(self) -> Tensor:
@@ -80,7 +80,7 @@ class RunningSum:
         """Do nothing: every addition is final."""
 
     def finish(self) -> Tensor:
-        """The sum over all micro-batches, complete on the host; zeros if there was none."""
+        """Return the sum over all micro-batches, complete on the host; zeros without any."""
         self._wait()
         if self.empty:
             self.total.zero_()
@@ -94,7 +94,7 @@ class RunningSum:
         self.empty = True
 
     def tensors(self) -> list[Tensor]:
-        """The allocated tensors."""
+        """Return the allocated tensors."""
         return [] if self._total is None else [self._total]
 
     def _wait(self) -> None:
@@ -104,12 +104,12 @@ class RunningSum:
 
 
 class TreeSum:
-    """A binary tree over micro-batches, for any number of them on this process.
+    """A sum over any number of micro-batches on this process, added in a binary tree.
 
     It works like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks
-    are summed as a tree as well, and micro-batch i is on rank i modulo W, the tree over all
-    micro-batches is the same for every power of two W. Holds at most log2(micro-batches) + 1 sums.
-    `current` is the sum of the current micro-batch.
+    are also summed in a tree, and micro-batch i is on rank i modulo W, the tree over all
+    micro-batches is the same for every power of two W. It holds at most log2(micro-batches) + 1
+    sums. `current` is the sum of the current micro-batch.
     """
 
     def __init__(self, empty: Callable[[], Tensor], current: RunningSum) -> None:
@@ -129,7 +129,7 @@ class TreeSum:
         self._levels.append((level, value))
 
     def finish(self) -> Tensor:
-        """The sum over all micro-batches, smallest sums added first; zeros if there was none."""
+        """Return the sum over all micro-batches, adding small sums first; zeros without any."""
         self.end_micro_batch()
         if not self._levels:
             return self._empty().zero_()
@@ -144,16 +144,16 @@ class TreeSum:
         self._levels.clear()
 
     def tensors(self) -> list[Tensor]:
-        """The allocated tensors."""
+        """Return the allocated tensors."""
         return [*self._current.tensors(), *(value for _, value in self._levels)]
 
 
 class FlatGradients:
     """The gradient of one flat vector: from autograd to the sum of the local shard.
 
-    A parameter's gradient, in the type of its weight, is added to an fp32 vector as soon as
-    autograd has it, and `.grad` is reset to None. If there is one process and gradients stay on its
-    device, that vector is the sum; otherwise it is a buffer, reduced by shards into the sums.
+    A parameter's gradient, in the dtype of its weight, is added to an fp32 vector as soon as
+    autograd has computed it, and `.grad` is reset to None. If there is one process and gradients
+    stay on its device, that vector is the sum; otherwise it is a buffer, reduce-scattered to sums.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
@@ -169,7 +169,7 @@ class FlatGradients:
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._undefined: set[str] = set()
-        """Parameters whose range of the buffer is undefined."""
+        """Names of parameters whose range of the buffer is not initialized."""
         self._reduction: tuple[Work, Tensor, Tensor | None] | None = None
         hook = partial(FlatGradients._accumulate, weakref.proxy(self))  # doesn't keep `self` alive
         for name, param in flat.params.items():
@@ -247,7 +247,7 @@ class FlatGradients:
 
 
 def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:
-    """Sum of squares of each of the `rows` equal chunks of `shard`, in float64."""
+    """Return the sum of squares of each of `rows` equal chunks of `shard`, in float64."""
     chunks = shard.view(rows, -1)
     if shard.device.type != "cpu":
         # Accumulates in fp64 without vector_norm's fp64 copy of the input.
@@ -259,9 +259,9 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
 
 
 def chunk_squares(shard: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
-    """Sums of squares of a reduced gradient by chunk; each process computes some of the chunks.
+    """Return the sums of squares of a reduced gradient by chunk: `num_chunks` float64 values.
 
-    A float64 vector of `num_chunks` values; the values of all other chunks are zero.
+    Each process computes some of the chunks; its values for all other chunks are zero.
     """
     rows = num_chunks(comm.size)
     values = torch.zeros(rows, dtype=torch.float64, device=shard.device)
@@ -271,7 +271,7 @@ def chunk_squares(shard: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor
 
 
 class NormReducer:
-    """Sums of squares of a model whose vectors are on all processes of a group. A collective."""
+    """Combines sums of squares of vectors on different processes. Its creation is a collective."""
 
     def __init__(self, group: Group, units: Sequence[str]) -> None:
         self._group = group
@@ -282,9 +282,9 @@ class NormReducer:
         self._num_local = len(units)
 
     def reduce(self, squares: Sequence[float]) -> Sequence[float]:
-        """Sums of squares of the vectors of all processes, as many values per vector as given.
+        """Return the values of all processes' vectors, with as many per vector as were given.
 
-        Each is nonzero on one process only, so that their sums are exact.
+        Each value is nonzero on one process only, so that the all-reduce is exact.
         """
         if self._group.size == 1:
             return squares
@@ -311,8 +311,8 @@ class LossScaler:
 
     A step whose gradients overflow is skipped and costs one of `hysteresis` tokens; when only one
     is left, every overflow halves the scale. After a good step, every further `loss_scale_window`
-    good steps in a row double the scale and refill the tokens. With `enabled` off the scale stays
-    1, and a static scale is constant; the engine still skips non-finite steps. Equivalent to
+    good steps in a row double the scale and refill the tokens. If not `enabled`, the scale stays 1,
+    and a static scale is constant; the engine still skips non-finite steps. This is equivalent to
     DeepSpeed's `DynamicLossScaler`.
     """
 
@@ -323,7 +323,7 @@ class LossScaler:
     """Number of good steps since the last overflow."""
 
     tokens: int = field(init=False)
-    """Overflows until the scale is halved; at 1 the next one halves it."""
+    """Number of overflows until the scale is halved; at 1, the next one halves it."""
 
     is_exhausted: bool = field(init=False, default=False)
     """True if the last step overflowed at the lowest scale."""
@@ -360,13 +360,13 @@ class LossScaler:
         self.scale = max(self.scale / 2, lowest)
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """The state for `load_state_dict`."""
+        """Return the state for `load_state_dict`."""
         return {name: getattr(self, name) for name in ("enabled", "scale", "good_steps", "tokens")}
 
     def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
-        """Restore the scale and the counts of a `state_dict`.
+        """Restore the scale and the counters from a `state_dict`.
 
-        A static scale keeps its setting. The state of a disabled scaler, from a run in another
+        A static scale keeps its setting. The state of a disabled scaler, from a run in a different
         precision, doesn't apply to fp16: the search starts at the configured initial scale.
         """
         if not self.enabled or self.config.loss_scale:

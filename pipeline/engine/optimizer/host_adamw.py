@@ -11,18 +11,18 @@ from pipeline.kernels.adamw import AdamW, Shard, adamw_
 from pipeline.kernels.pinned_memory import pinned_empty
 
 CHUNK = 2**23
-"""Elements that are updated at once: 32 MiB of an fp32 gradient."""
+"""Number of elements updated at once: 32 MiB of an fp32 gradient."""
 
 
 class HostAdamW:
     """Updates vectors whose masters and moments are in host memory.
 
-    While the host updates a chunk, the next gradient arrives on one stream and the previous weights
-    leave on another, each through one of two pinned buffers, which are allocated once.
+    While the host updates a chunk, one stream copies the next gradient to the host and another the
+    previous weights to the GPU, each through one of two pinned buffers, which are allocated once.
 
     Args:
-        device: tensors on it are copied to host memory and back.
-        chunk: elements that are updated at once, a multiple of 16.
+        device: device whose tensors are copied to host memory and back.
+        chunk: number of elements updated at once, a multiple of 16.
     """
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:

@@ -1,4 +1,4 @@
-"""A flat vector of trained weights: fp32 masters, summed gradients and the optimizer."""
+"""A flat vector of trained weights: fp32 master weights, summed gradients and the optimizer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,15 +32,15 @@ MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloa
 MasterKind = Literal["weights", "split", "separate"]
 
 PIECE = 2**20
-"""Elements that PyTorch rounds at once, which bounds temporary memory."""
+"""Number of elements that PyTorch rounds at once, which bounds temporary memory."""
 
 
 def choose_master_kind(dtype: torch.dtype, placement: Placement) -> MasterKind:
-    """The kind of masters for weights in `dtype`.
+    """Choose the kind of master weights for weights in `dtype`.
 
     Returns:
-        weights: the masters are the weights, in fp32 on the optimizer's device; split: a master is
-        the bf16 weight and 16 more bits; separate: a separate fp32 vector.
+        "weights" if the masters are the weights, in fp32 on the optimizer's device; "split" if a
+        master is the bf16 weight and 16 more bits; "separate" if they are a separate fp32 vector.
     """
     device = placement.param_device if placement.shard_params else placement.device
     on_disk = placement.params_on_disk or placement.optimizer_on_disk
@@ -66,7 +66,7 @@ class Masters:
         elif not placement.optimizer_on_disk:
             vector = self.from_weights()
         self.vector = vector
-        """The masters; empty if they are split, or on a disk."""
+        """The masters; empty if they are split or on disk."""
 
     @property
     def weights(self) -> Tensor:
@@ -80,14 +80,14 @@ class Masters:
         return flat.shard_numel if flat.placement.shard_optimizer else flat.numel
 
     def fp32(self) -> Float[Tensor, " n"]:
-        """The masters as one vector, which is a copy if they are split."""
+        """Return the masters as one vector, which is a copy if they are split."""
         if self.low_bits is not None:
             return join_master(self.weights, self.low_bits)
         return self.vector
 
     @contextmanager
     def modify(self) -> Iterator[Float[Tensor, " n"]]:
-        """The masters as one vector to modify in place; separate weights do not change."""
+        """Provide the masters as one vector to modify in place; separate weights do not change."""
         masters = self.fp32()
         yield masters
         if self.low_bits is not None:
@@ -96,14 +96,14 @@ class Masters:
             self.low_bits.copy_(low_bits)
 
     def separate_tensors(self) -> Iterator[Tensor]:
-        """Tensors of the masters that are stored separately from the weights."""
+        """Yield the masters' tensors that are stored separately from the weights."""
         if self.low_bits is not None:
             yield self.low_bits
         elif self.kind == "separate":
             yield self.vector
 
     def from_weights(self) -> Float[Tensor, " n"]:
-        """The weights in fp32 on the optimizer's device, read from disk if they are there."""
+        """Return the weights in fp32 on the optimizer's device, from disk if they are there."""
         disk, placement = self.flat.disk, self.flat.placement
         weights = self.weights if disk is None else disk.read()
         copy = self.flat.comm.empty(weights.numel(), torch.float32, placement.optimizer_device)
@@ -113,9 +113,9 @@ class Masters:
         return copy
 
     def allocate_rounded(self) -> Tensor | None:
-        """The weights as the destination of rounding, or a buffer if they are on another device.
+        """Return the tensor to round to: the weights, or a buffer if they are elsewhere.
 
-        None if there is nothing to round.
+        Return None if there is nothing to round.
         """
         flat = self.flat
         if self.kind != "separate" or flat.settings.dtype not in COPY_DTYPES:
@@ -164,21 +164,21 @@ class TrainedParams:
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)
         self.state: dict[str, Tensor] = {}
-        """Moments and the number of updates, `step`, by the names of PyTorch's AdamW."""
+        """Moments and the number of updates, `step`, under the names in PyTorch's AdamW."""
         self._rounded: Tensor | None = None
         self._gathered_gradient: Tensor | None = None
 
     def named_moments(self) -> dict[str, Tensor]:
-        """The moments by name."""
+        """Return the moments by name."""
         return {name: value for name, value in self.state.items() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:
-        """The number of updates by its name, `step`; may be empty."""
+        """Return the number of updates under its name, `step`; may be empty before the first."""
         return {name: value.item() for name, value in self.state.items() if value.ndim == 0}
 
     @contextmanager
     def modify(self) -> Iterator[Float[Tensor, " n"]]:
-        """The fp32 masters, to modify in place; at exit all processes get the new weights."""
+        """Provide the fp32 masters to modify in place; on exit all processes get the weights."""
         self.comm.synchronize()  # finish pending copies to the GPU before weights change
         with self.masters.modify() as masters:
             yield masters
@@ -198,9 +198,9 @@ class TrainedParams:
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def param_spans(self, *, saved_only: bool = False) -> Iterator[tuple[str, slice, slice]]:
-        """Each parameter with elements in these masters: its name, and their ranges in both.
+        """Yield the name of each parameter in these masters, and its range here and in itself.
 
-        With `saved_only`, only the elements that this process writes to a checkpoint.
+        With `saved_only`, yield only the elements that this process writes to a checkpoint.
         """
         flat, first = self.flat, self._offset
         low, high = flat.checkpoint_range if saved_only else (first, first + self.masters.numel)
@@ -217,13 +217,13 @@ class TrainedParams:
         return full
 
     def _gradient(self) -> Float[Tensor, " n"]:
-        """This process's shard of the sum over all micro-batches and processes."""
+        """Return this process's shard of the sum over all micro-batches and processes."""
         self.gradients.finish_reduction()
         gradient = self.gradients.sum.finish()
         return reduce_gradient(gradient, self.flat.settings.role, self.tensor, self._param_ranges())
 
     def _param_ranges(self) -> list[ParamRange]:
-        """The parameters in this process's shard."""
+        """List the parameters in this process's shard."""
         flat, first = self.flat, self.comm.rank * self.flat.shard_numel
         return [
             (flat.params[name], start - flat.offsets[name], slice(start - first, stop - first))
@@ -231,7 +231,7 @@ class TrainedParams:
         ]
 
     def norm_gradient(self) -> Float[Tensor, " n"]:
-        """The gradient's shard, with zeros for elements that another process adds to the norm."""
+        """Return the gradient's shard, zeroed where another process adds it to the norm."""
         role, ranges = self.flat.settings.role, self._param_ranges()
         return mask_duplicates(self._gradient(), role, self.tensor, ranges)
 

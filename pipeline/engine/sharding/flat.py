@@ -1,8 +1,8 @@
 """Parameters of one unit and one kind as one flat vector: the engine's data structure.
 
-The vector has W equal shards, one per process. A ZeRO stage decides what a process keeps between
-uses: everything, or its shard. Rajbhandari et al. 2020 (ZeRO); one flat vector for each block as in
-BMTrain and FSDP.
+The vector has W equal shards, one per process. The ZeRO stage (Rajbhandari et al. 2020) determines
+what a process keeps between uses: everything, or its shard. As in BMTrain and FSDP, each block has
+one flat vector.
 """
 
 import math
@@ -30,7 +30,7 @@ CHUNKS = 16
 
 
 def num_chunks(world_size: int) -> int:
-    """Number of chunks per vector; more than CHUNKS only if the processes don't divide it."""
+    """Return the number of chunks per vector: CHUNKS, or more if `world_size` doesn't divide it."""
     return math.lcm(CHUNKS, world_size)
 
 
@@ -41,7 +41,7 @@ def padded_size(numel: int, world_size: int) -> int:
 
 
 def lay_out(params: Mapping[str, nn.Parameter], *, decay: bool) -> tuple[dict[str, int], int, int]:
-    """The offset of each parameter, the start of those without weight decay, and the size.
+    """Return each parameter's offset, the start of those without weight decay, and the size.
 
     One-dimensional parameters (biases and norms) have no weight decay. They follow the others, from
     an offset where the vector may be split, so that updating both parts at once gives the same bits
@@ -95,20 +95,20 @@ class Placement:
     """Device of the local shard of the weights at stage 3."""
 
     params_on_disk: bool
-    """Keep the local shard of the weights on a disk, at stage 3."""
+    """Keep the local shard of the weights on disk, at stage 3."""
 
     optimizer_on_disk: bool
-    """Keep masters and moments on a disk."""
+    """Keep masters and moments on disk."""
 
     deterministic: bool
-    """Sum micro-batches as a tree."""
+    """Sum micro-batches in a binary tree."""
 
 
 class FlatParams:
     """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
 
-    While freed, the module's parameters keep shape and dtype; every element reads as NaN, and an
-    in-place change is an error.
+    While freed, the module's parameters keep their shape and dtype; every element is NaN, and an
+    in-place change raises an error.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class FlatParams:
         self._load()
 
     def _load(self) -> None:
-        """Copy the local part of the parameters, and make them views of the vector."""
+        """Copy the local part of the parameters and make them views of the vector."""
         self.fill(
             lambda name, start, out: out.copy_(
                 self.params[name].detach().reshape(-1)[start : start + len(out)]
@@ -168,7 +168,7 @@ class FlatParams:
     def fill(self, read: Callable[[str, int, Tensor], object]) -> None:
         """Fill the local part of each parameter using `read(name, start, out)`.
 
-        `out` gets the elements of the flattened parameter from `start` on.
+        `read` fills `out` with the elements of the flattened parameter from index `start`.
         """
         local = self.shard if self.placement.shard_params else self.full
         if self.disk is not None:
@@ -181,7 +181,7 @@ class FlatParams:
             self.disk.write(local)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a vector of this layout, one per parameter, in its shape."""
+        """Return views of a vector of this layout, one per parameter, in the parameter's shape."""
         return {
             name: vector[self.offsets[name] : self.offsets[name] + param.numel()].view(param.shape)
             for name, param in self.params.items()
@@ -195,7 +195,7 @@ class FlatParams:
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def param_ranges(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
-        """Each parameter with elements between two offsets: its name, start and stop."""
+        """Yield each parameter with elements between two offsets: its name, start and stop."""
         for name, param in self.params.items():
             offset = self.offsets[name]
             start, stop = max(offset, low), min(offset + param.numel(), high)
@@ -203,7 +203,7 @@ class FlatParams:
                 yield name, start, stop
 
     def decay_ranges(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
-        """The ranges of constant weight decay between two offsets: start, stop, rate."""
+        """Yield the ranges of constant weight decay between two offsets: start, stop, rate."""
         middle = min(max(low, self.no_decay_start), high)
         for start, stop, rate in ((low, middle, self.settings.weight_decay), (middle, high, 0.0)):
             if start < stop:
@@ -213,7 +213,7 @@ class FlatParams:
     def checkpoint_range(self) -> tuple[int, int]:
         """The range of the vector that this process writes to a checkpoint.
 
-        Copies of the model divide their common shard.
+        If there are copies of the model, each writes a part of their common shard.
         """
         first, copy = self.comm.rank * self.shard_numel, self.comm.copy_index
         low, high = (self.shard_numel * i // self.comm.num_copies for i in (copy, copy + 1))
@@ -256,12 +256,12 @@ class FlatParams:
             param.data = self.views[name]
 
     def detach_params(self) -> None:
-        """Replace the parameters by placeholders with shape and dtype, without memory."""
+        """Replace the parameters with placeholders of the same shape and dtype, without memory."""
         for name, param in self.params.items():
             param.data = self.placeholders[name]
 
     def free(self) -> None:
-        """At stage 3, free the full vector; the local shard stays."""
+        """Free the full vector at stage 3, but keep the local shard."""
         if not self.placement.shard_params:
             return
         self._finish_gather()  # wait for an unused prefetch

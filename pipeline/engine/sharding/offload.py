@@ -23,7 +23,7 @@ ALIGNMENT = 4096
 
 
 class ScratchFile(io.FileIO):
-    """A file that is closed with the last reference to it.
+    """A file that is closed when the last reference to it is dropped.
 
     A finalizer that waited for the store's threads could deadlock: garbage collection may run it
     inside `threading`, while the locks it needs are held.
@@ -34,7 +34,7 @@ class ScratchFile(io.FileIO):
 
 
 class TensorStore:
-    """One process's tensors in a scratch file of `directory`, NVMe or any other disk.
+    """One process's tensors in a scratch file in `directory`, on NVMe or any other disk.
 
     The file is unlinked, so nothing is left on disk however the process ends. All space is
     allocated by `reserve`, so that a full disk stops a run at its start. `write` and `read` return
@@ -80,21 +80,21 @@ class TensorStore:
         if needed > free:
             raise ConfigError(
                 f"the offload directory {self.directory} lacks space for the {needed:,} bytes of"
-                f" rank {self.rank}; free space there, or choose another directory"
+                f" rank {self.rank}; free up space, or choose another directory"
             )
         self._offsets.update(offsets)
         self._size = end
 
     def write(self, key: str, tensor: Shaped[Tensor, " n"]) -> None:
         """Start writing `tensor`, which must not change until `wait`."""
-        self._submit(key, tensor, None, "offload.write", "written", write_at)
+        self._submit(key, tensor, None, "offload.write", "written to", write_at)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
         """Start reading into `out`, which has the tensor's value after `wait`.
 
         With `after`, pending operations on that key complete first: they may use the same memory.
         """
-        self._submit(key, out, after, "offload.read", "read", read_at)
+        self._submit(key, out, after, "offload.read", "read from", read_at)
 
     def wait(self, key: str) -> None:
         """Wait for the pending operations on `key`.
@@ -148,7 +148,7 @@ class TensorStore:
                 transfer(file.fileno(), data, offset)
             except (OSError, EOFError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
-                failures.append(f"{key} can't be {verb} in {name}: {reason}")
+                failures.append(f"{key} can't be {verb} {name}: {reason}")
 
         self._pending[key] = self._threads.submit(run)
 
@@ -158,10 +158,10 @@ class TensorStore:
 
 
 class StreamedState:
-    """Masters and moments of many groups in a store; at most two groups are in memory.
+    """Master weights and moments of many groups in a store; at most two groups are in memory.
 
-    `sizes` are the groups' numbers of elements; `moments` is the dtype of Adam's moments. While one
-    group is stepped, the previous one is written from the other set of buffers, and the next one
+    `sizes` has each group's number of elements; `moments` is the dtype of Adam's moments. While one
+    group is updated, the previous one is written from the other set of buffers, and the next one
     is read into it.
     """
 
@@ -280,14 +280,14 @@ class DiskShard:
             self.disk.store.read(self.name, self._buffer)
 
     def read(self) -> Shaped[Tensor, " k"]:
-        """The shard in memory, until `release`."""
+        """Return the shard in memory, valid until `release`."""
         self.start_read()
         assert self._buffer is not None
         self.disk.store.wait(self.name)
         return self._buffer
 
     def release(self) -> None:
-        """End a `read`: its memory may be reused."""
+        """End a `read`; its memory may then be reused."""
         if self._buffer is not None:
             self.disk.store.wait(self.name)  # an unused prefetch may still be running
             self.disk.pool.release(self._buffer)

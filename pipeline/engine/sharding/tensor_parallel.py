@@ -2,7 +2,7 @@
 
 Some parameters are sharded, others are replicated. For a replicated parameter each process computes
 the full gradient, or a partial sum if the parameter is only used with the process's heads. The role
-of a parameter decides how its gradient is reduced, once per optimizer step and in fp32, so that
+of a parameter determines how its gradient is reduced, once per optimizer step and in fp32, so that
 each element counts once in the norm and in a checkpoint.
 """
 
@@ -59,9 +59,9 @@ class ParamShard:
         return self.full_shape[self.spec.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "ParamShard | None":
-        """The same shard in units of `block` consecutive elements, numbered by row.
+        """Return the same shard in units of `block` consecutive elements, numbered by row.
 
-        None if a block would be split between processes.
+        Return None if a block would be split between processes.
         """
         rows, inner = self.full_shape[: self.spec.dim].numel(), self.inner
         stride = self.full_shape[self.spec.dim] * inner
@@ -81,14 +81,14 @@ class ParamShard:
         return ParamShard(torch.Size((rows, -(-stride // block))), specs, self.rank)
 
     def join(self, shards: list[Tensor]) -> Tensor:
-        """The full parameter, concatenated from the shards of all processes."""
+        """Assemble the full parameter from the shards of all processes."""
         full = shards[0].new_empty(self.full_shape)
         for spec, shard in zip(self.specs, shards, strict=True):
             spec.insert(shard.view(spec.shape(self.full_shape)), full)
         return full
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Shared ranges of the flattened shard, the ranks with each, and if this is the first."""
+        """Yield each shared range of the flattened shard, its ranks, and if this is the first."""
         assert self.spec.dim == 0
         inner = self.inner
         for shard, begin in self.spec.with_offsets():
@@ -120,12 +120,12 @@ def mark_partial(param: Tensor) -> None:
 
 
 def get_shard(param: Tensor) -> ParamShard | None:
-    """The position of a shard in its full parameter; None if the parameter is not sharded."""
+    """Return a shard's position in its full parameter; None if the parameter isn't sharded."""
     return getattr(param, _SHARD, None)
 
 
 def get_role(param: Tensor) -> Role:
-    """The role of a parameter; a frozen one is `sharded` or `replicated`."""
+    """Return the role of a parameter; a frozen one is never `partial`."""
     shard = get_shard(param)
     if shard is not None:
         return shard.role
@@ -134,7 +134,7 @@ def get_role(param: Tensor) -> Role:
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Shape of the full parameter; its own shape if it is not sharded."""
+    """Return the shape of the full parameter; its own shape if it is not sharded."""
     shard = get_shard(param)
     return param.shape if shard is None else shard.stored_shape or shard.full_shape
 
@@ -146,9 +146,9 @@ ParamRange = tuple[Tensor, int, slice]
 def reduce_gradient(
     gradient: Float[Tensor, " n"], role: Role, group: Group, ranges: list[ParamRange]
 ) -> Float[Tensor, " n"]:
-    """Complete a gradient by summing it with those of other processes for the same elements.
+    """Complete a gradient by adding the other processes' gradients of the same elements.
 
-    A collective. Sums are trees in rank order, with the same bits on all processes.
+    A collective. Sums are trees in rank order, bitwise identical on all processes.
     """
     if group.size == 1 or role in ("replicated", "sharded"):
         return gradient
@@ -166,7 +166,7 @@ def reduce_gradient(
 def mask_duplicates(
     gradient: Float[Tensor, " n"], role: Role, group: Group, ranges: list[ParamRange]
 ) -> Float[Tensor, " n"]:
-    """The gradient, with zeros for the elements that another process adds to the norm."""
+    """Return the gradient, zeroed where another process adds it to the norm."""
     if group.size == 1 or role == "sharded":
         return gradient
     if role in ("replicated", "partial"):
@@ -179,7 +179,7 @@ def mask_duplicates(
 
 
 def _shared_ranges(ranges: list[ParamRange]) -> Iterator[tuple[slice, list[int], bool]]:
-    """Ranges of a vector that other processes also have."""
+    """Yield the ranges of a vector that other processes also have, like `shared_elements`."""
     for param, first, span in ranges:
         shard = get_shard(param)
         assert shard is not None

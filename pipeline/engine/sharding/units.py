@@ -1,4 +1,4 @@
-"""Division of a model into units: the parameters gathered, reduced and freed together.
+"""Division of a model into units: parameters that are gathered, reduced and freed together.
 
 A unit is a transformer block, the embedding, the output layer, or the root: everything else. The
 embedding is used before all blocks and the output layer after them, so neither needs to be
@@ -36,11 +36,11 @@ class UnitParams:
 
 
 def find_units(model: nn.Module) -> list[UnitParams]:
-    """The units of `model` in the order of its modules, the root unit last.
+    """Find the units of `model`, in the order of its modules but with the root unit last.
 
-    Blocks are the layers that `transformers` can checkpoint, else the entries of the longest
-    `nn.ModuleList` of one class. Blocks don't nest: the outermost is used. A parameter that a block
-    shares with anything outside belongs to the root.
+    Blocks are the layers that `transformers` can checkpoint or, without any, the entries of the
+    longest `nn.ModuleList` of one class. Of nested blocks only the outermost is used. A parameter
+    that a block shares with anything outside belongs to the root.
     """
     blocks = _find_outermost(model, _find_blocks(model))
     # Include duplicate names: a module shared with the outside can't be freed with its block.
@@ -92,7 +92,7 @@ def _find_longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _find_outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The blocks that are not inside other blocks, each under one name."""
+    """Select the blocks that are not inside other blocks, each under one name."""
     inner = {
         id(child) for block in blocks.values() for child in block.modules() if child is not block
     }
@@ -114,7 +114,7 @@ class UsesHead(nn.Module):
 
 
 def get_engine_units(model: nn.Module) -> list[UnitParams]:
-    """`find_units`, with embedding and output layer as separate units, in order of use.
+    """Find the units, with the embedding and output layer as separate units, in order of use.
 
     The embedding comes before the blocks and the output layer after them, each only if the model
     has blocks, calls the module, and uses its parameters nowhere else; the root unit is last.
@@ -140,7 +140,7 @@ def get_engine_units(model: nn.Module) -> list[UnitParams]:
 
 
 def _find_vocabulary_layers(model: nn.Module) -> dict[Kind, nn.Module]:
-    """A language model's embedding and output layer, if they are plain, separate modules."""
+    """Find a language model's embedding and output layer if they are plain, separate modules."""
     pretrained = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if pretrained is None:
         return {}

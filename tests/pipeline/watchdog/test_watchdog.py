@@ -158,7 +158,7 @@ def test_straggler_is_the_rank_that_is_furthest_behind() -> None:
     assert failure.rank == 2
     assert failure.message == (
         "rank 2 did not reach all_gather of a (collective 7), where rank 0 waited 5 s for it:"
-        " its last was barrier (collective 5), 6 s ago"
+        " it was last at barrier (collective 5), 6 s ago"
     )
     assert find_straggler(heartbeats, 5.1) is None
     assert find_straggler({0: heartbeats[0], 1: heartbeats[0]}, 1.0) is None
