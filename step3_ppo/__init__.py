@@ -1,1 +1,1 @@
-"""Step 3: reinforcement learning against the reward model with PPO."""
+"""Step 3: training of the actor on rewards or from a teacher, by PPO and related methods."""

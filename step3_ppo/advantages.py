@@ -14,28 +14,28 @@ from torch import Tensor
 
 
 def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Mean of the counted values in each group; 0 if there are none."""
+    """Return the mean of the counted values in each group, or 0 if there are none."""
     return _group_sum(grouped, counted) / group_counts(counted).clamp(min=1)
 
 
 def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Sample standard deviation of the counted values in each group; 0 for a single one."""
+    """Return the sample deviation of the counted values in each group, or 0 for a single value."""
     squares = (grouped - group_mean(grouped, counted)).square()
     return (_group_sum(squares, counted) / (group_counts(counted) - 1).clamp(min=1)).sqrt()
 
 
 def all_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all counted values of a group are equal; True for groups with fewer than two.
+    """Return whether the counted values of each group are equal; True for fewer than two values.
 
-    The largest is compared with the smallest, because rounding makes differences from the mean and
-    the deviation nonzero.
+    The largest value is compared with the smallest, because rounding can make the differences from
+    the mean, and so the standard deviation, nonzero.
     """
     largest = grouped.masked_fill(~counted, -torch.inf).amax(dim=1, keepdim=True)
     return largest <= grouped.masked_fill(~counted, torch.inf).amin(dim=1, keepdim=True)
 
 
 def group_counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Number of counted entries in each group."""
+    """Return the number of counted entries in each group."""
     return counted.double().sum(dim=1, keepdim=True)
 
 
@@ -49,7 +49,7 @@ STD_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class RewardedResponses:
-    """Responses with their rewards; those to the same prompt are adjacent."""
+    """Responses with their rewards; responses to the same prompt are adjacent."""
 
     rewards: Float[Tensor, "B T"]
     """Reward of each token, zero on padding."""
@@ -69,10 +69,11 @@ class RewardedResponses:
     """Discount per token."""
 
     lam: float
-    """Lambda of GAE: 1 is Monte Carlo, 0 the one-step TD error."""
+    """Lambda of GAE: 1 is Monte Carlo, 0 is the one-step TD error."""
 
     counted: Bool[Tensor, " B"]
-    """False for a response without a reward or masked as overlong: in no baseline, advantage 0."""
+    """False for responses without a reward or masked as overlong: no baseline includes them, and
+    their advantage is 0."""
 
     group_baseline: bool = False
     """Whether `reinforce_pp` first subtracts the group's mean from scores."""
@@ -88,12 +89,11 @@ class Estimate:
     """Targets of the critic's values; None without a critic."""
 
     zeroed: Bool[Tensor, " B"] | None = None
-    """Responses whose advantages remain 0 when whitening shifts all others; None if there are
-    none."""
+    """True for responses whose advantages stay 0 under whitening; None if there are none."""
 
 
 def gae_estimate(rewarded: RewardedResponses) -> Estimate:
-    """Generalized advantage estimation with a critic; see `gae`."""
+    """Estimate advantages and returns with a critic; see `gae`."""
     assert rewarded.values is not None
     advantages, returns = gae(
         rewarded.rewards, rewarded.values, rewarded.mask, gamma=rewarded.gamma, lam=rewarded.lam
@@ -109,7 +109,7 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16).
+    """Compute generalized advantage estimates (Schulman et al. 2016, eq. 16).
 
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
@@ -131,12 +131,12 @@ def gae(
 
 
 def grpo(rewarded: RewardedResponses) -> Estimate:
-    """Group-relative advantages (Shao et al. 2024, section 4.1.2), equal for all tokens.
+    """Compute group-relative advantages (Shao et al. 2024, section 4.1.2), equal for all tokens.
 
         A_i = (R_i - mean R) / (std R + 1e-4)
 
     R_i is the sum of a response's token rewards; mean and (sample) standard deviation are over its
-    group. If all scores of a group are equal, the advantages are exactly 0: otherwise the KL
+    group. If all scores of a group are equal, the advantages are exactly 0. Otherwise the KL
     penalty, divided by its own small deviation, would count as much as a score.
     """
     grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
@@ -146,25 +146,25 @@ def grpo(rewarded: RewardedResponses) -> Estimate:
 
 
 def dr_grpo(rewarded: RewardedResponses) -> Estimate:
-    """Group-relative advantages without the division (Liu et al. 2025), equal for all tokens.
+    """Compute unscaled group-relative advantages (Liu et al. 2025), equal for all tokens.
 
         A_i = R_i - mean R
 
-    Groups whose rewards differ little have little weight. The expected gradient is (G - 1) / G
-    times the gradient of the expected reward. A group of equal returns has advantages of exactly 0.
+    Groups whose rewards vary little have little weight. The expected gradient is (G - 1) / G times
+    the gradient of the expected reward. A group of equal returns has advantages of exactly 0.
     """
     grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
     return expand_to_tokens(center(grouped, counted), rewarded)
 
 
 def rloo(rewarded: RewardedResponses) -> Estimate:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024), equal for all tokens.
+    """Compute leave-one-out advantages (RLOO, Ahmadian et al. 2024), equal for all tokens.
 
         A_i = R_i - mean of the other R_j = G / (G - 1) * (R_i - mean R)
 
-    R_i is the sum of a response's token rewards, G the size of its group. The baseline does not
-    depend on the response itself, so the policy gradient is unbiased. A group of equal returns has
-    advantages of exactly 0.
+    R_i is the sum of a response's token rewards, and G is the size of its group. The baseline does
+    not depend on the response itself, so the policy gradient is unbiased. A group of equal returns
+    has advantages of exactly 0.
     """
     grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
     size = group_counts(counted)
@@ -173,7 +173,7 @@ def rloo(rewarded: RewardedResponses) -> Estimate:
 
 
 def reinforce_pp(rewarded: RewardedResponses) -> Estimate:
-    """REINFORCE++ (Hu 2025): each token's discounted reward-to-go, for whitening over all tokens.
+    """Compute the discounted reward-to-go, to be whitened over all tokens (REINFORCE++, Hu 2025).
 
     With `group_baseline`, the group's mean score is first subtracted from each score; a group of
     equal returns then has advantages of exactly 0, even after whitening.
@@ -193,10 +193,10 @@ def reinforce_pp(rewarded: RewardedResponses) -> Estimate:
 
 
 def best_of_group(rewarded: RewardedResponses) -> Estimate:
-    """1 for the best response of each group, else 0 (RAFT: Dong et al. 2023; Yuan et al. 2023).
+    """Assign 1 to each group's best response, 0 to the others (Dong et al., Yuan et al. 2023).
 
-    With the loss `none` this is the negative log-likelihood of the best responses. Tied best
-    responses share the 1; a group of equal returns has no best response.
+    With the loss `none`, this gives the negative log-likelihood of the best responses (RAFT). Tied
+    best responses share the 1; a group of equal returns has no best response.
     """
     grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
     eligible = grouped.masked_fill(~counted, -torch.inf)
@@ -206,7 +206,7 @@ def best_of_group(rewarded: RewardedResponses) -> Estimate:
 
 
 def group_returns(rewarded: RewardedResponses) -> Float[Tensor, "P G"]:
-    """The sum of each response's token rewards, by prompt, in float64."""
+    """Return the sum of each response's token rewards, by prompt, in float64."""
     return split_groups(rewarded.rewards.double().sum(dim=1), rewarded)
 
 
@@ -217,13 +217,13 @@ def split_groups(values: Tensor, rewarded: RewardedResponses) -> Tensor:
 
 
 def center(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P G"]:
-    """The difference of each number from its group's mean, exactly 0 if all are equal."""
+    """Subtract each group's mean; the differences are exactly 0 if all values are equal."""
     deviation = grouped - group_mean(grouped, counted)
     return deviation.masked_fill(all_equal(grouped, counted), 0.0)
 
 
 def expand_to_tokens(advantages: Float[Tensor, "P G"], rewarded: RewardedResponses) -> Estimate:
-    """Assign each response's advantage to all its tokens; 0 for responses that are not counted."""
+    """Assign each response's advantage to all its tokens, or 0 if the response isn't counted."""
     counted = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
     return Estimate(counted.float()[:, None] * rewarded.mask)
 

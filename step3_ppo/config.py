@@ -1,4 +1,4 @@
-"""Settings of step 3, their ranges, and the work that follows from them."""
+"""Settings of step 3, their valid ranges, and the workload that they imply."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 
 
 def adam(lr: float) -> OptimConfig:
-    """Adam with PPO's settings (Huang et al. 2024, details 16 and 17)."""
+    """Return Adam's settings for PPO (Huang et al. 2024, details 16 and 17)."""
     return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
 
@@ -71,38 +71,38 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     }
 
     MINIMUMS: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
-    """rollout_size is raised to an option's batch_size: a minibatch is part of one rollout."""
+    """rollout_size is raised to the option's batch_size: a minibatch is part of one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
 
     method: Literal["ppo", GroupMethod, "reinforce_pp", "raft", "distill", "gkd"] = "ppo"
-    """Other defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
+    """Sets defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["actor"]))
     )
-    """The policy; by default starts from step 1's output, or without one from --actor-model."""
+    """The policy, by default initialized from step 1's output, or else from --actor-model."""
 
     critic: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=adam(LEARNING_RATES["critic"]))
     )
-    """The value model; by default starts from step 2's output, or without a reward model from the
-    actor's model."""
+    """The value model, by default initialized from step 2's output, or from the actor's model if
+    no reward model is used."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reference of the KL penalty, by default the initial actor. Without a penalty none is
-    loaded and no KL is measured, unless a path is given or several methods are compared."""
+    """Reference policy of the KL penalty, by default the initial actor. Without a penalty, it is
+    not loaded and no KL is measured, unless a path is given or several methods are compared."""
 
     teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model that distill and gkd learn from (--teacher), with the actor's tokenizer."""
+    """The model that distill and gkd learn from (--teacher); must share the actor's tokenizer."""
 
     teacher_url: str | None = None
-    """Address of a server that has the teacher instead (--teacher http://HOST:8000/v1), such as
-    vLLM, SGLang or inference.serve."""
+    """URL of a server that runs the teacher instead (--teacher http://HOST:8000/v1), such as vLLM,
+    SGLang or inference.serve."""
 
     gkd_beta: float = 0.5
-    """Divergence of gkd: 0 is the forward KL, from teacher to actor, 1 the reverse KL, and between
-    them the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
+    """Divergence that gkd minimizes: 0 is the forward KL(teacher || actor), 1 is the reverse KL,
+    and values between them give the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
@@ -111,7 +111,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """The model before step 1, for the report; a null path omits it."""
 
     batch_size: int = 64
-    """Sequences in an optimizer step (a PPO minibatch), over all processes."""
+    """Sequences per optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
     """Responses generated for each round of updates, over all processes."""
@@ -120,58 +120,57 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Responses per prompt (num_generations, rollout.n)."""
 
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
-    """gae uses a critic; the others compare the responses to a prompt: grpo and dr_grpo with their
-    mean, with or without division by their deviation, rloo with the mean of the others, and best
-    keeps only the best; reinforce_pp whitens the reward-to-go over all tokens. Papers:
-    docs/ppo.md."""
+    """gae uses a critic, and reinforce_pp whitens the reward-to-go over all tokens. The others
+    compare the responses to a prompt: grpo and dr_grpo subtract the mean reward, grpo also divides
+    by the standard deviation, rloo subtracts the mean of the other responses, and best keeps only
+    the best response (docs/ppo.md)."""
 
     baseline: Literal["none", "group"] = "none"
     """Baseline of reinforce_pp: group subtracts the mean score of a prompt's responses."""
 
     loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
-    """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
-    and keeps every gradient; none is the plain policy gradient, for one update per rollout."""
+    """clip uses PPO's clipped ratio; gspo clips a response's mean ratio; cispo bounds the ratio but
+    keeps every gradient; none is the plain policy gradient, for one update per rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Weighting in the loss: tokens equally, responses equally, or 1 / max_new_tokens per token."""
+    """Weights in the loss: equal per token, equal per response, or 1 / max_new_tokens per token."""
 
     dynamic_sampling: int = 0
-    """Maximum rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
+    """Maximum number of rounds that replace prompts without a gradient (Yu et al. 2025, eq. 11)."""
 
     drop_solved: float | None = None
     """Stop drawing a prompt once at least this fraction of its responses in a rollout, such as
-    0.875, has the maximum of each reward (docs/methods.md); null keeps all prompts."""
+    0.875, has the maximum of each reward (docs/ppo.md); null keeps all prompts."""
 
     overlong_buffer: float = 0.0
-    """Tokens before max_new_tokens over which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
-    below 1 a fraction of max_new_tokens."""
+    """Number of tokens before max_new_tokens over which the reward falls by up to 1 (Yu et al.
+    2025, eq. 13); a value below 1 is a fraction of max_new_tokens."""
 
     overlong: Literal["score", "mask"] = "score"
-    """Unfinished responses: score keeps them; mask excludes them from baseline and loss."""
+    """score keeps unfinished responses; mask excludes them from the baseline and the loss."""
 
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance weights of off-policy tokens: truncate at correction_cap, mask beyond it (TIS,
-    IcePop), or auto: truncate if rollout_gap exceeds correction_threshold."""
+    """Importance weights of off-policy tokens: truncate caps them at correction_cap, mask zeroes
+    those beyond it (TIS, IcePop), auto truncates if rollout_gap exceeds correction_threshold."""
 
     correction_threshold: float = 1e-3
-    """Threshold for the mean absolute difference of log-probabilities, in nats."""
+    """Threshold for the mean absolute difference in log-probability per token, in nats."""
 
     correction_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio: per token, or the geometric mean over a response."""
+    """Level of the ratio: that of each token, or the geometric mean over a response."""
 
     correction_cap: float = 2.0
-    """The largest weight; mask also drops ratios below 1 / correction_cap."""
+    """Maximum weight; mask also drops ratios below 1 / correction_cap."""
 
     generation_batch_size: int = 64
     """Concurrent responses per process; does not affect the result."""
 
     inference_tp_size: int = 1
-    """Tensor-parallel size of generation; must divide the number of processes and of attention
-    heads."""
+    """Tensor-parallel size for generation; must divide the numbers of processes and of heads."""
 
     replica: Literal["release", "resident"] = "release"
-    """Memory of weights gathered, merged or sharded for generation: release returns it to training,
-    resident keeps it."""
+    """Memory of weights gathered, merged or sharded for generation: release frees it for training,
+    resident keeps it allocated."""
 
     offload_in_generation: bool = False
     """On GPUs, move the training states of actor and critic to host memory during generation, to
@@ -181,19 +180,19 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Maximum tokens per prompt; rows with longer prompts are dropped and counted."""
 
     max_new_tokens: int = 256
-    """Maximum tokens per response, including its end-of-turn token. If programs reward your own
-    model, train.py's default is 1024, and 4096 for a thinking model."""
+    """Maximum tokens per response, including its end-of-turn token. If all rewards of your own
+    model come from programs, train.py's default is 1024, or 4096 for a thinking model."""
 
     temperature: float = 1.0
-    """Sampling temperature, also of all log-probabilities."""
+    """Sampling temperature, also applied to all log-probabilities."""
 
     ppo_epochs: int = 1
     """Passes over each rollout."""
 
     reuse_forward: bool = True
     """If a rollout is one micro-batch, backpropagate the first update through the pass that
-    computed the old log-probabilities: a fifth less work after generation, at the cost of its
-    activations' memory."""
+    computed the old log-probabilities. This saves a fifth of the computation after generation, but
+    keeps that pass's activations in memory."""
 
     kl_coef: float = 0.05
     """Weight of the KL penalty to the reference."""
@@ -202,21 +201,21 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Where the penalty applies: reward, loss (use_kl_loss), or none."""
 
     kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
-    """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
-    like k2's on-policy; k3 (low_var_kl) has the gradient of KL(pi_ref || pi)."""
+    """auto is k1 in the reward and k3_is in the loss. k3_is, and on-policy also k2, have the
+    gradient of KL(pi || pi_ref); k3 (low_var_kl) has that of KL(pi_ref || pi)."""
 
     kl_target: float | None = None
-    """Target of an adaptive kl_coef in nats per response (Ziegler et al. 2019, 2.2); null keeps
-    kl_coef fixed."""
+    """Target KL in nats per response, to which kl_coef adapts (Ziegler et al. 2019, 2.2); null
+    keeps kl_coef fixed."""
 
     kl_horizon: int = 10_000
-    """Responses over which the adaptive kl_coef reacts."""
+    """Number of responses over which kl_coef adapts to kl_target."""
 
     gamma: float = 1.0
     """Discount per token."""
 
     lam: float = 0.95
-    """Bias-variance trade-off of GAE: 1 is Monte Carlo, 0 one-step TD."""
+    """Bias-variance trade-off of GAE: 1 is Monte Carlo, 0 is one-step TD."""
 
     whiten_advantages: bool = True
     """Normalize the advantages of gae and reinforce_pp to mean 0 and variance 1 over the rollout of
@@ -226,7 +225,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Lower bound of the trust region: the ratio is clipped at 1 - clip."""
 
     clip_high: float | None = None
-    """Upper bound, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
+    """Upper bound of the trust region, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
 
     dual_clip: float | None = None
     """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null disables it."""
@@ -238,12 +237,11 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Weight of the entropy bonus."""
 
     target_kl: float | None = 0.05
-    """End the epochs over a rollout when the KL between new and old policy exceeds 1.5 times this,
-    in nats per token; null never does."""
+    """Stop updating on a rollout when the KL between new and old policy exceeds 1.5 times this
+    value, in nats per token; null disables this."""
 
     normalize_score: bool = True
-    """Subtract the mean of the reward model's scores of the first rollout and divide by their
-    standard deviation."""
+    """Normalize the reward model's scores by their mean and deviation over the first rollout."""
 
     score_clip: float | None = 5.0
     """Clip normalized scores to ± this; null disables it."""
@@ -252,19 +250,19 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Maximum score of an unfinished response, after normalization; null disables it."""
 
     ptx_coef: float = 0.0
-    """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
+    """Weight of the mean language-model loss per token on `ptx_data` (PPO-ptx)."""
 
     ptx_data: tuple[str, ...] = ()
     """Plain text or dialogues for the PPO-ptx loss, as in `data.path`; empty uses step 1's rows."""
 
     ema_decay: float | None = None
-    """Decay of the actor's exponential moving average (enable_ema: 0.992); null disables it."""
+    """Decay of the moving average of the actor's weights (enable_ema: 0.992); null disables it."""
 
     samples_every: int = 20
-    """Iterations between printed samples of fixed prompts (print_answers_interval)."""
+    """Iterations between printed responses to fixed prompts (print_answers_interval)."""
 
     def reuses_forward(self, *, processes: int) -> bool:
-        """Whether each process's rollout is one micro-batch whose forward pass is reused."""
+        """Return whether each process's rollout is one micro-batch whose forward pass is reused."""
         responses = self.responses_per_process(processes)
         is_single = self.batch_size == self.rollout_size and responses <= self.micro_batch_size
         is_single = is_single and self.min_micro_batches == 1 and self.parallel.pp == 1
@@ -291,7 +289,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def step_name(self) -> str:
-        """Name in metrics: step3_METHOD if the directory is so named, else step3_ppo."""
+        """Name in metrics: step3_METHOD if the output directory has that name, else step3_ppo."""
         method_step = f"step3_{self.method}"
         return method_step if self.output_dir.name == method_step else "step3_ppo"
 
@@ -314,7 +312,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def reference_role(self) -> Literal["reference", "teacher"] | None:
         """Role of the frozen policy: teacher, or reference for a penalty or to measure the KL.
 
-        None if there is none, or a server has it.
+        None if there is no such policy, or if a server runs it.
         """
         if self.is_distillation:
             return "teacher" if self.teacher_url is None else None
@@ -338,12 +336,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
-        """Maximum number of a rollout's responses on one process."""
+        """Return the maximum number of a rollout's responses on one process."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
     @property
     def unused_roles(self) -> frozenset[str]:
-        """The models that the method and its rewards don't use."""
+        """Roles of the models that the method and its rewards don't use."""
         used = {"critic": self.has_critic, "reward": self.uses_reward_model}
         used |= {role: self.reference_role == role for role in ("reference", "teacher")}
         return frozenset(role for role, is_used in used.items() if not is_used)
@@ -355,7 +353,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Reward sources, the method of a teacher, no tensor parallelism with an environment."""
+        """Return the settings that follow from options for rewards, teachers and environments."""
         options = {name: given[name] for name in ("reward_function", "reward") if name in given}
         sources = {"rewards": read_reward_options(options.items())} if options else {}
         teacher = given.get("teacher")
@@ -381,7 +379,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
     def workload(self, world: int) -> Workload:
-        """The work of an iteration: it generates responses, scores them, and trains on them."""
+        """Return the workload of an iteration, which generates, scores and trains on responses."""
         processes = self.parallel.num_pipelines(world)
         return Workload(
             world=world,
@@ -431,7 +429,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(
             self.rollout_size >= self.batch_size,
             f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"
-            f" {self.rollout_size}: a minibatch is part of one rollout",
+            f" {self.rollout_size}; a minibatch must be part of one rollout",
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         check_method(self, ESTIMATOR_NEEDS[self.advantage])
@@ -460,18 +458,18 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         )
         require(
             self.kl_target is None or self.kl_coef > 0,
-            "ppo.kl_target multiplies kl_coef, which is 0: set ppo.kl_coef above 0",
+            "ppo.kl_target adapts ppo.kl_coef, which is 0; set ppo.kl_coef above 0",
         )
         for role in ("actor", "critic"):
             lora = getattr(self, role).lora
             require(
                 lora is None or lora.dropout == 0,
-                f"ppo.{role}.lora.dropout must be 0: dropout invalidates the ratio of new to old"
-                " policy",
+                f"ppo.{role}.lora.dropout must be 0, since dropout invalidates the ratio of new to"
+                " old policy",
             )
 
     def _complete_guards(self) -> None:
-        """Add the default guards to the given ones, and reject guards that could never trip."""
+        """Add the default guards to the configured ones; reject guards that could never trip."""
         object.__setattr__(self, "guards", with_defaults(self.guards, DEFAULT_GUARDS))
         unmeasured = unmeasured_signals(
             gold=self.gold is not None,
@@ -519,7 +517,7 @@ def _loads_reference(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """The given `reference`, also if the actor's base serves (LoRA); else the actor's settings."""
+    """Return `reference` if it has a path or is the actor's base (LoRA), else actor settings."""
     if config.reference.path is not None or not _loads_reference(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}
@@ -534,7 +532,7 @@ def check_method(config: PPOConfig, needs: EstimatorNeeds) -> None:
     """Reject incompatible estimators, losses, groups and penalties.
 
     Raises:
-        ConfigError: settings are incompatible; the message names the setting and the fix.
+        ConfigError: settings are incompatible; the message names a setting and the remedy.
     """
     _check_groups(config, needs)
     _check_losses(config)
@@ -546,8 +544,8 @@ def check_method(config: PPOConfig, needs: EstimatorNeeds) -> None:
 def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     require(
         config.rollout_size % config.group_size == 0,
-        f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size}:"
-        " a rollout holds all responses to each of its prompts",
+        f"ppo.group_size {config.group_size} must divide ppo.rollout_size {config.rollout_size},"
+        " since a rollout contains all responses to each of its prompts",
     )
     grouped = config.group_size > 1
     require(
@@ -574,8 +572,8 @@ def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     solved = config.drop_solved
     require(
         solved is None or (0 < solved <= 1 and bounded),
-        f"ppo.drop_solved {solved} must be at most 1 and above 0, and needs rewards with a maximum,"
-        " unlike those of a reward model or a remote service; set it to null",
+        f"ppo.drop_solved {solved} must be above 0 and at most 1, and requires rewards with a"
+        " maximum, which a reward model and a remote service don't have; set it to null",
     )
     require(
         needs.discount or config.gamma == 1,
@@ -588,8 +586,8 @@ def _check_losses(config: PPOConfig) -> None:
     require(
         config.loss != "none"
         or (config.ppo_epochs == 1 and config.batch_size == config.rollout_size),
-        "ppo.loss none is valid only for the sampling policy, so for one update per rollout: set"
-        " ppo.ppo_epochs 1 and ppo.batch_size to ppo.rollout_size, or ppo.loss clip",
+        "ppo.loss none is valid only on-policy, that is, for one update per rollout: set"
+        " ppo.ppo_epochs to 1 and ppo.batch_size to ppo.rollout_size, or set ppo.loss to clip",
     )
     require(
         config.loss != "cispo" or config.dual_clip is None,
@@ -608,16 +606,16 @@ def _check_kl(config: PPOConfig) -> None:
     require(
         not (config.kl_in == "loss" and estimator == "k1"),
         "ppo.kl_estimator k1 in the loss has an expected gradient of 0 and no effect: use k3_is or"
-        " k2, or set ppo.kl_in reward",
+        " k2, or set ppo.kl_in to reward",
     )
     require(
         not (config.kl_in == "reward" and estimator in ("k2", "k3", "k3_is")),
         f"ppo.kl_estimator {estimator} is for the loss, but ppo.kl_in is reward, where only k1 has"
-        " the gradient of the KL: set ppo.kl_in loss, or leave it at auto",
+        " the gradient of the KL: set ppo.kl_in to loss, or leave the estimator at auto",
     )
     require(
         config.kl_target is None or config.kl_in != "none",
-        "ppo.kl_target needs a KL penalty, so ppo.kl_in can't be none: set it to reward or loss",
+        "ppo.kl_target requires a KL penalty, but ppo.kl_in is none; set it to reward or loss",
     )
 
 
@@ -627,19 +625,19 @@ def _check_teacher(config: PPOConfig) -> None:
         is_one_of_several = config.step_name != "step3_ppo" or method == "ppo"
         require(
             not (config.teacher.path or served) or is_one_of_several,
-            f"--teacher is for --method distill or gkd, not {method}; omit it, or use one of them",
+            f"--teacher requires --method distill or gkd, not {method}; omit it or use one of them",
         )
         return
     require(
         method != "gkd" or (not served and config.parallel.tp == config.parallel.pp == 1),
-        "--method gkd compares all logits, which servers don't return and parallel.tp and"
-        " parallel.pp split: set --teacher to a directory, and leave both at 1",
+        "--method gkd compares all logits, which servers don't return, and which parallel.tp and"
+        " parallel.pp split: set --teacher to a directory, and leave both settings at 1",
     )
     require(
         (config.teacher.path is None) == served,
-        f"--method {method} has two teachers: omit ppo.teacher.path or ppo.teacher_url"
+        f"--method {method} has two teachers; omit ppo.teacher.path or ppo.teacher_url"
         if served
-        else f"--method {method} has no teacher: set --teacher to a model with the actor's"
+        else f"--method {method} has no teacher; set --teacher to a model with the actor's"
         " tokenizer",
     )
     require(
@@ -653,7 +651,7 @@ def _check_teacher(config: PPOConfig) -> None:
     require(
         not rewards and (is_plain if method == "gkd" else penalizes),
         f"--method {method} learns from its teacher alone: omit --reward, --reward-function,"
-        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in, ppo.kl_target and for gkd"
+        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in, ppo.kl_target and, for gkd,"
         " ppo.entropy_coef",
     )
 
@@ -686,13 +684,13 @@ def _check_overlong(config: PPOConfig) -> None:
 def _check_scores(config: PPOConfig) -> None:
     require(
         config.environment is None or config.inference_tp_size == 1,
-        "ppo.environment runs episodes on single processes; leave ppo.inference_tp_size at 1",
+        "ppo.environment runs each episode on a single process; leave ppo.inference_tp_size at 1",
     )
     for name in ("missing_eos_score", "score_clip"):
         value, default = getattr(config, name), getattr(type(config), name)
         require(
             config.uses_reward_model or value in (None, default),
-            f"ppo.{name} applies to a reward model's score, but ppo.rewards has none; other"
-            " rewards are used unchanged: to penalize unfinished responses, add a source of kind"
-            " length, or a function that reads `stopped`",
+            f"ppo.{name} applies to a reward model's score, but ppo.rewards has no reward model;"
+            " other rewards are used unchanged. To penalize unfinished responses, add a source of"
+            " kind length, or a function that reads `stopped`",
         )

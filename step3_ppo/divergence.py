@@ -17,10 +17,10 @@ from pipeline.kernels.logprobs import TILE
 def generalized_jsd(
     student: Float[Tensor, "C V"], teacher: Float[Tensor, "C V"], *, beta: float
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, "C V"]]:
-    """Generalized Jensen-Shannon divergence of log-probabilities (Agarwal et al. 2024, eq. 1).
+    """Compute the generalized Jensen-Shannon divergence (Agarwal et al. 2024, eq. 1).
 
     beta * KL(teacher || m) + (1 - beta) * KL(student || m), m = beta * teacher + (1 - beta) *
-    student. As in TRL, 0 is KL(teacher || student), and 1 is KL(student || teacher).
+    student. As in TRL, beta 0 is KL(teacher || student), and beta 1 is KL(student || teacher).
 
     Returns:
         The divergences, and their gradients with respect to the student's logits.
@@ -42,7 +42,7 @@ def generalized_jsd(
 
 
 class Logits:
-    """Logits of K targets, as hidden states and an output layer, or as they are."""
+    """Logits of K targets, stored either as hidden states and an output layer or directly."""
 
     def __init__(self, hidden: Tensor, *layer: Tensor | None) -> None:
         matrix, bias = layer or (None, None)
@@ -50,7 +50,7 @@ class Logits:
         self.vocab_size = hidden.shape[1] if matrix is None else len(matrix)
 
     def log_softmax(self, part: slice, end: int | None, temperature: float) -> Float[Tensor, "C V"]:
-        """Log-probabilities of some targets over the first `end` tokens, or over all."""
+        """Return log-probabilities of some targets over the first `end` token ids, or over all."""
         hidden, matrix, bias = self.tensors
         logits = hidden[part] if matrix is None else F.linear(hidden[part], matrix, bias)
         return (logits[:, :end].float() / temperature).log_softmax(dim=1)
@@ -66,10 +66,10 @@ def gkd_loss(
     temperature: float,
     tile: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " K"], Float[Tensor, " K"]]:
-    """Weighted sum of the targets' `generalized_jsd`; also log pi and the reverse KL, for metrics.
+    """Return the weighted sum of `generalized_jsd`, and log pi and the reverse KL for metrics.
 
-    Gradients are computed with the loss, a tile of tokens at a time. Token ids that only one of the
-    models has are ignored: they are padding.
+    Gradients are computed together with the loss, one tile of targets at a time. The divergences
+    ignore token ids that only one of the models has, since these are padding.
     """
     return _GKDLoss.apply(*student.tensors, teacher, targets, weights, beta, temperature, tile)
 

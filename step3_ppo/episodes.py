@@ -25,25 +25,25 @@ from rewards.environments.pool import CallResult, EnvironmentPool, EnvironmentRe
 from step3_ppo.config import PPOConfig
 
 OnResponse = Callable[[int, Response], None]
-"""Called with a prompt's index and its response."""
+"""A function that is called with a prompt's index and its response."""
 
 EpisodeEnd = Literal["environment", "turns", "tokens", "failed"]
-"""How an episode ended: by the environment, the maximum turns or tokens, or a failure."""
+"""Reason why an episode ended: the environment, the maximum turns or tokens, or a failure."""
 
 
 ENVIRONMENT_DELAY_STEPS = 8
-"""Steps of the batch before it waits for an environment's move."""
+"""Number of decoding steps after which the batch waits for an environment's reply."""
 
 
 @dataclass
 class EpisodeResponse(Response):
-    """A response of several turns; `ids` and `logprobs` are those of the actor's tokens only.
+    """A response of several turns; `ids` and `logprobs` cover only the actor's tokens.
 
     `stopped` says whether the environment ended it.
     """
 
     sequence: Encoded = field(default_factory=lambda: Encoded.untrained([]))
-    """The whole episode, including opening and observations; `ids` are its trained tokens."""
+    """The whole episode, including the opening and observations; `ids` are its trained tokens."""
 
     opening: tuple[Message, ...] = ()
     turns: tuple[Message, ...] = ()
@@ -65,7 +65,7 @@ class EpisodeResponse(Response):
 
 
 def episode_seed(seed: int, group: int) -> int:
-    """Seed of an environment, equal for all episodes of a group."""
+    """Return the seed of an environment, which is the same for all episodes of a group."""
     digest = hashlib.blake2b(f"{seed} episode {group}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
@@ -78,7 +78,7 @@ class _EpisodeState:
     """Index of its prompt."""
 
     env_id: int
-    """Number of its environment, unique within the run."""
+    """Id of its environment, unique within the run."""
 
     prompt: Prompt
     key: int
@@ -161,15 +161,15 @@ class _EpisodeScheduler:
         self._config = config
         self._generating: dict[Ticket, _EpisodeState] = {}
         self._waiting: deque[tuple[int, _EpisodeState]] = deque()
-        """Episodes waiting for their environment, and the step at which they are resumed."""
+        """Episodes waiting for their environment, with the step at which they are resumed."""
         self._unrewarded: dict[int, _EpisodeState] = {}
-        """Episodes waiting for their reward, by the number of their environment."""
+        """Episodes waiting for their reward, by the id of their environment."""
         self._replies: dict[int, CallResult] = {}
         self._steps = 0
 
     @property
     def busy(self) -> bool:
-        """Whether any episode has not ended."""
+        """Whether any episode is still running."""
         return bool(self._generating or self._waiting or self._unrewarded)
 
     def begin(self, index: int, prompt: Prompt, *, key: int, seed: int) -> None:
@@ -195,7 +195,7 @@ class _EpisodeScheduler:
         return [(state.index, state.episode) for state in done]
 
     def _resume_due(self) -> list[_EpisodeState]:
-        """Resume the episodes whose environments are due; return the ended ones."""
+        """Resume the episodes whose environments are due; return those that ended."""
         done: list[_EpisodeState] = []
         while self._waiting:
             due, state = self._waiting[0]
@@ -226,7 +226,7 @@ class _EpisodeScheduler:
         self._replies |= {reply.episode: reply for reply in self._environments.receive(wait=wait)}
 
     def _wait_for_reply(self, env_id: int) -> CallResult:
-        """Return the result of an environment's move once it has arrived."""
+        """Wait for the result of an environment's move and return it."""
         while env_id not in self._replies:
             self._receive(wait=True)
         return self._replies.pop(env_id)
@@ -254,7 +254,7 @@ class _EpisodeScheduler:
     def _start(self, state: _EpisodeState, reply: CallResult) -> None:
         """Submit the first turn; if the episode can't start, respond to the row's prompt instead.
 
-        This way, a rollout always has the full number of responses, all from the policy.
+        In this way, a rollout always has the full number of responses, all sampled from the policy.
         """
         episode, failure = state.episode, reply.failure
         opening = reply.messages or ()
@@ -347,7 +347,7 @@ def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
 
 
 def format_transcript(turns: Sequence[Message]) -> str:
-    """Responses and observations as text; other turns follow the name of their role."""
+    """Return the turns as text; all turns but the actor's are preceded by their role."""
     return "\n".join(
         turn.content if turn.role == "assistant" else f"[{turn.role}] {turn.content}"
         for turn in turns
@@ -366,9 +366,9 @@ def run_shared_episodes(
     on_response: OnResponse | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> list[EpisodeResponse]:
-    """`run_episodes` on one process, or as a collective of processes with the same prompts.
+    """Call `run_episodes` on one process, or divide the prompts among the model's processes.
 
-    With several processes `on_response` is called once all episodes have ended.
+    With several processes, which must all make this call, `on_response` is called at the end.
     """
     model_group = current_mesh().model_parallel.untracked
     starts = range(0, len(prompts), group_size)

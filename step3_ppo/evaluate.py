@@ -49,7 +49,7 @@ NUM_PRINTED_SAMPLES = 2
 
 
 def get_opening(response: Response) -> list[Mapping[str, Any]]:
-    """The start of an episode; empty for any other response."""
+    """Return the opening of an episode; empty for other responses."""
     if not isinstance(response, EpisodeResponse):
         return []
     return [turn.turn for turn in response.opening]
@@ -72,7 +72,7 @@ class HeldOut(HeldOutPrompts):
         self.config = config
 
     def with_prompts(self, prompts: Sequence[Prompt]) -> "HeldOut":
-        """The same evaluation with different prompts."""
+        """Return the same evaluation with different prompts."""
         if self.models.reward is not None and self.models.reward.text is not None:
             self.models.reward.text.register_prompts(prompts)
         return HeldOut(self.models, prompts, self.config)
@@ -86,7 +86,7 @@ class HeldOut(HeldOutPrompts):
         seed: int,
         keys: Sequence[int],
     ) -> list[Response]:
-        """Responses, or with an environment episodes."""
+        """Sample responses to the prompts, or episodes if there is an environment."""
         models, config = self.models, self.config
         environments = models.sources.environments
         if environments is None:
@@ -107,10 +107,10 @@ class HeldOut(HeldOutPrompts):
     def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
-        """Texts and scores of the responses of all processes, in the order of the prompts.
+        """Score the responses of all processes, and return them in the order of the prompts.
 
         Raises:
-            RewardError: as `compute_rewards`, with `strict`; otherwise failed rewards are unknown.
+            RewardError: as in `compute_rewards`, if `strict`; otherwise failed rewards are unknown.
         """
         rewards = self._compute_rewards(responses, strict=strict)
         known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
@@ -135,19 +135,19 @@ class HeldOut(HeldOutPrompts):
         return self.merge_responses(local)
 
     def compute_kl(self, responses: Sequence[Response]) -> float:
-        """KL to the reference in nats per response; NaN without a reference."""
+        """Return the KL to the reference in nats per response, or NaN without a reference."""
         if self.config.reference_role != "reference":
             return math.nan
         experience = score_responses(self.models, self._prompt_ids(), responses, self.config)
-        # The last processes' shares are padded with the first prompts, which count once.
+        # The last processes' shares are padded with the first prompts, which must count only once.
         counted = torch.tensor(self.is_counted, device=experience.mask.device)
         return kl_statistics(experience, counted)["kl"]
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """The best available measure of each response, under its name; None if unknown.
+        """Return the best available measure of each response, by name; None if unknown.
 
-        The verdicts of the embedded task's verifier, else the gold source, else the training
-        reward.
+        This is the verdict of the embedded task's verifier if it applies, otherwise the gold reward
+        if there is one, otherwise the training reward.
         """
         if self.is_verifiable:
             return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
@@ -204,9 +204,9 @@ class HeldOut(HeldOutPrompts):
         return replace(rewards, score=-distance.sum(dim=1))
 
     def compute_objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
-        """The objective on these prompts: mean reward minus the KL penalty in nats.
+        """Return the objective on these prompts: mean reward minus the KL penalty.
 
-        Higher is better. The penalty's weight is the setting kl_coef, even if that is adaptive.
+        Higher is better. The KL is weighted by the setting kl_coef, even if kl_coef is adapted.
         """
         penalty = self.config.kl_weight * kl if self.config.reference_role == "reference" else 0.0
         if self.config.rewards or self.config.is_distillation:  # their scores are the objective
@@ -222,8 +222,8 @@ class Evaluator:
     """Evaluates the actor at the start, at intervals, and at the end.
 
     Intermediate evaluations sample a response to each of the first `rollout_size` held-out prompts.
-    The best actor has the highest objective, mean reward minus the KL penalty. If a guard acts on
-    divergence, the best actor's gold reward must also be no lower than at the start.
+    The best actor has the highest objective, mean reward minus the KL penalty. If a guard stops or
+    rolls back on divergence, the best actor's gold reward must also not be below its initial value.
     """
 
     def __init__(
@@ -241,17 +241,17 @@ class Evaluator:
         self.best = BestWeights(models.actor, keep=config.keep_best)
         self.tasks = TaskEvaluations(config, models.chat, models.hybrid_engine.generating)
         self.start = 0.0
-        """The starting model's objective."""
+        """The initial actor's objective."""
         self.min_gold = -math.inf
-        """Minimum gold reward of the best actor, whatever its objective."""
+        """Minimum gold reward of the best actor, regardless of its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Evaluate the starting model, the first candidate for the best, on all held-out prompts.
+        """Evaluate the initial actor, the first candidate for the best, on all held-out prompts.
 
         Raises:
             ModelError: the model's metrics are not finite.
             RewardError: a reward source fails on too many responses.
-            ConfigError: no source applies to any response; or the run resumes and its starting
+            ConfigError: no source applies to any response, or the run is resumed and its initial
                 model no longer exists.
         """
         origin = checkpoints.require_same_start(self.config.actor)
@@ -260,8 +260,8 @@ class Evaluator:
         responses = self.before.sampled[: len(self.subset.prompts)]
         require(
             any(response.score is not None for response in responses),
-            "no response to a held-out prompt has a reward: no source of ppo.rewards applies to"
-            " any; check the columns that they read, such as a non-numeric answer",
+            "no response to a held-out prompt has a reward: none of the sources in ppo.rewards"
+            " applies; check the columns that they read, for example for non-numeric answers",
         )
         metrics = self._get_metrics(responses, kl=self.before.kl)
         check_initial_metrics(self.config.actor.path, metrics)
@@ -278,7 +278,7 @@ class Evaluator:
             run.log_eval(0, {**greedy_score, **metrics, **self.initial_tasks}, details=details)
 
     def evaluate(self, step: int, run: Run, *, is_last: bool = False) -> None:
-        """Print samples and evaluate the actor after iteration `step`, each if due or `is_last`.
+        """Print samples after iteration `step` if due; evaluate the actor if due or `is_last`.
 
         Raises:
             DivergedError: the actor's metrics are not finite.
@@ -298,7 +298,7 @@ class Evaluator:
         check_finite(f"of held-out prompts after iteration {step}", metrics)
 
     def end(self, run: Run, guards: Guards) -> None:
-        """Evaluate the exported actor and the base on all prompts; write samples and the result."""
+        """Evaluate the exported actor and the base on all prompts; write samples and results."""
         warn_if_not_improved(self.best, self.start, self.config)
         after = self.held_out.answer_all()
         evaluation = {
@@ -322,7 +322,7 @@ class Evaluator:
         )
 
     def _get_metrics(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Metrics of sampled responses to the watched prompts; wins are against the start."""
+        """Return metrics of sampled responses; the win rate is against the initial actor's."""
         return {
             "objective": self.subset.compute_objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),
@@ -335,15 +335,15 @@ class Evaluator:
 
     @property
     def _score_name(self) -> str:
-        """Name of the response scores in metrics."""
+        """Name of the responses' score in metrics."""
         return "reward" if self.config.rewards else "score"
 
 
 def estimate_evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
-    """Cost of an evaluation during training, in iterations, by counting passes over a token.
+    """Estimate the cost of an evaluation during training, as a number of iterations.
 
-    Generation counts four passes, scoring one per model, and training three per trained model and
-    epoch.
+    Generation is counted as four passes, scoring as one per model, and training as three per
+    trained model and epoch.
     """
     trained = 2 if config.has_critic else 1
     frozen = (config.reference_role is not None) + config.uses_reward_model
@@ -353,27 +353,27 @@ def estimate_evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 
 
 def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
-    """Warn if no evaluation improved on the starting model, or if the last one is worse.
+    """Warn if no evaluated actor was better than the initial one, or if the last one is worse.
 
-    The metric is the objective on the watched prompts: mean reward minus kl_coef times the KL.
+    Actors are compared by their objective: mean reward minus kl_coef times the KL.
     """
     objective = -best.last
     method = method_title(config.method_name)
     if best.step == 0:
         logger.warning(
-            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s: train"
+            "%s did not improve the actor on held-out prompts (%.3g, initially %.3g)%s. Train"
             " longer, lower ppo.actor.%s, or inspect the %s",
             method,
             objective,
             start,
-            ", and the starting weights are exported" if best.keep else "",
+            "; the initial weights are exported" if best.keep else "",
             config.actor.peak_lr[0],
             "reward model" if config.uses_reward_model else "rewards",
         )
     elif objective < start:
         logger.warning(
             "%s made the final actor worse than the initial one (%.3g on held-out prompts, "
-            "initially %.3g)%s: lower ppo.actor.%s",
+            "initially %.3g)%s. Lower ppo.actor.%s",
             method,
             objective,
             start,

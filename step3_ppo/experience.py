@@ -1,8 +1,8 @@
 """Responses scored by the models, their advantages, and the minibatches for updates.
 
 Dimension names: B responses of this process, T response tokens (padded), K without padding. In an
-episode of several turns, response tokens are only the actor's; observations are only in
-`Experience.sequences`, so that no sum includes them.
+episode of several turns, only the actor's tokens are response tokens; observations are stored only
+in `Experience.sequences`, so that no sum includes them.
 """
 
 import logging
@@ -43,7 +43,7 @@ class ForwardPass:
     """None without a critic."""
 
     def outputs(self) -> dict[str, Tensor]:
-        """The models' outputs, detached."""
+        """Return the models' outputs, detached."""
         assert self.policy.entropy is not None
         outputs = {
             "logprobs": self.policy.logprobs.detach(),
@@ -54,7 +54,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Experience:
-    """Responses, and each model's results for them before any update."""
+    """Responses, and each model's outputs for them before any update."""
 
     sequences: list[Encoded]
     """Prompt and response; the actor's tokens are the trained ones."""
@@ -66,13 +66,13 @@ class Experience:
     """True on response tokens, including the end-of-turn token."""
 
     sampled_logprobs: Float[Tensor, "B T"]
-    """log pi as computed in generation."""
+    """log pi as computed during generation."""
 
     logprobs: Float[Tensor, "B T"]
-    """log pi as computed in training, before any update: the old policy of the ratio."""
+    """log pi as computed by the training engine before any update: the old policy of the ratio."""
 
     ref_logprobs: Float[Tensor, "B T"] | None
-    """log pi_ref; None without a reference, or if gkd's updates run the teacher."""
+    """log pi_ref; None without a reference, or for gkd, whose updates run the teacher instead."""
 
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"] | None
@@ -82,10 +82,10 @@ class Experience:
     """The reward model's raw score of the whole sequence; None without a reward model."""
 
     shares_prompts: bool = False
-    """Whether responses to one prompt share one copy of it in the models' passes."""
+    """Whether responses to the same prompt share one copy of it in the models' passes."""
 
     forward: ForwardPass | None = None
-    """The pass through which the first update may backpropagate, once."""
+    """The pass through which the first update may backpropagate once."""
 
     @cached_property
     def mask_on_host(self) -> Bool[Tensor, "B T"]:
@@ -95,7 +95,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The response tokens of some rows, concatenated: all inputs of an update."""
+    """The concatenated response tokens of some rows, with all inputs of an update."""
 
     tokens: TokenBatch
     mask: Bool[Tensor, "B T"]
@@ -108,7 +108,7 @@ class Minibatch:
     """Number of tokens in each token's response."""
 
     counted: Float[Tensor, " K"]
-    """0 for tokens that are excluded from every loss, else 1."""
+    """0 for tokens that are excluded from all losses, otherwise 1."""
 
     correction: Float[Tensor, " K"] | None
     """Importance weights of `step3_ppo.losses`; None without a correction."""
@@ -123,11 +123,11 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Experience with derived quantities; fixed over all epochs of updates."""
+    """Experience and quantities derived from it, which stay fixed over all epochs of updates."""
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
-    """Reward of each response without the KL penalty; with a teacher, the sum over its tokens."""
+    """Reward of each response without the KL penalty; with a teacher, the sum of token rewards."""
 
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
@@ -141,13 +141,13 @@ class Rollout:
     """Importance weights of the tokens; None without a correction."""
 
     group_size: int = 1
-    """Responses per prompt, which are adjacent."""
+    """Responses per prompt; these are adjacent."""
 
     kl_coef: float = 0.0
     """Weight of the KL penalty in the loss; 0 if it is in the reward."""
 
     def minibatch(self, rows: Sequence[int]) -> Minibatch:
-        """The rows, concatenated; without rows, a minibatch that has no gradient."""
+        """Concatenate these rows; without rows, return a minibatch that has no gradient."""
         experience = self.experience
         device, indices = experience.mask.device, torch.tensor(list(rows) or [0])
         index = to_device(indices, device)
@@ -200,7 +200,7 @@ def score_responses(
         prompts: token ids of the prompts.
         responses: responses to the prompts.
         config: settings of the step.
-        score: the reward model's raw scores, if already known.
+        score: the reward model's raw scores, if they are already known.
         step: the iteration whose first update may backpropagate through this pass; None if no
             update follows, in which case no graph is built.
     """
@@ -252,7 +252,7 @@ def _request_teacher(
     if models.teacher is None:
         return None
     model_group, pending = current_mesh().model_parallel, []
-    if model_group.rank == 0:  # all parts of a model need the same bits, which servers don't repeat
+    if model_group.rank == 0:  # servers' results vary, but all parts of a model need the same bits
         pending = models.teacher.submit(prompts, [response.ids for response in responses])
 
     def wait() -> Tensor:
@@ -267,7 +267,7 @@ def _pad_rows(
     parts: Sequence[Sequence[int]],
     lengths: Sequence[int],
 ) -> Float[Tensor, "B T"]:
-    """A model's outputs for the responses' tokens in each micro-batch, padded in order of rows."""
+    """Pad a model's outputs for the tokens of each micro-batch, in the order of the rows."""
     by_row = [torch.empty(0)] * len(lengths)
     for rows, output in zip(parts, outputs, strict=True):
         for row, tokens in zip(rows, output.split([lengths[row] for row in rows]), strict=True):
@@ -278,7 +278,7 @@ def _pad_rows(
 def _run_trained_models(
     models: Models, batches: Sequence[TokenBatch], config: PPOConfig
 ) -> dict[str, list[Tensor]]:
-    """Outputs of actor and critic, without graphs."""
+    """Run actor and critic without graphs, and return their outputs."""
 
     def policy(batch: TokenBatch) -> Tensor:
         outputs = _run_policy(models, batch, config)
@@ -326,7 +326,7 @@ def compute_advantages(
         reward_score: the reward of each response, from `step3_ppo.rewards.compute_rewards`.
         config: settings of the step.
         kl_coef: weight of the KL penalty.
-        counted: False for responses without a reward; by default all have one.
+        counted: False for responses without a reward; by default, all responses have one.
     """
     mask = experience.mask
     if counted is None:
@@ -376,7 +376,7 @@ def apply_overlong(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Rewards minus overlong penalties, and the counted responses (Yu et al. 2025, 3.4)."""
+    """Return rewards minus overlong penalties, and the mask of counted responses (DAPO, 3.4)."""
     if config.overlong_buffer > 0:
         penalty = overlong_penalty(
             lengths.to(reward_score.dtype),
@@ -388,7 +388,7 @@ def apply_overlong(
 
 
 def _compute_correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
-    """Importance weights of the tokens; None if none are needed."""
+    """Return the importance weights of the tokens, or None if no correction is needed."""
     correction = choose_correction(config, gap=rollout_gap(experience))
     if correction is None:
         return None
@@ -403,9 +403,9 @@ def _compute_correction(experience: Experience, config: PPOConfig) -> Float[Tens
 
 
 def rollout_gap(experience: Experience) -> float:
-    """Mean absolute difference between generation's and training's log-probabilities, in nats.
+    """Return the mean absolute difference in log-probability between generation and training.
 
-    The mean is over the response tokens of all processes.
+    The mean is over the response tokens of all processes, in nats.
     """
     gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().double()
     total, count = current_mesh().data.sums([gap.sum().item(), gap.numel()])
@@ -413,7 +413,7 @@ def rollout_gap(experience: Experience) -> float:
 
 
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:
-    """Mean and biased variance over the real tokens of all processes."""
+    """Return the mean and the biased variance over the real tokens of all processes."""
     real = values[mask].double()
     total, count = current_mesh().data.sums([real.sum().item(), real.numel()])
     mean = total / max(1.0, count)
@@ -422,10 +422,10 @@ def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, fl
 
 
 GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
-"""Largest mean and largest token gap in nats from rounding, by whether all weights are fp32."""
+"""Limits on the mean gap and on any token's gap, in nats, by whether all weights are fp32."""
 
 RATIO_LIMITS = {True: 1e-3, False: 0.5}
-"""Largest distance from 1 of a token's ratio in the first update, by the same keys."""
+"""Largest deviation of a token's ratio from 1 in the first update, by the same keys."""
 
 
 class OffPolicyError(RuntimeError):
@@ -436,33 +436,33 @@ def check_rollout_gap(gap: float, models: Models, *, max_gap: float = 0.0) -> No
     """Stop if generation's log-probabilities are not those of the trained weights.
 
     Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
-    into bf16) and 1e-6 in fp32; a wrong merge or position shows in the mean, or in a few tokens.
+    into bf16) and 1e-6 in fp32. A wrong merge or position shows in the mean, or at a few tokens.
 
     Args:
         gap: mean absolute difference in nats.
         models: the models, whose actor generated the rollout.
-        max_gap: largest absolute difference of a token.
+        max_gap: largest absolute difference at any token.
 
     Raises:
-        OffPolicyError: the actor was gathered, merged or sharded wrongly, or its family computes
-            differently in generation than in training.
+        OffPolicyError: the actor was gathered, merged or sharded incorrectly, or its model family
+            gives different results in generation and training.
     """
     mean_limit, token_limit = GAP_LIMITS[_is_fp32(models)]
     if not (gap <= mean_limit and max_gap <= token_limit):
         raise OffPolicyError(
-            f"log-probabilities of generation and training differ by {gap:.2g} nats on average and"
-            f" {max_gap:.2g} at most per token, above the limits {mean_limit} and {token_limit}:"
-            " the responses are not from the policy in training; please report the model, and if"
-            " ppo.inference_tp_size is above 1, set it to 1"
+            f"log-probabilities of generation and training differ by {gap:.2g} nats per token on"
+            f" average and by at most {max_gap:.2g}, above the limits of {mean_limit} and"
+            f" {token_limit}: the responses are not from the policy in training. Please report the"
+            " model; if ppo.inference_tp_size is above 1, set it to 1"
         )
 
 
 def check_first_update(ratio_error: float, models: Models) -> None:
     """Stop if the ratio of the first minibatch, before any update, is not 1.
 
-    The tolerance per token is 1e-3 in fp32, for sums in another order, and 0.5 in lower precision,
-    where rounding is coarse. If the update backpropagates through the pass that scored the rollout,
-    the ratio is 1 unless rows are mismatched; `check_rollout_gap` compares policies in any case.
+    The tolerance per token is 1e-3 in fp32, where only the summation order differs, and 0.5 in
+    lower precision, where rounding is coarse. If the update backpropagates through the pass that
+    scored the rollout, only mismatched rows change the ratio; see `check_rollout_gap`.
 
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.
@@ -471,7 +471,7 @@ def check_first_update(ratio_error: float, models: Models) -> None:
     if ratio_error > limit:
         raise OffPolicyError(
             f"the policy ratio of the first minibatch differs from 1 by {ratio_error:.2g}, above"
-            f" {limit}: scoring and training differ in masks, positions or precision"
+            f" {limit}: masks, positions or precision differ between scoring and training"
         )
 
 
@@ -481,7 +481,7 @@ def _is_fp32(models: Models) -> bool:
 
 
 def choose_correction(config: PPOConfig, *, gap: float) -> Literal["truncate", "mask"] | None:
-    """Return the importance correction of a rollout.
+    """Return the kind of importance correction for a rollout, or None for no correction.
 
     Args:
         config: settings of the step.
@@ -498,8 +498,8 @@ def choose_correction(config: PPOConfig, *, gap: float) -> Literal["truncate", "
 @cache
 def _log_correction_once(threshold: float, cap: float) -> None:
     logger.info(
-        "rollout_gap exceeds ppo.correction_threshold %g: correcting such rollouts by importance"
-        " weights of at most %g (ppo.correction none disables this)",
+        "rollout_gap exceeds ppo.correction_threshold %g: correcting such rollouts with importance"
+        " weights of at most %g (set ppo.correction to none to disable this)",
         threshold,
         cap,
     )

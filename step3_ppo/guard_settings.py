@@ -48,20 +48,20 @@ class GuardConfig(Guard):
     LOWER = ("explained_variance",)
     TRENDS = ("divergence",)
     PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(DEFAULT_LIMITS)
-    """Guards by keyword."""
+    """Lists of guards, by keyword."""
 
     signal: Signal
 
     limit: float
     """kl: nats per response; kl_per_token, rollout_gap: nats per token; ratio_max: the ratio;
-    entropy, response_length: relative to the first rollout, below 1 a lower bound; stop_rate:
-    decrease since the first rollout; repetition, dead_groups, reward_failures: fraction; skipped:
-    optimizer steps of an update; explained_variance: lower bound; divergence: standard errors by
-    which the training reward rises while ppo.gold falls."""
+    entropy, response_length: ratio to the first rollout (a limit below 1 is a lower bound);
+    stop_rate: decrease since the first rollout; repetition, dead_groups, reward_failures: fraction;
+    skipped: optimizer steps per update; explained_variance: a lower bound; divergence: standard
+    errors by which the training reward rises while ppo.gold falls."""
 
     window: int = 3
-    """Consecutive iterations that must be beyond the limit; for divergence, iterations of the
-    trend, early in a run fewer but at least 3. A rollback clears the window."""
+    """Consecutive iterations that must be beyond the limit; for divergence, iterations of the trend
+    (fewer early in a run, but at least 3). A rollback clears the window."""
 
     action: Action = "warn"
     """warn logs a message; stop ends the run with the last healthy actor; rollback returns to the
@@ -77,9 +77,9 @@ class GuardSettings:
     """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = DEFAULT_GUARDS
-    """Changes to the default guards, which warn: a list of signal, limit, window and action; strict
-    rolls back, none disables all (docs/guards.md). Guards that stop or roll back need save_every in
-    iterations."""
+    """Changes to the default guards, which warn: a list of signal, limit, window and action, or the
+    keyword strict, which rolls back, or none, which disables all (docs/guards.md). Guards that stop
+    or roll back require save_every to be a number of iterations."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
@@ -90,14 +90,14 @@ class GuardSettings:
 def unmeasured_signals(
     *, gold: bool, critic: bool, reference: bool, groups: bool, sources: bool
 ) -> dict[str, str]:
-    """Signals that a run does not measure, with their requirements."""
-    needs_reference = (reference, "a reference; set ppo.reference.path, or a KL penalty")
+    """Return the signals that a run does not measure, with their requirements."""
+    needs_reference = (reference, "a reference; set ppo.reference.path, or use a KL penalty")
     needs = {
         "kl": needs_reference,
         "kl_per_token": needs_reference,
         "divergence": (gold, "ppo.gold, a source that is not trained on"),
         "explained_variance": (critic, "a critic, which this method lacks"),
-        "dead_groups": (groups, "ppo.group_size 2 or more"),
+        "dead_groups": (groups, "a ppo.group_size of 2 or more"),
         "reward_failures": (sources or gold, "sources in ppo.rewards"),
     }
     return {signal: requirement for signal, (is_met, requirement) in needs.items() if not is_met}

@@ -1,4 +1,4 @@
-"""The guards' signals of an iteration: values and messages."""
+"""Values and messages of the guards' signals for an iteration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from pipeline.guards.guards import Metrics, Signals, significant_decrease
 from pipeline.guards.settings import Guard
 
 DIVERGENCE_METRICS = ("score", "score_stderr", "gold", "gold_stderr")
-"""Metrics whose trend over some iterations is checked: means and their standard errors."""
+"""Metrics whose trend over several iterations is checked: means and their standard errors."""
 
 EPISODE_LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
-"""The limits of an episode, by the metric for the fraction of episodes that each one ended."""
+"""Limits of an episode, by the metric with the fraction of episodes that each limit ended."""
 
 
 MESSAGES: Mapping[str, str] = {
@@ -22,23 +22,23 @@ MESSAGES: Mapping[str, str] = {
     "ratio_max": "the largest policy ratio is {ratio_max:.0f}, above {limit:.0f}: updates are too"
     " large; lower ppo.actor.{rate}, ppo.ppo_epochs or ppo.target_kl",
     "entropy": "entropy went from {first[entropy]:.3g} to {entropy:.3g} nats per token: responses"
-    " {effect}; lower ppo.actor.{rate} or raise ppo.kl_coef",
+    " are becoming {effect}; lower ppo.actor.{rate} or raise ppo.kl_coef",
     "response_length": "responses went from {first[response_length]:.0f} to {response_length:.0f}"
     " tokens: the reward may favor length; check the samples, or raise ppo.kl_coef",
-    "stop_rate": "{stop_rate:.0%} of responses end before the limit, initially"
-    " {first[stop_rate]:.0%}: {remedy}",
+    "stop_rate": "{stop_rate:.0%} of responses end before the limit, compared with"
+    " {first[stop_rate]:.0%} initially: {remedy}",
     "repetition": "{repetition:.0%} of tokens repeat a phrase of their response, above {limit:.0%}:"
     " responses loop; raise ppo.kl_coef, or penalize repetition in the reward",
     "explained_variance": "the critic explains {explained_variance:.2f} of the returns' variance,"
     " below {limit:g}: advantages are noise; tune ppo.critic.{critic_rate}",
-    "skipped": "{skipped:.2g} optimizer steps of an update were skipped, above {limit:g}: gradients"
-    " are not finite; lower ppo.actor.{rate}, or train with precision bf16 or fp32",
+    "skipped": "{skipped:.2g} optimizer steps per update were skipped, above {limit:g}: gradients"
+    " are not finite; lower ppo.actor.{rate}, or train in bf16 or fp32",
     "dead_groups": "{dead_groups:.0%} of prompts have responses with equal rewards, above"
     " {limit:.0%}: they give no gradient; use other prompts, or set ppo.dynamic_sampling",
     "reward_failures": "{reward_failures:.0%} of responses have no reward, above {limit:.0%}: check"
     " why they failed, or raise ppo.reward_timeout",
     "rollout_gap": "generation and training differ by {rollout_gap:.2g} nats per token, above"
-    " {limit:g}: responses are off-policy; set ppo.correction, or a higher precision",
+    " {limit:g}: responses are off-policy; set ppo.correction, or use a higher precision",
 }
 
 
@@ -53,7 +53,7 @@ class RLSignals(Signals):
     critic_rate: str = "optim.lr"
 
     responses: int = 256
-    """Number of responses of a rollout."""
+    """Number of responses in a rollout."""
 
     INITIAL_METRICS = ("entropy", "response_length", "stop_rate")
     TREND_METRICS = DIVERGENCE_METRICS
@@ -62,7 +62,7 @@ class RLSignals(Signals):
     MESSAGES = MESSAGES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """The signal in the unit of its limit; None if it was not measured."""
+        """Return the signal in the unit of its limit, or None if it was not measured."""
         match signal:
             case "kl_per_token":
                 return metrics["kl"] / metrics["response_length"] if "kl" in metrics else None
@@ -76,17 +76,17 @@ class RLSignals(Signals):
                 return metrics.get(signal)
 
     def has_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Whether the trained reward and gold diverge."""
+        """Return whether the trained reward and the gold reward diverge."""
         return diverges(history, errors=guard.limit)
 
     def format_message(
         self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return a sentence with the problem and its fix."""
+        """Return a sentence that states the problem and its remedy."""
         if guard.signal == "divergence":
             return _describe_divergence(history, self.rate)
         values = {
-            "effect": "become alike" if guard.limit < 1 else "become noise",
+            "effect": "alike" if guard.limit < 1 else "random",
             "remedy": _get_remedy(metrics, has_eos_penalty=self.has_eos_penalty),
             "critic_rate": self.critic_rate,
         }
@@ -94,10 +94,10 @@ class RLSignals(Signals):
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
-    """Whether the trained reward rises and gold falls, both by more than `errors` standard errors.
+    """Return whether the trained reward rises and gold falls by more than `errors` standard errors.
 
-    The slopes are those of least-squares lines over all of `history`; False if an iteration lacks
-    one of `DIVERGENCE_METRICS`.
+    The slopes are those of least-squares lines through all of `history`. The result is False if an
+    iteration lacks one of `DIVERGENCE_METRICS`.
     """
     if any(name not in row for row in history for name in DIVERGENCE_METRICS):
         return False
@@ -118,20 +118,20 @@ def _describe_divergence(history: Sequence[Metrics], rate: str) -> str:
 
 
 def _get_remedy(metrics: Metrics, *, has_eos_penalty: bool) -> str:
-    """Return the fix for responses that don't end; for episodes, by the limit that they reached."""
+    """Return the remedy for responses that don't end; it depends on the limits reached."""
     ended = {name: metrics[metric] for metric, name in EPISODE_LIMITS.items() if metric in metrics}
     reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
     if ended and not reached:
-        return "the environment failed in the others; see reward_failures"
+        return "the environment failed in the other episodes; see reward_failures"
     score = ", or lower ppo.missing_eos_score" if has_eos_penalty else ""
     return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{score}"
 
 
 def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
-    """The slope of the least-squares line through equally spaced means, in standard errors.
+    """Return the slope of the least-squares line through equally spaced means, in standard errors.
 
-    With centred positions t: slope = sum(t y) / sum(t^2), with variance sum(t^2 e^2) / sum(t^2)^2,
-    where e are the standard errors of the means. Infinite if the errors are 0 and the slope is not.
+    With centered positions t: slope = sum(t y) / sum(t^2), with variance sum(t^2 e^2) / sum(t^2)^2,
+    where e are the standard errors. The result is infinite if only the slope is nonzero.
     """
     positions = _centered_positions(len(values))
     rise = math.fsum(t * y for t, y in zip(positions, values, strict=True))
@@ -142,7 +142,7 @@ def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
 
 
 def fitted_change(values: Sequence[float]) -> float:
-    """Change of the least-squares line over equally spaced values, from first to last."""
+    """Return how much the least-squares line through equally spaced values rises in total."""
     positions = _centered_positions(len(values))
     slope = math.fsum(t * y for t, y in zip(positions, values, strict=True))
     return slope / math.fsum(t * t for t in positions) * (len(values) - 1)

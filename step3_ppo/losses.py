@@ -1,4 +1,4 @@
-"""The mathematics of RL on token sequences: pure functions of tensors, no models, no settings.
+"""The mathematics of RL on token sequences: pure functions of tensors, without models or settings.
 
 Advantages are in `step3_ppo.advantages`. Losses are sums; the caller divides by the token count of
 the whole optimizer step over all processes. Conventions follow Ziegler et al. 2019 and Ouyang et
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to this before exp, which keeps fp32 finite."""
+"""Log-ratios are clamped to ± this value before exp, so that the result is finite in fp32."""
 
 
 def token_rewards(
@@ -28,10 +28,10 @@ def token_rewards(
     *,
     kl_coef: float,
 ) -> Float[Tensor, "B T"]:
-    """Reward of each token: -kl_coef * KL at every token, plus the score at the last one.
+    """Return the rewards: -kl_coef * KL at every token, plus the score at the last one.
 
-    KL is the k1 estimate log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"). Zero
-    on padding. Every response has at least one token.
+    The KL is the k1 estimate, log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence").
+    Rewards are zero on padding. Every response must have at least one token.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last = mask.sum(dim=1, keepdim=True) - 1  # (B, 1) index of the final response token
@@ -41,9 +41,9 @@ def token_rewards(
 def whiten(
     values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, mean: float, variance: float
 ) -> Float[Tensor, "B T"]:
-    """(x - mean) / sqrt(variance + 1e-8) on real tokens, 0 on padding.
+    """Return (x - mean) / sqrt(variance + 1e-8) on real tokens, and 0 on padding.
 
-    Mean and (biased) variance are over all processes.
+    `mean` and (biased) `variance` are over all processes.
     """
     return (values - mean) * (variance + 1e-8) ** -0.5 * mask
 
@@ -51,7 +51,7 @@ def whiten(
 def policy_ratio(
     logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"]
 ) -> Float[Tensor, " K"]:
-    """pi(token) / pi_old(token)."""
+    """Return pi(token) / pi_old(token)."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -63,7 +63,7 @@ def value_loss(
     clip: float | None,
     counted: Float[Tensor, " K"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Half the squared error, the larger of clipped and unclipped, summed over tokens.
+    """Return half the squared error, the larger of clipped and unclipped, summed over tokens.
 
     The clipped value stays within `clip` of `old_values`, the critic's estimate at rollout time.
     Tokens for which `counted` is 0 add nothing.
@@ -78,15 +78,15 @@ def value_loss(
 def overlong_penalty(
     lengths: Float[Tensor, " B"], *, limit: int, buffer: float
 ) -> Float[Tensor, " B"]:
-    """The soft penalty on long responses, added to their reward (Yu et al. 2025, eq. 13).
+    """Return the soft penalty to add to the rewards of long responses (Yu et al. 2025, eq. 13).
 
-    0 up to `limit` - `buffer` tokens, then falling linearly to -1 at `limit`.
+    It is 0 up to `limit` - `buffer` tokens, then falls linearly to -1 at `limit`.
     """
     return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """d^2 / 2 for d = log pi - log pi_ref (Schulman 2020).
+    """Return d^2 / 2 for d = log pi - log pi_ref (Schulman 2020).
 
     On tokens drawn from pi, its expected gradient is that of KL(pi || pi_ref).
     """
@@ -94,11 +94,11 @@ def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """exp(-d) - 1 + d for d = log pi - log pi_ref of tokens drawn from pi (Schulman 2020).
+    """Return exp(-d) - 1 + d for d = log pi - log pi_ref (Schulman 2020).
 
-    A nonnegative estimate of the KL divergence.
+    For tokens drawn from pi, this is a nonnegative estimate of KL(pi || pi_ref).
     """
-    # Clamp one side only: where pi_ref makes a token very unlikely, the gradient must remain.
+    # Clamp only one side: where a token is very unlikely under pi_ref, the gradient must remain.
     log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return (-log_ratio).exp() - 1 + log_ratio
 
@@ -114,7 +114,7 @@ class TrustRegion:
     """Upper bound: 1 + clip_high."""
 
     dual_clip: float | None = None
-    """Bound on the loss of negative advantages, in units of the advantage."""
+    """Bound on the loss for negative advantages, in units of the advantage."""
 
 
 def clipped_surrogate(
@@ -123,10 +123,10 @@ def clipped_surrogate(
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
-    """Clipped surrogate objective (Schulman et al. 2017, eq. 7), negated.
+    """Return the negated clipped surrogate objective (Schulman et al. 2017, eq. 7).
 
-    The ratio is clipped to [1 - clip, 1 + clip_high] (two sides: Yu et al. 2025, section 3.1).
-    `dual_clip` c bounds the loss of a negative advantage by -c * A (Ye et al. 2020, eq. 5).
+    The ratio is clipped to [1 - clip, 1 + clip_high] (separate bounds: Yu et al. 2025, section
+    3.1). `dual_clip` c bounds the loss for a negative A by -c * A (Ye et al. 2020, eq. 5).
     """
     del logprobs
     clipped_ratio = ratio.clamp(1 - region.clip, 1 + region.clip_high)
@@ -143,7 +143,7 @@ def cispo(
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
-    """-min(ratio, 1 + clip_high) * A * log pi, the ratio a constant (MiniMax 2025, eq. 4 and 5).
+    """Return -min(ratio, 1 + clip_high) * A * log pi, ratio detached (MiniMax 2025, eq. 4 and 5).
 
     Every token keeps its gradient; only its weight is bounded.
     """
@@ -156,7 +156,7 @@ def reinforce(
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
-    """-A * log pi (Williams 1992): unbiased for on-policy samples; no ratio, no clipping."""
+    """Return -A * log pi, which is unbiased only for on-policy samples (Williams 1992)."""
     del ratio, region
     return -advantages * logprobs
 
@@ -164,7 +164,7 @@ def reinforce(
 def sequence_ratio(
     logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, " K"]:
-    """The geometric mean of a response's ratios at each of its tokens (Zheng et al. 2025, eq. 7).
+    """Return for each token the geometric mean of its response's ratios (Zheng et al. 2025, eq. 7).
 
     This is the token-level form of eq. 14: its value is the sequence's ratio, and so is its
     derivative with respect to each token's own log pi. `mask` assigns the K tokens, in order, to
@@ -176,7 +176,7 @@ def sequence_ratio(
 
 
 def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " K"]:
-    """Mean over the tokens of each token's response, summed in float64."""
+    """Return for each token the mean over its response, summed in float64."""
     padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
     padded = padded.masked_scatter(mask, values.double())
     counts = mask.sum(dim=1)
@@ -188,7 +188,7 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
 def has_no_gradient(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """Tokens without a gradient in `clipped`: the ratio exceeds the bound on their side."""
+    """Return which tokens get no gradient in `clipped_surrogate`: their ratio is out of bounds."""
     clipped = (advantages > 0) & (ratio > 1 + region.clip_high)
     clipped |= (advantages < 0) & (ratio < 1 - region.clip)
     if region.dual_clip is not None:
@@ -201,14 +201,13 @@ class PolicyLoss:
     """A ratio of new to old policy, and its loss."""
 
     losses: Callable[..., Float[Tensor, " K"]]
-    """The loss of each token, as a function of (ratio, logprobs, advantages, region)."""
+    """Loss of each token, as a function of (ratio, logprobs, advantages, region)."""
 
     is_clipped: Callable[..., Bool[Tensor, " K"]]
-    """The tokens counted by the metric `clip_fraction`, as a function of (ratio, advantages,
-    region)."""
+    """Tokens that the metric `clip_fraction` counts; a function of (ratio, advantages, region)."""
 
     ratio: Callable[..., Float[Tensor, " K"]] = lambda new, old, _: policy_ratio(new, old)
-    """The probability ratio of each token, as a function of (logprobs, old logprobs, mask)."""
+    """Probability ratio of each token, as a function of (logprobs, old logprobs, mask)."""
 
 
 LOSSES: Mapping[str, PolicyLoss] = {
@@ -228,7 +227,7 @@ class Weighting:
     """The weight of each token in the loss, from the counts of a minibatch on all processes.
 
     The loss is sum_t w_t * l_t / N over the N tokens of the minibatch. Weights are known before the
-    first micro-batch, so that the loss does not depend on the micro-batches.
+    first micro-batch, so the loss does not depend on how the minibatch is split.
     """
 
     aggregate: Aggregate
@@ -237,9 +236,9 @@ class Weighting:
     max_new_tokens: int
 
     def token_weights(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
-        """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
+        """Return weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
 
-        token: every token has the same weight (Yu et al. 2025, eq. 8), bitwise as without weights.
+        token: every token has the weight 1 (Yu et al. 2025, eq. 8).
         sequence: every response has the same weight, 1 / (B n_i) (Shao et al. 2024, eq. 3).
         constant: every token weighs 1 / (B L) for responses of at most L tokens (Liu et al. 2025).
         """
@@ -274,7 +273,7 @@ class KLController:
         return self.base_coef * self.factor
 
     def state_dict(self) -> dict[str, float]:
-        """The current coefficient, before `factor`."""
+        """Return the current coefficient, before `factor`."""
         return {"coef": self.base_coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -282,7 +281,7 @@ class KLController:
         self.base_coef = state["coef"]
 
     def update(self, kl: float, *, responses: int) -> None:
-        """Adapt to the mean KL of a rollout with this number of responses."""
+        """Adapt the coefficient to the mean KL of a rollout with this number of responses."""
         if self.target is None:
             return
         error = min(0.2, max(-0.2, kl / self.target - 1))
@@ -292,7 +291,7 @@ class KLController:
 KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
     "k2": lambda log_ratio, _ratio: k2(log_ratio),
     "k3": lambda log_ratio, _ratio: k3(log_ratio),  # Shao et al. 2024, eq. 4
-    # Both factors with their gradients (DeepSeek-AI 2025, V3.2, section 3.1).
+    # The gradient includes that of the ratio (DeepSeek-AI 2025, V3.2, section 3.1).
     "k3_is": lambda log_ratio, ratio: ratio * k3(log_ratio),
 }
 """KL losses as functions of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
@@ -307,10 +306,10 @@ def correction_weights(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Float[Tensor, "B T"]:
-    """The weight of each token; 1 on padding.
+    """Return the importance weight of each token; 1 on padding.
 
     truncate: min(pi_old / pi_gen, cap) (truncated importance sampling, Yao et al. 2025). mask: the
-    same ratio, but 0 outside [1 / cap, cap] (IcePop, Ling team 2025). With the level `sequence` the
+    same ratio, but 0 outside [1 / cap, cap] (IcePop, Ling team 2025). At the level `sequence`, the
     ratio is the geometric mean over the response.
     """
     log_ratio = (old_logprobs - sampled_logprobs)[mask]

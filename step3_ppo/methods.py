@@ -45,8 +45,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Ouyang et al. 2022.
         "ppo": MappingProxyType({}),
-        # Group baselines as they are used today: Yu et al. 2025, without the division by the
-        # deviation (Liu et al. 2025) and without a penalty on length.
+        # Group baselines as they are used today: Yu et al. 2025, without division by the standard
+        # deviation (Liu et al. 2025) and without a length penalty.
         "grpo": _row(
             advantage="dr_grpo",
             clip_high=0.28,
@@ -99,7 +99,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "rloo": _row(advantage="rloo", group_size=4, kl_coef=0.05),
         # Hu 2025.
         "reinforce_pp": _row(advantage="reinforce_pp", kl_coef=0.01),
-        # Lu et al. 2025: each token's reward is minus its reverse KL, without any later reward.
+        # Lu et al. 2025: each token's reward is its negative reverse KL; later rewards don't count.
         "distill": _row(advantage="reinforce_pp", kl_coef=1.0, gamma=0.0, whiten_advantages=False),
         # Agarwal et al. 2024: the loss is the divergence from the teacher.
         "gkd": _row(advantage="reinforce_pp", kl_in="none"),

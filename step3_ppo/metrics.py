@@ -1,6 +1,6 @@
-"""Metrics of a rollout, its episodes and its updates, over all processes, with checks.
+"""Metrics of a rollout and its episodes, over all processes.
 
-Dimension name: B responses of this process; those to a prompt are adjacent.
+Dimension name: B responses of this process; responses to the same prompt are adjacent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ from step3_ppo.rewards import standard_error
 def rollout_statistics(
     rollout: Rollout, counted_score: Float[Tensor, " B"] | None = None
 ) -> dict[str, float]:
-    """Scores, entropy per token, lengths, and the critic's accuracy.
+    """Compute scores, entropy per token, lengths, and the critic's accuracy.
 
-    `score` is the mean of `counted_score` (by default, of the reward model's raw score) ignoring
-    NaN, `score_stderr` its standard error, and `reward_score` the mean of the maximized reward;
-    `uncounted` is the fraction of responses in neither a baseline nor a loss;
-    `rollout_gap` and `rollout_gap_max` are the mean and the largest absolute difference between the
-    log-probabilities of generation and of training.
+    `score` is the mean of `counted_score` (by default the reward model's raw score), ignoring NaN,
+    `score_stderr` is its standard error, and `reward_score` is the mean of the maximized reward.
+    `uncounted` is the fraction of responses that are in neither a baseline nor a loss.
+    `rollout_gap` and `rollout_gap_max` are the mean and the largest absolute difference in
+    log-probability between generation and training.
     """
     experience = rollout.experience
     mask = experience.mask
@@ -76,9 +76,9 @@ def rollout_statistics(
 def kl_statistics(
     experience: Experience, counted: Bool[Tensor, " B"] | None = None
 ) -> dict[str, float]:
-    """KL to the reference in nats per response: `kl` is the k1 estimate, `kl_k3` the k3 estimate.
+    """Estimate the KL to the reference in nats per response, by k1 (`kl`) and by k3 (`kl_k3`).
 
-    Over the `counted` responses, by default all; empty without a reference.
+    Only the `counted` responses are used, by default all. Empty without a reference.
     """
     if experience.ref_logprobs is None:
         return {}
@@ -92,7 +92,7 @@ def kl_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean value per token, and the returns' explained variance; empty without a critic."""
+    """Compute the mean value per token and the explained variance; empty without a critic."""
     mask, values = rollout.experience.mask, rollout.experience.values
     if values is None or rollout.returns is None:
         return {}
@@ -104,10 +104,10 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean standard deviation within groups, and the fraction of groups with equal rewards.
+    """Compute the mean standard deviation in a group, and the fraction of groups of equal rewards.
 
-    `dead_right` is the fraction of groups with equal rewards above 0, `dead_wrong` the fraction of
-    other equal groups. Empty with one response per prompt.
+    `dead_right` is the fraction of groups with equal rewards above 0, and `dead_wrong` that of the
+    other groups with equal rewards. Empty with one response per prompt.
     """
     if rollout.group_size == 1:
         return {}
@@ -132,7 +132,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean weight per token, and the effective sample size (Kish 1965) as a fraction of the tokens.
+    """Compute the mean weight per token, and the effective sample size per token (Kish 1965).
 
     Empty without a correction.
     """
@@ -148,7 +148,7 @@ def correction_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def repeated_tokens(experience: Experience) -> int:
-    """Number of response tokens that complete a repeated trigram, a sign of loops."""
+    """Count the response tokens that complete a repeated trigram, a sign of loops."""
     repeated = 0
     for sequence in experience.sequences:
         ids = [
@@ -161,12 +161,12 @@ def repeated_tokens(experience: Experience) -> int:
 
 
 def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:
-    """Means over the episodes; empty without an environment. A collective.
+    """Compute means over the episodes; empty without an environment. A collective.
 
-    `turns` is the number of the actor's responses, `observation_length` the number of tokens in
-    between; `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` the fractions ended by a
-    limit or a failure. For a reward with several parts, the mean of each over the episodes that
-    have it is named after its source.
+    `turns` is the number of the actor's responses, and `observation_length` the number of tokens
+    between them. `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the fractions of
+    episodes that a limit or a failure ended. Each part of a reward with several parts is averaged
+    over the episodes that have it, under a name that begins with that of its source.
     """
     if config.environment is None:
         return {}
@@ -192,7 +192,7 @@ def _episode_metrics(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tu
 
 
 def get_reward_parts(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
-    """The parts of an environment's reward, by metric name."""
+    """Return the parts of an environment's reward, by metric name."""
     source = config.environment_source
     name = "" if source is None else source.name
     return {f"reward_{name}_{part}": value for part, value in episode.reward.parts.items()}

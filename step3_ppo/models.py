@@ -1,4 +1,4 @@
-"""The models of RLHF: actor and critic are trained, reference and reward model score.
+"""The models of RLHF: actor and critic are trained; reference and reward model only score.
 
 Dimension names: N tokens of a batch, K response tokens (its targets), B responses.
 """
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_response(prompt: Sequence[int], response: Response) -> Encoded:
-    """A prompt with its response, whose tokens are trained."""
+    """Join a prompt and its response, whose tokens are trained."""
     if isinstance(response, EpisodeResponse):
         return response.sequence
     trained = [False] * len(prompt) + [True] * len(response.ids)
@@ -81,15 +81,15 @@ class RewardTextEncoder:
         self.chat = chat
         """The reward model's chat format."""
         self.max_tokens = max_tokens
-        """Maximum tokens that the reward model reads; longer dialogues lose their beginning."""
+        """The reward model's context length; longer dialogues lose their beginning."""
         self._dialogues: dict[tuple[int, ...], Messages] = {}
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Store each prompt's dialogue under its token ids for the actor."""
+        """Store each prompt's dialogue under the prompt's token ids for the actor."""
         self._dialogues |= {tuple(prompt.input_ids): prompt.messages for prompt in prompts}
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
-        """Return the reward model's tokens; no end-of-turn token if the response has none."""
+        """Return the reward model's tokens; unfinished responses get no end-of-turn token."""
         if isinstance(response, EpisodeResponse):
             *context, last = (*response.opening, *response.turns)
         else:
@@ -104,10 +104,10 @@ class RewardTextEncoder:
 
 
 def reward_chat(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
-    """The chat format of a reward model that reads text; None if it reads the actor's tokens.
+    """Return the chat format of a reward model that reads text; None if it takes actor tokens.
 
     Raises:
-        ModelError: the reward model has another tokenizer and no chat template.
+        ModelError: the reward model has a different tokenizer and no chat template.
     """
     reward_tokenizer = load_tokenizer(reward)
     if same_chat_format(tokenizer, reward_tokenizer, str(reward.path)):
@@ -141,10 +141,10 @@ class RewardModel:
         self.text = text
         """Converter of tokens; None if the reward model has the actor's tokenizer and template."""
         self.mean, self.std = 0.0, 1.0
-        """Mean and std of the first rollout, set by `Models.set_score_normalization`."""
+        """Moments of the first rollout's scores, set by `Models.set_score_normalization`."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
-        """Raw score of each sequence of each batch, read at its last token or at step ends."""
+        """Compute the raw score of each sequence by batch, from its last token or its step ends."""
         with evaluating(self.engine.model):
             return self.passes.forward_everywhere(
                 batches,
@@ -153,12 +153,12 @@ class RewardModel:
             )
 
     def normalize(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Scores normalized to mean 0 and variance 1 over the first rollout."""
+        """Normalize scores by the mean and standard deviation of the first rollout's scores."""
         return (scores - self.mean) / self.std
 
 
 class Reference:
-    """The policy relative to which the KL penalty is computed."""
+    """The policy from which the KL divergence of the actor is computed."""
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
@@ -169,7 +169,7 @@ class Reference:
     def logprobs(
         self, batches: Sequence[TokenBatch], *, temperature: float
     ) -> list[Float[Tensor, " K"]]:
-        """Log pi_ref of the response tokens of each batch."""
+        """Compute log pi_ref of the response tokens of each batch."""
         engine = self.engine
         model = cast("Policy", engine.model).model
         frozen = isinstance(engine, FrozenEngine)
@@ -183,10 +183,10 @@ class Reference:
 
 
 class Critic(nn.Module):
-    """Value of the state before each response token, in units of PPO's reward.
+    """Estimates the value of the state before each response token, on the scale of PPO's reward.
 
-    It starts as the reward model, whose score is normalized like the reward;
-    then `step3_ppo.update.pretrain_critic` trains it on the first rollout.
+    It is initialized from the reward model, whose score is normalized like the reward;
+    `step3_ppo.update.pretrain_critic` then trains it on the first rollout.
     """
 
     def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
@@ -197,7 +197,7 @@ class Critic(nn.Module):
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
     ) -> Float[Tensor, " K"] | Float[Tensor, "N C"]:
-        """Values, read at the token before each target; with `labels`, the scorer's outputs."""
+        """Return values from the token before each target; with `labels`, the scorer's outputs."""
         if labels:
             return self.scorer(batch, labels=True)
         return (self.scorer(batch)[batch.before_targets] - self.mean) / self.std
@@ -211,7 +211,7 @@ class CriticStage(nn.Module):
         self.scorer = stage
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
-        """Hidden states."""
+        """Return the hidden states."""
         return self.scorer(batch)
 
 
@@ -225,11 +225,11 @@ class Models:
     reference: Reference | None
     """The reference, or a teacher; None if neither is used."""
     teacher: ServedTeacher | None
-    """The teacher, if a server has it."""
+    """The teacher, if it runs on a server."""
     reward: RewardModel | None
     """The reward model; None if only programs reward the responses."""
     sources: RewardSources
-    """The programs that give rewards; empty with a reward model only."""
+    """The programs that give rewards; empty if only a reward model does."""
     hybrid_engine: HybridEngine
     """The actor, for generation."""
     chat: ChatFormat
@@ -240,7 +240,7 @@ class Models:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether responses to one prompt can share one copy of it in policy and critic."""
+        """Whether responses to the same prompt can share one copy of it in all these models."""
         models = [self.policy]
         if self.reference is not None:
             models.append(cast("Policy", self.reference.engine.model).model)
@@ -260,7 +260,7 @@ class Models:
         return cast("Policy", self.actor.model).model
 
     def set_score_normalization(self, mean: float, std: float) -> None:
-        """Standardize scores and the critic's values with these moments."""
+        """Use these moments to normalize the reward model's scores and the critic's values."""
         assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
         critic = None if self.critic is None else self.critic.model
@@ -281,7 +281,7 @@ def load_models(
     iterations: int,
     sources: RewardSources | None = None,
 ) -> Models:
-    """Load the models for `iterations` rollouts; `sources` are by default made from the settings.
+    """Load the models for `iterations` rollouts; `sources` are created from `config` by default.
 
     Raises:
         ModelError: a model is missing, or actor, critic and reward model have different
@@ -337,10 +337,10 @@ VALUE_EPOCHS = 4
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, total_steps: int
 ) -> Passes | None:
-    """The passes of the critic, or of this process's part of it; None if none is needed.
+    """Return the passes of the critic, or of this process's part of it; None without a critic.
 
-    From a reward model with several labels, all weights but the head are used; the head is
-    initialized randomly.
+    If the reward model has several labels, all weights except those of the head are used, and the
+    head is initialized randomly.
 
     Raises:
         ModelError: the model is an encoder.
@@ -371,10 +371,10 @@ def load_critic(
 def load_reward(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> RewardModel | None:
-    """The reward model, which reads text if it has another chat format; None if there is none.
+    """Load the reward model, which reads text if its chat format differs; None if there is none.
 
     Raises:
-        ModelError: the model has another tokenizer and no chat template, or no class values.
+        ModelError: its tokenizer differs and it has no chat template, or its labels have no values.
         ConfigError: prompt and response may exceed the model's context.
     """
     if not config.uses_reward_model:
@@ -388,7 +388,7 @@ def load_reward(
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout, parallel=config.parallel)
     logger.info(
-        "%s has a different tokenizer or chat template, so it reads responses as text",
+        "%s has a different tokenizer or chat template from the actor's, so it reads text",
         settings.path,
     )
     text = RewardTextEncoder(tokenizer, chat, max_tokens=context_length(base_model(reward)))
@@ -396,7 +396,7 @@ def load_reward(
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
-    """Check before training that prompt and response fit a model's context.
+    """Check before training that prompt and response fit into a model's context.
 
     Raises:
         ConfigError: prompt and response may exceed the model's context.
@@ -413,9 +413,9 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 def load_reference(
     config: PPOConfig, actor: Passes, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> Reference | None:
-    """The teacher, or the reference, by default the initial actor; sharded like the actor.
+    """Load the teacher, or the reference (by default the initial actor), sharded like the actor.
 
-    None without a penalty, unless the KL is measured anyway, and for a served teacher. With LoRA
+    None if a server runs the teacher, or if the KL is neither penalized nor measured. With LoRA,
     the default is the base with the adapter disabled, which needs no second copy.
     """
     role = config.reference_role
@@ -423,8 +423,8 @@ def load_reference(
         return None
     if role is None:
         logger.info(
-            "no KL penalty, so no reference is loaded and the KL to the start is not measured"
-            " (set ppo.reference.path to measure it)"
+            "there is no KL penalty, so no reference is loaded and the KL to the initial actor is"
+            " not measured (set ppo.reference.path to measure it)"
         )
         return None
     source: FrozenModelConfig = config.teacher if role == "teacher" else config.reference
@@ -448,7 +448,7 @@ def load_reference(
 def split_micro_batches(
     config: PPOConfig, rows: Sequence[Encoded], *, shared: bool = False
 ) -> list[list[int]]:
-    """The rows of this process's micro-batches, the same number on all processes; some are empty.
+    """Split rows into micro-batches, the same number on every process; some may be empty.
 
     Args:
         config: settings of the step.

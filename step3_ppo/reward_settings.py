@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rewards.environments.file import EnvironmentFile
 
 MODEL_KIND = "model"
-"""Kind of the source that is the reward model, whose scores step 3 computes."""
+"""Kind of the source for the reward model, whose scores step 3 computes."""
 
 ENVIRONMENT_KIND = "environment"
 """Kind, and default name, of the environment's reward as a source."""
@@ -29,30 +29,29 @@ class RewardSettings:
     """Reward sources, in addition to or instead of a reward model."""
 
     rewards: tuple[RewardConfig, ...] = ()
-    """Sources whose weighted sum is maximized (reward_funcs), as a list in a settings file, or
-    JSON; train.py has the short forms --reward-function FILE.py:NAME and --reward KIND. Empty uses
-    only the reward model, which may also be a source."""
+    """Sources whose weighted sum is maximized (reward_funcs), as a list in a settings file or as
+    JSON; train.py has the short forms --reward-function FILE.py:NAME and --reward KIND. If empty,
+    only the reward model is used; it can also be one of the sources."""
 
     gold: RewardConfig | None = None
     """A source that is only measured, never trained on; null measures none."""
 
     reward_timeout: float = 10.0
-    """Maximum seconds per source or environment call; longer ones are aborted and fail."""
+    """Time limit in seconds for each call of a source or environment; longer calls fail."""
 
     reward_workers: int = 2
-    """Worker processes that each process of the step has for sources, and the same number for
-    environments."""
+    """Worker processes per training process for sources, and the same number for environments."""
 
     environment: str | None = None
-    """Class that responds between the actor's turns and rewards episodes, as FILE.py:CLASS, or
-    `calculator`, which is built in (docs/environments.md)."""
+    """Class that responds between the actor's turns and rewards episodes, as FILE.py:CLASS, or the
+    built-in `calculator` (docs/environments.md)."""
 
     max_turns: int = 8
-    """Maximum turns of the actor in an episode."""
+    """Maximum number of the actor's turns in an episode."""
 
     max_reward_failures: float = 0.1
-    """Fraction of an iteration's responses on which a source may fail; more stop the run. Responses
-    on which a source failed are not trained on."""
+    """Largest fraction of an iteration's responses on which a source may fail; beyond it, the run
+    stops. Responses on which a source failed are not trained on."""
 
     @property
     def uses_reward_model(self) -> bool:
@@ -67,9 +66,9 @@ class RewardSettings:
 
     @property
     def max_rewards(self) -> dict[str, float]:
-        """Maxima of the sources with positive weight, before weighting; infinity if there is none.
+        """Maximum reward of each source with a positive weight, before weighting.
 
-        That of a function or an environment is 1 by convention.
+        It is infinite for unbounded sources, and 1 by convention for functions and environments.
         """
         by_kind = {MODEL_KIND: math.inf, "remote": math.inf, "length": 0.0}
         positive = (source for source in self.rewards if source.weight > 0)
@@ -82,7 +81,7 @@ class RewardSettings:
 
     @property
     def reward_columns(self) -> RowColumns:
-        """Columns of the rows that the sources read; an environment gets all.
+        """Columns of the rows that the sources read; an environment receives all columns.
 
         Raises:
             ConfigError: the file or name of a source or of the environment doesn't exist.
@@ -99,7 +98,7 @@ class RewardSettings:
         """Reject sources that contradict each other.
 
         Raises:
-            ConfigError: sources contradict each other; the message names the setting.
+            ConfigError: the settings are contradictory; the message names one of them.
         """
         names = [source.name for source in self.rewards]
         for kind in (ENVIRONMENT_KIND, MODEL_KIND):
@@ -120,12 +119,12 @@ class RewardSettings:
         )
         require(
             source is None or names.count(source.name) == 1,
-            "ppo.rewards: the environment's source has the name of another source; rename one",
+            "ppo.rewards: the environment's source has the same name as another source; rename one",
         )
         for name in names:
             require(
                 name not in RESERVED_NAMES,
-                f"rewards.{name}: the metric reward_{name} already exists; rename the source",
+                f"rewards.{name}: the metric name reward_{name} is reserved; rename the source",
             )
         require(
             0 <= self.max_reward_failures <= 1,
@@ -133,10 +132,10 @@ class RewardSettings:
         )
 
     def read_environment(self) -> "EnvironmentFile":
-        """The class of the environment, from its file.
+        """Read the class of the environment from its file.
 
         Raises:
-            ConfigError: the environment can't be used, or nothing gives a reward.
+            ConfigError: the environment can't be used, or no source gives a reward.
         """
         from rewards.environments.file import read_environment
 
@@ -144,16 +143,16 @@ class RewardSettings:
         file = read_environment(self.environment)
         require(
             file.defines_reward or any(source.kind != ENVIRONMENT_KIND for source in self.rewards),
-            f"ppo.environment: class {file.name} of {file.file} has no reward: define get_reward,"
+            f"ppo.environment: class {file.name} in {file.file} gives no reward; define get_reward,"
             " or reward its episodes with --reward-function or --reward",
         )
         return file
 
 
 def add_environment_source(config: RewardSettings) -> tuple[RewardConfig, ...]:
-    """The sources including the environment, which by default is the only reward.
+    """Return the sources including the environment, which by default is the only reward.
 
-    If other sources are given without it, it has weight 0 and is only measured.
+    If other sources are given without it, it gets weight 0 and is only measured.
     """
     if config.environment is None or config.environment_source is not None:
         return config.rewards
@@ -163,7 +162,7 @@ def add_environment_source(config: RewardSettings) -> tuple[RewardConfig, ...]:
 
 
 def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """The sources of `--reward-function` and `--reward`, as settings.
+    """Convert the values of `--reward-function` and `--reward` to settings.
 
     Raises:
         ConfigError: a value is not a valid source.
@@ -174,7 +173,7 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
         for value in values:
             require(
                 name == "reward" or re.fullmatch(r".+\.py:\w+", value) is not None,
-                f"--reward-function {value}: use FILE.py:NAME",
+                f"--reward-function {value} must have the form FILE.py:NAME",
             )
             sources.append(read_spec(value, [source.name for source in sources]))
     return to_plain(sources)

@@ -1,4 +1,4 @@
-"""Programs that reward responses while others are being generated."""
+"""Programs that reward responses while other responses are still being generated."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 MIN_CHUNK_SIZE = 8
-"""Minimum number of responses that are submitted together."""
+"""Minimum number of responses that are submitted to a program together."""
 
 
 ENVIRONMENT_FILE = "ppo.environment"
@@ -37,7 +37,7 @@ ENVIRONMENT_FILE = "ppo.environment"
 class RewardSources:
     """The sources of `ppo.rewards` other than the reward model, and `ppo.gold`.
 
-    A context manager that ends all its processes at exit.
+    This is a context manager that stops all its worker processes on exit.
     """
 
     def __init__(self, config: PPOConfig) -> None:
@@ -50,7 +50,7 @@ class RewardSources:
         self._workers = ExitStack()
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
-        """Outcomes of the environment since the last results, by index."""
+        """Outcomes of episodes since the last call of `results`, by index."""
         self._model_group = current_mesh().model_parallel.untracked
         """Processes with the same responses, of which only the first calls the programs."""
 
@@ -61,7 +61,7 @@ class RewardSources:
 
     @property
     def is_empty(self) -> bool:
-        """Whether only a reward model scores the responses."""
+        """Whether responses are scored by neither programs nor an environment."""
         return not self.has_programs and self.config.environment is None
 
     def submit(self, episodes: Sequence[Episode]) -> None:
@@ -70,11 +70,11 @@ class RewardSources:
             self._rewards.submit(episodes)
 
     def record_outcome(self, index: int, outcome: Outcome) -> None:
-        """Store the environment's outcome for the response at an index of the batch."""
+        """Store the environment's outcome for the response at this index of the batch."""
         self._outcomes[index] = outcome
 
     def results(self) -> dict[str, SourceResults]:
-        """Rewards of each source, by name, for the episodes since the last call, in order."""
+        """Return each source's rewards, by name, for the episodes since the last call, in order."""
         program_results = self._share_first(self._collect_programs())
         return {**self._collect_environment(), **program_results}
 
@@ -97,15 +97,15 @@ class RewardSources:
         return results
 
     def _share_first(self, value: T) -> T:
-        """Return the object of the first of the processes with the same responses."""
+        """Return the first process's value to all processes that have the same responses."""
         return self._model_group.gather_objects(value)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Fingerprint of the sources: the hashes of their files."""
+        """Return the fingerprint of the sources: the hashes of their files."""
         return {"files": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Require that the run resumes with the sources that it started with.
+        """Require that the run resumes with the sources with which it started.
 
         Raises:
             ConfigError: a source's file has changed.
@@ -122,15 +122,15 @@ class RewardSources:
         """Check that all processes have the same files.
 
         Raises:
-            ConfigError: raised on all processes: a file was edited while they started, or machines
-                have different files.
+            ConfigError: a file was edited while the processes started, or machines have different
+                files; raised on all processes.
         """
         first, *others = group.gather_objects(self._fingerprint)
         for name, fingerprint in first.items():
             if any(other.get(name) != fingerprint for other in others):
                 raise ConfigError(
-                    f"processes read different files of {_describe(name)}; copy the same file to"
-                    " all machines, and restart"
+                    f"processes have read different versions of the file of {_describe(name)}; copy"
+                    " the same file to all machines, and restart"
                 )
 
     def __enter__(self) -> "RewardSources":
@@ -177,10 +177,10 @@ class RewardSources:
 
 
 class ResponseSubmitter:
-    """Submits the responses of a batch to the sources, a few at a time, as they end.
+    """Submits the responses of a batch to the sources in chunks, while others are generated.
 
-    A function gets the responses to a prompt together, in groups that do not depend on the order in
-    which they end.
+    A function receives all responses to a prompt together, in chunks that do not depend on the
+    order in which responses end.
     """
 
     def __init__(self, sources: RewardSources, prompts: Sequence[Prompt], chat: ChatFormat) -> None:

@@ -1,4 +1,4 @@
-"""The reward of each response: a reward model's score, programs, an environment, or a weighted sum.
+"""Rewards of responses, from a reward model, programs, an environment, or a weighted sum of these.
 
 Dimension name: B responses of this process.
 """
@@ -31,7 +31,7 @@ def compute_raw_scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """The reward model's raw score of each sequence. A collective."""
+    """Compute the reward model's raw score of each sequence. A collective."""
     assert models.reward is not None
     text = models.reward.text
     rows = [
@@ -55,11 +55,11 @@ def reported_scores(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Raw scores as reported in metrics, in the reward model's own unit.
+    """Convert raw scores to those reported in metrics, on the reward model's own scale.
 
-    The reward model was trained on finished responses: its score of a truncated one is meaningless
-    and may be high. Such a response gets `missing_eos_score`, as in PPO's reward, or its own score
-    if that is lower.
+    The reward model was trained on finished responses, so its score of a truncated one is
+    meaningless and may be high. Such a response gets at most `missing_eos_score`, as in PPO's
+    reward.
     """
     assert score is not None
     assert models.reward is not None
@@ -77,10 +77,10 @@ def score_to_reward(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Convert raw scores to PPO's reward: normalized and clipped.
+    """Convert raw scores to PPO's reward, normalized and clipped.
 
-    An unfinished response gets at most `missing_eos_score`. A fixed replacement would reward not
-    ending whenever the reward model scores finished responses even lower.
+    An unfinished response gets at most `missing_eos_score`. A fixed score would reward not ending
+    whenever the reward model scores finished responses even lower.
     """
     assert score is not None
     assert models.reward is not None
@@ -99,17 +99,17 @@ def measure_scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[float]:
-    """Mean and standard deviation of the raw score over the finished responses of all processes.
+    """Return the raw scores' mean and standard deviation over all finished responses.
 
-    If fewer than two responses finished, unfinished ones are included.
+    If fewer than two responses are finished, unfinished ones are included.
     """
     score = compute_raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
     num_finished, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
     if num_finished < 2:
         logger.warning(
-            "%d of %d responses of the first rollout ended: the reward model's scores are"
-            " normalized with those of unfinished responses; raise ppo.max_new_tokens",
+            "only %d of %d responses in the first rollout are finished, so the reward model's"
+            " scores are normalized over unfinished responses too; raise ppo.max_new_tokens",
             num_finished,
             generated,
         )
@@ -130,35 +130,35 @@ class ResponseRewards:
     """The maximized reward; 0 if unknown."""
 
     score: Float[Tensor, " B"]
-    """The reported score: with only a reward model its score in its own unit (`reported_scores`),
-    else the reward; NaN if unknown."""
+    """The reported score: the reward model's own score if it is the only source
+    (`reported_scores`), otherwise the reward; NaN if unknown."""
 
     sources: Mapping[str, SourceResults] = field(default_factory=dict)
     """The values of each source, and `gold`; empty with only a reward model."""
 
     seconds: float = 0.0
-    """Seconds spent waiting for the sources after everything else was done."""
+    """Seconds spent waiting for the sources after all other work was done."""
 
     raw_score: Float[Tensor, " B"] | None = None
     """The reward model's raw score if it is the only reward; otherwise None."""
 
     @property
     def known(self) -> Bool[Tensor, " B"]:
-        """Whether each response has a reward; if not, a source failed or none applied."""
+        """Whether each response has a reward, that is, a source applied and none failed."""
         return ~self.score.isnan()
 
     def by_source(self) -> dict[str, list[float | None]]:
-        """The values of each source, by metric name."""
+        """Return the values of each source, by metric name."""
         return {
             name if name == GOLD else f"reward_{name}": scored.values
             for name, scored in self.sources.items()
         }
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
-        """Means by source, the fraction without a reward, and the waiting time, over all processes.
+        """Return means by source, the fraction without a reward, and this process's waiting time.
 
-        The `group_size` responses to each prompt are not independent, which the standard error of
-        gold accounts for.
+        The standard error of gold accounts for the dependence between the `group_size` responses to
+        each prompt.
         """
         if not self.sources:
             return {}
@@ -193,14 +193,14 @@ def compute_rewards(
     source_rewards: Mapping[str, SourceResults] | None = None,
     strict: bool = True,
 ) -> ResponseRewards:
-    """The rewards of the responses submitted since the last call.
+    """Compute the rewards of the responses that were submitted since the last call.
 
     Args:
         models: the reward model, if there is one, and the sources.
         score: the reward model's raw score of each response.
-        stopped: whether each response ended with the end token.
+        stopped: whether each response ended with a stop token.
         config: settings of the step.
-        source_rewards: the sources' values, if already collected.
+        source_rewards: the sources' values, if they are already collected.
         strict: whether failures may stop the run.
 
     Raises:
@@ -226,7 +226,7 @@ def compute_rewards(
         else:
             sources[source.name] = source_rewards[source.name]
     scored = [sources[source.name] for source in config.rewards]
-    # An environment counts even at weight 0: if it failed, the episode is incomplete.
+    # An environment's failure counts even at weight 0, because the episode is then incomplete.
     failure_weights = [1.0 if s.kind == ENVIRONMENT_KIND else s.weight for s in config.rewards]
     values = mask_failures(scored, failure_weights)
     weights = [source.weight for source in config.rewards]
@@ -266,14 +266,14 @@ def check_source_failures(
 
 
 def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
-    """Standard error of the mean of the known values, over all processes.
+    """Return the standard error of the mean of the known values, over all processes.
 
     Responses to the same prompt are not independent, so prompts are the clusters (Liang and Zeger
     1986, with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n.
-    With one response per prompt it is the standard deviation over sqrt(n).
+    With one response per prompt, it is the standard deviation divided by sqrt(n).
 
     Args:
-        values: NaN for a response without one.
+        values: value of each response; NaN if unknown.
         group_size: responses per prompt.
     """
     grouped = values.double().view(-1, group_size)

@@ -1,4 +1,4 @@
-"""Prompts of an iteration and responses to them; groups without a gradient are replaced.
+"""Sampling of prompts and responses for an iteration; replaces groups without a gradient.
 
 Dimension name: B responses of this process.
 """
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """This process's prompts of a rollout, or of some of its groups."""
+    """This process's prompts for a rollout, or for some of its groups."""
 
     groups: list[int]
-    """Indices in the rollout of the prompts' groups; group g belongs to process g % W of W."""
+    """Indices of the prompts' groups in the rollout; group g belongs to process g % W of W."""
 
     prompts: list[Prompt]
-    """Prompts; equal prompts of a group are adjacent."""
+    """The prompt of each response; the equal prompts of a group are adjacent."""
 
     rows: list[int]
     """Index of each group's prompt among the training prompts."""
@@ -52,7 +52,7 @@ class PromptBatch:
 
     @property
     def inputs(self) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Token ids of each response's prompt."""
         return [prompt.input_ids for prompt in self.prompts]
 
 
@@ -67,26 +67,26 @@ class Prompts:
     train: list[Prompt]
     held_out: list[Prompt]
     stream: RowStream
-    """Row indices of `train`, one iteration's at a time."""
+    """Row indices of `train`, for one iteration at a time."""
 
     fingerprint: str
-    """Fingerprint of the rows of the training prompts."""
+    """Fingerprint of the training prompts' rows."""
 
     group_size: int
     """Responses per prompt."""
 
     record: PromptRecord
-    """Prompts that this step and the earlier ones train on and hold out."""
+    """Prompts that this step and earlier steps train on or hold out."""
 
     attempt: int = 0
     """Number of rollbacks; part of the keys, so that different responses are sampled after a
     rollback."""
 
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
-        """The stream's next prompts, one for each of these groups of a rollout, by default all.
+        """Draw the next prompts, one for each of these groups of a rollout, by default for all.
 
         A prompt's process depends on its group; its random numbers depend on the number of prompts
-        that the run has used before and the number of rollbacks.
+        that the run has drawn before and on the number of rollbacks.
         """
         groups = range(self.stream.batch_size) if groups is None else groups
         start = self.stream.position
@@ -94,14 +94,14 @@ class Prompts:
         return self._make_batch(rows, groups, start, attempt=self.attempt)
 
     def first_batch(self) -> PromptBatch:
-        """The prompts of the first iteration; does not advance the stream."""
+        """Return the prompts of the first iteration without advancing the stream."""
         stream = self.stream
         rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
         return self._make_batch(next(rows), range(stream.batch_size), 0, attempt=0)
 
     @property
     def all_solved(self) -> bool:
-        """Whether all training prompts are dropped."""
+        """Whether all training prompts have been dropped as solved."""
         return len(self.stream.dropped) == len(self.train)
 
     def drop_solved(
@@ -135,7 +135,7 @@ class Prompts:
 
 
 def _is_solved(sources: Sequence[tuple[SourceResults, float]], index: int) -> bool:
-    """Whether all rewards that apply to a response are at their maximum, and none failed."""
+    """Return whether a response has the maximum of all rewards that apply, and none failed."""
     if any(scored.failures[index] for scored, _ in sources):
         return False
     values = [(scored.values[index], maximum) for scored, maximum in sources]
@@ -144,7 +144,7 @@ def _is_solved(sources: Sequence[tuple[SourceResults, float]], index: int) -> bo
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
-    """Read and encode the prompts; those over `max_prompt_length` are dropped and counted.
+    """Read and encode the prompts; those longer than `max_prompt_length` are dropped and counted.
 
     Raises:
         DataError: no prompt is short enough.
@@ -190,7 +190,7 @@ def generate_responses(
 ) -> list[Response]:
     """Sample the actor's responses with `keys`, which no other rollout of the run uses.
 
-    `on_response` is called with (index of the prompt, response) as each one ends.
+    `on_response` is called with (prompt index, response) as each response ends.
     """
     with models.hybrid_engine.generating() as actor:
         return generate(
@@ -216,24 +216,24 @@ class SampledRollout:
     responses: list[Response]
 
     metrics: dict[str, float]
-    """`refills`, the number of replacements, with dynamic sampling; `solved_prompts`, the number of
-    dropped ones, with `drop_solved`; with an environment also the metrics of
+    """With dynamic sampling, `refills`, the number of replaced prompts; with `drop_solved`,
+    `solved_prompts`, the number of dropped prompts; with an environment, the metrics of
     `step3_ppo.metrics.episode_statistics`."""
 
     source_rewards: dict[str, SourceResults] | None = None
-    """Rewards of the sources with dynamic sampling or drop_solved; otherwise None."""
+    """The sources' rewards with dynamic sampling or `drop_solved`; otherwise None."""
 
     score: Float[Tensor, " B"] | None = None
-    """Raw scores of the reward model, if dynamic sampling is on and there is one; else None."""
+    """The reward model's raw scores if they are already computed; otherwise None."""
 
 
 def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> SampledRollout:
     """Sample responses to the next prompts, and replace prompts whose rewards are all equal.
 
-    A group with equal rewards has no gradient: its prompt is replaced by the stream's next one, in
-    at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups whose rewards are equal after
-    that are kept. All processes know which groups are replaced, and prompts are assigned in group
-    order, so that any number of processes samples the same responses.
+    A group with equal rewards has no gradient, so its prompt is replaced with the stream's next
+    one, in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups whose rewards are
+    still equal after that are kept. All processes know which groups are replaced, and prompts are
+    assigned in group order, so the responses don't depend on the number of processes.
     """
     batch = prompts.next_batch()
     inputs = list(batch.inputs)
@@ -261,15 +261,15 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
                 rewards[name].values[row] = scored.values[index]
                 rewards[name].failures[row] = scored.failures[index]
         if scores is not None:
-            # Scoring is a collective: a process without new responses rescores an old one.
+            # Scoring is a collective, so a process without new responses rescores an old one.
             rescored = rows or [0]
             pairs = [inputs[row] for row in rescored], [responses[row] for row in rescored]
             scores[rescored] = compute_raw_scores(models, *pairs, config)
     dead = config.dynamic_sampling and _groups_to_redo(models, scores, rewards, responses, config)
     if dead:
         logger.info(
-            "after %d refills the responses to %d of %d prompts still have equal rewards, from"
-            " which nothing is learned",
+            "after %d refills, the responses to %d of %d prompts still have equal rewards, which"
+            " give no gradient",
             refills,
             len(dead),
             config.prompts_per_rollout,
@@ -282,7 +282,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
 
 
 def sample_and_submit(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
-    """The actor's responses to a batch; each is submitted to the reward programs as it ends."""
+    """Sample responses to a batch, and submit each one to the reward programs when it ends."""
     submit = ResponseSubmitter(models.sources, batch.prompts, models.chat)
     return sample_responses(models, batch, config, on_response=submit)
 
@@ -290,7 +290,7 @@ def sample_and_submit(models: Models, batch: PromptBatch, config: PPOConfig) -> 
 def sample_responses(
     models: Models, batch: PromptBatch, config: PPOConfig, *, on_response: OnResponse | None = None
 ) -> list[Response]:
-    """The actor's responses to a batch, or its episodes, sampled with the batch's keys."""
+    """Sample the actor's responses to a batch, or its episodes, with the batch's keys."""
     environments = models.sources.environments
     if environments is None:
         return generate_responses(
@@ -315,7 +315,7 @@ def sample_responses(
 def find_dead_groups(
     rewards: Float[Tensor, " B"], counted: Bool[Tensor, " B"], *, group_size: int
 ) -> list[int]:
-    """The groups of the full rollout whose counted rewards are all equal, sorted."""
+    """Return the sorted groups of the full rollout whose counted rewards are all equal."""
     data = current_mesh().data
     grouped = rewards.double().view(-1, group_size)
     is_dead = all_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
@@ -324,7 +324,7 @@ def find_dead_groups(
 
 
 def _response_rows(groups: Sequence[int], group_size: int) -> list[int]:
-    """The rows of these groups' responses on this process."""
+    """Return the rows of these groups' responses on this process."""
     size = current_mesh().data.size
     return [group // size * group_size + sample for group in groups for sample in range(group_size)]
 
@@ -336,7 +336,7 @@ def _groups_to_redo(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[int]:
-    """The groups of the full rollout without a gradient, after overlong penalties."""
+    """Return the groups of the full rollout that have no gradient after overlong penalties."""
     device = local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
     lengths = torch.tensor([len(response.ids) for response in responses], device=device)

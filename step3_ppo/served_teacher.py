@@ -16,10 +16,10 @@ from rewards.endpoint import Endpoint, EndpointError, is_local
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "TEACHER_API_KEY"
-"""Environment variable with the server's key, if it needs one."""
+"""Environment variable with the server's API key, if it needs one."""
 
 CONCURRENCY = 16
-"""Concurrent requests of a process; servers such as vLLM batch them."""
+"""Number of concurrent requests per process; servers such as vLLM batch them."""
 
 TIMEOUT_SECONDS = 600.0
 ATTEMPTS = 5
@@ -29,14 +29,14 @@ SAMPLE = "naïve café, 1,234.56 kg;\n\n\tdef f(x): return x  # 東京 🙂"
 
 
 class ServedTeacher:
-    """Log-probabilities of given tokens from a server's `POST /v1/completions`.
+    """A teacher whose log-probabilities come from a server's `POST /v1/completions`.
 
-    Each request has the token ids of a prompt with its response, and requests their
-    log-probabilities (`echo`, no new tokens) at temperature 1.
+    Each request sends the token ids of a prompt and its response, and asks for their
+    log-probabilities at temperature 1 (`echo`, without new tokens).
 
     Raises:
-        ConfigError: the key would be sent unencrypted over a network.
-        ModelError: the server gives no log-probabilities, or has a different tokenizer.
+        ConfigError: the API key would be sent unencrypted over a network.
+        ModelError: the server returns no log-probabilities, or has a different tokenizer.
     """
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,13 +51,13 @@ class ServedTeacher:
         self._tokenize = Endpoint(f"{root}/tokenize", TIMEOUT_SECONDS, 1, key)
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher")
         ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        self._score(ids[:1], ids[1:])  # fails now if the server can't do it
+        self._score(ids[:1], ids[1:])  # fails early if the server returns no log-probabilities
         self._check_tokenizer(ids)
 
     def submit(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> list[Future[list[float]]]:
-        """Request the log-probabilities of the responses' tokens; does not wait."""
+        """Request the log-probabilities of the responses' tokens, without waiting for them."""
         return [
             self._threads.submit(self._score, list(prompt), list(response))
             for prompt, response in zip(prompts, responses, strict=True)
@@ -80,13 +80,13 @@ class ServedTeacher:
         return scores
 
     def _check_tokenizer(self, ids: Sequence[int]) -> None:
-        """Compare the token ids of a text, if the server has /tokenize as vLLM does."""
+        """Compare the token ids of a sample text, if the server has /tokenize, as vLLM does."""
         try:
             body = {"prompt": SAMPLE, "add_special_tokens": False}
             reply = self._tokenize.post(body)["tokens"]
         except (EndpointError, KeyError, TypeError):
             logger.warning(
-                "the teacher's server has no /tokenize: its tokenizer is assumed to be the actor's"
+                "the teacher's server has no /tokenize; assuming that it has the actor's tokenizer"
             )
             return
         if reply != ids:
@@ -107,7 +107,7 @@ class ServedTeacher:
 
 
 def collect(pending: Sequence[Future[list[float]]]) -> list[list[float]]:
-    """Wait for requests; if one fails, cancel those that have not begun.
+    """Wait for requests and return their results; if one fails, cancel those not yet started.
 
     Raises:
         ModelError: a request failed, or its reply had no log-probabilities.

@@ -1,4 +1,4 @@
-r"""Step 3: PPO against the reward model.
+r"""Step 3: train the actor with PPO, or with another method that learns from rewards or a teacher.
 
 python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_reward \
         --reward.path OUT/step2_reward
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """Models, data and state of the iterations."""
+    """Models, data and state of a run."""
 
     models: Models
     prompts: Prompts
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run ends before its last iteration."""
+        """Whether the run must end before its last planned iteration."""
         return self.guards.stopped or self.prompts.all_solved
 
     def export_actor(self) -> None:
@@ -75,10 +75,10 @@ def set_up(
     run: Run,
     sources: RewardSources,
 ) -> Setup:
-    """Load the models, with `resume` an earlier run's state, and evaluate the initial actor.
+    """Load the models and, with `resume`, an earlier run's state; evaluate the initial actor.
 
     Raises:
-        ModelError: as `step3_ppo.models.load_models`; or the actor's first metrics are not finite.
+        ModelError: as in `load_models`, or the initial actor's metrics are not finite.
         ConfigError: the models don't support a setting, or processes have different files.
     """
     sources.check_same_files(run.mesh.world)
@@ -116,7 +116,7 @@ def set_up(
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Halve the learning rate and double `kl_coef` for each rollback, and resample responses."""
+    """Halve the learning rate and double `kl_coef` for each rollback; sample other responses."""
     rollbacks = ppo.guards.rollbacks
     for engine in ppo.models.trained.values():
         engine.lr_scale = 0.5**rollbacks
@@ -127,9 +127,9 @@ def apply_rollbacks(ppo: Setup) -> None:
 def set_score_normalization(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Measure, or restore, the mean and standard deviation of the initial actor's scores.
+    """Measure or restore the mean and standard deviation of the initial actor's scores.
 
-    The responses are those that the first iteration learns from.
+    They are measured on the responses that the first iteration trains on.
     """
     if models.reward is None or not config.normalize_score:
         return
@@ -142,14 +142,14 @@ def set_score_normalization(
     mean, std = checkpoints.once("moments", measure)
     models.set_score_normalization(mean, std)
     logger.info(
-        "scores are normalized with mean %.4g and standard deviation %.4g of the first rollout",
+        "normalizing scores by the first rollout's mean %.4g and standard deviation %.4g",
         mean,
         std,
     )
 
 
 def train(config: PPOConfig) -> Path:
-    """Train the actor; return the directory with actor and critic."""
+    """Train the actor and return the output directory."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
     chat = load_chat(config.actor, config.data)
@@ -166,14 +166,14 @@ def train(config: PPOConfig) -> Path:
                 ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: apply_rollbacks(ppo))
         if prompts.all_solved:
-            logger.info("%s ends early: all %d prompts are solved", run.name, len(prompts.train))
+            logger.info("%s ended early: all %d prompts are solved", run.name, len(prompts.train))
         export_models(ppo.models, ppo.ema, run, best=ppo.evaluator.best)
         ppo.evaluator.end(run, ppo.guards)
     return config.output_dir
 
 
 def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, float]:
-    """Run one rollout and its updates, log them, and return the metrics.
+    """Run one iteration, a rollout and its updates; log and return the metrics.
 
     This is a separate function so that an iteration's graphs are freed before the next one.
     """
@@ -194,7 +194,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     )
     score = rollout.reward_score if config.is_distillation else rewards.score
     metrics = rollout_statistics(rollout, score) | sampled.metrics
-    if config.method == "distill":  # `kl` is the distance from the start
+    if config.method == "distill":  # otherwise, `kl` is relative to the initial actor
         metrics["reverse_kl"] = metrics.pop("kl") / metrics["response_length"]
     metrics |= rewards.metrics(group_size=config.group_size)
     check_finite(f"of the rollout of iteration {step}", metrics)
@@ -215,9 +215,9 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
 
 
 def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeights) -> None:
-    """Write the directories of actor, critic and, if there is one, the averaged actor.
+    """Export the actor and, if they exist, the critic and the averaged actor.
 
-    The actor is the best one, if that is kept, and stays in the engine; the average is over all
+    The best actor is exported if it was kept, and stays in the engine. The average is over all
     updates, and the critic is the last one.
     """
     passes = models.policy_passes

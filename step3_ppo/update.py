@@ -34,7 +34,7 @@ from step3_ppo.rewards import ResponseRewards
 class Ema:
     """Averages the fp32 master weights: average = decay * average + (1 - decay) * master.
 
-    Every process averages its own shard.
+    Each process averages its own shard.
     """
 
     def __init__(self, engine: Engine, *, decay: float) -> None:
@@ -50,7 +50,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context with the averaged weights; the current ones are restored exactly at exit."""
+        """Use the averaged weights in this context, and restore the current ones exactly on exit."""
         current = [master.clone() for master in self.engine.masters()]
         try:
             self.engine.load_masters(self.weights)
@@ -60,12 +60,12 @@ class Ema:
 
 
 def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
-    """Return the batches of PPO-ptx, or None without it; write the record of the step's prompts.
+    """Return the batches of PPO-ptx, or None if it is off; write the record of this step's prompts.
 
     Args:
-        chat: the chat format of dialogues.
+        chat: the chat format for dialogues.
         config: settings of the step.
-        prompts: the prompts that PPO and earlier steps train on and hold out.
+        prompts: the prompts that PPO and earlier steps train on or hold out.
     """
     ptx = PtxStream(chat, config, prompts) if config.ptx_coef > 0 else None
     record_prompts(prompts | ptx.trained if ptx else prompts, config)
@@ -73,7 +73,7 @@ def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "Ptx
 
 
 class PtxStream:
-    """Batches of dialogues or plain text, of the size of PPO's minibatches.
+    """Batches of dialogues or plain text, as large as PPO's minibatches.
 
     Rows longer than `config.data.max_length`, which must fit the actor's context, are truncated.
     """
@@ -81,7 +81,7 @@ class PtxStream:
     def __init__(
         self, chat: ChatFormat, config: PPOConfig, record: PromptRecord | None = None
     ) -> None:
-        """`record` has the prompts that PPO and earlier steps hold out; they are not trained on."""
+        """Load the rows, except those whose prompts earlier steps or PPO hold out (`record`)."""
         self.chat = chat
         self.config = config
         rows = config.ptx_rows or config.data
@@ -94,15 +94,15 @@ class PtxStream:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """The stream's position."""
+        """Return the stream's position."""
         return self.rows.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved position."""
+        """Continue from a saved position."""
         self.rows.load_state_dict(state)
 
     def __next__(self) -> tuple[list[TokenBatch], int]:
-        """This process's micro-batches, and the number of targets of all processes."""
+        """Return this process's micro-batches, and the number of targets on all processes."""
         data = self.config.data
         encoded = [
             self.chat.encode(
@@ -132,7 +132,7 @@ class Update:
     tokens: int
     """All response tokens, including those excluded from the loss."""
     exceeds_kl: bool
-    """True if the new policy was too far from the old one, so that no update was made."""
+    """Whether no update was made because the new policy was too far from the old one."""
 
 
 class Updates(list[Update]):
@@ -144,14 +144,14 @@ class Updates(list[Update]):
         return sum(update.tokens for update in self)
 
     def metrics(self) -> dict[str, float]:
-        """Means over updates, except ratio_max, ratio_error and learning rates, and their count."""
+        """Return the means of most metrics over the updates, and the number of updates made."""
         history: dict[str, list[float]] = {}
         for update in self:
             for name, value in update.metrics.items():
                 history.setdefault(name, []).append(value)
         values = {name: sum(numbers) / len(numbers) for name, numbers in sorted(history.items())}
         values["ratio_max"] = max(history["ratio_max"])
-        values["ratio_error"] = history["ratio_error"][0]  # of the first update: 0 up to rounding
+        values["ratio_error"] = history["ratio_error"][0]  # first update: 0 except for rounding
         values |= {name: history[name][-1] for name in ("lr", "critic_lr") if name in history}
         values["updates"] = float(sum(not update.exceeds_kl for update in self))
         return values
@@ -201,11 +201,11 @@ def pretrain_critic(
     *,
     kl_coef: float,
 ) -> None:
-    """Train the critic alone on the first rollout (Yuan et al. 2025, arXiv:2503.01491).
+    """Train only the critic on the first rollout (Yuan et al. 2025, arXiv:2503.01491).
 
-    A reward model is not trained to score inner tokens: as values, its scores are worse than a
-    constant. Targets are the returns of lambda 1, which don't contain the critic's values. Values
-    may move freely (no `value_clip`), since the actor has not learned from them yet.
+    A reward model is not trained to score inner tokens, so as values its scores are worse than a
+    constant. Targets are returns with lambda 1, which don't depend on the critic's values. Values
+    may change freely (no `value_clip`), since the actor has not learned from them yet.
     """
     assert models.critic is not None
     config = replace(config, lam=1.0, value_clip=None)
@@ -221,7 +221,7 @@ def pretrain_critic(
 
 
 def local_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
-    """This process's rows of each minibatch of an epoch over a rollout.
+    """Yield this process's rows of each minibatch in an epoch over a rollout.
 
     Groups are assigned round-robin: slot s is in group s // G // W of process s // G % W.
     """
@@ -246,9 +246,9 @@ def update_minibatch(
     """Take an optimizer step of each trained model on this process's `rows` of a minibatch.
 
     A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
-    over these rows, if the models have not changed since. With `target_kl`, a minibatch whose
-    approximate KL to the old policy exceeds 1.5 times the target makes no update and is marked
-    `exceeds_kl`.
+    over these rows, if the models have not changed since. With `target_kl`, no step is taken if the
+    minibatch's approximate KL to the old policy exceeds 1.5 times the target; the result then has
+    `exceeds_kl` set.
     """
     weighting, tokens = _get_weights(rollout, rows, config)
     minibatches = _split_rows(rollout, rows, config)
@@ -280,9 +280,9 @@ def update_minibatch(
 def _reduce_metrics(
     parts: Sequence[Mapping[str, Tensor]], models: Models, *, num_tokens: int
 ) -> dict[str, float]:
-    """Means per token and maxima over all micro-batches and processes.
+    """Compute means per token, and maxima, over all micro-batches and processes.
 
-    In a pipeline, the last stage has them.
+    In a pipeline, the last stage has the inputs.
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
@@ -306,8 +306,8 @@ def _backward_values(
 ) -> list[dict[str, Tensor]]:
     """Add the critic's gradients; return sums over the tokens of each micro-batch.
 
-    The actor's backward passes have ended by then, so only one model's graphs are in memory, unless
-    `forward` already holds both.
+    The actor's backward passes have finished by then, so only one model's graphs are in memory,
+    unless `forward` holds both.
     """
     assert models.value_passes is not None
     metrics: list[dict[str, Tensor]] = []
@@ -337,7 +337,7 @@ def _backward_values(
 
 
 def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[Minibatch]:
-    """The micro-batches of a minibatch's rows."""
+    """Split a minibatch's rows into micro-batches."""
     experience = rollout.experience
     sequences = [experience.sequences[row] for row in rows]
     return [
@@ -347,9 +347,9 @@ def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> lis
 
 
 def _get_weights(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
-    """The counts of a minibatch over all processes, and the number of all its response tokens.
+    """Return a minibatch's weighting over all processes, and the number of all its response tokens.
 
-    Tokens that are excluded from the loss are only in the latter.
+    Only the latter includes tokens that are excluded from the loss.
     """
     mask = rollout.experience.mask
     index = to_device(torch.tensor(list(rows), dtype=torch.long), mask.device)
@@ -373,7 +373,7 @@ def _backward_policy(
     *,
     forward: ForwardPass | None,
 ) -> list[dict[str, Tensor]]:
-    """Add the policy's gradients; return sums over each micro-batch's tokens."""
+    """Add the policy's gradients; return sums over the tokens of each micro-batch."""
     all_metrics: list[dict[str, Tensor]] = []
 
     def compute_loss(minibatch: Minibatch) -> Tensor:
@@ -398,7 +398,7 @@ def _backward_policy(
 def _distillation_loss(
     models: Models, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The summed divergence from the teacher, and its metrics.
+    """Return the summed divergence from the teacher, and metrics.
 
     The actor runs within the teacher's pass, while the teacher's output layer is gathered.
     """
@@ -424,7 +424,7 @@ def _distillation_loss(
 def _policy_loss(
     outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's summed loss on a micro-batch, and its metrics."""
+    """Return the policy's summed loss on a micro-batch, and metrics."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )
@@ -453,7 +453,7 @@ def _policy_loss(
 
 
 def _ratio_metrics(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-    """Distances of the ratios from 1: sums over counted tokens, and maxima."""
+    """Return sums and maxima that show how far the ratios are from 1."""
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     return {
         "approx_kl": 0.5 * (ratio.log().square() * minibatch.counted).sum(),

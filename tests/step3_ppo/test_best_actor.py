@@ -49,7 +49,7 @@ def test_actor_that_only_got_worse_is_not_exported(
     assert best["score_after"] == best["score_before"]
     assert best["kl"] == 0.0 < last["kl"]
     assert "PPO did not improve the actor on held-out prompts" in log
-    assert "and the starting weights are exported" in log
+    assert "; the initial weights are exported" in log
     text = (tmp_path / "best" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     objectives = [line["eval_objective"] for line in lines if "eval_objective" in line]

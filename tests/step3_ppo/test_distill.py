@@ -188,12 +188,12 @@ def test_invalid_teacher_is_rejected(toy: Path, tmp_path: Path) -> None:
     byte_level().save_pretrained(shutil.copytree(toy / "teacher", tmp_path / "teacher"))
     with pytest.raises(ModelError, match=r"the actor and \S+ have different tokenizers"):
         toy_models(replace(config, teacher=FrozenModelConfig(path=str(tmp_path / "teacher"))))
-    with pytest.raises(ConfigError, match="--method distill has no teacher: set --teacher"):
+    with pytest.raises(ConfigError, match="--method distill has no teacher; set --teacher"):
         replace(config, teacher=FrozenModelConfig())
     sources = (RewardConfig(name="right", kind="math"),)
     with pytest.raises(ConfigError, match="--method distill learns from its teacher alone: omit"):
         replace(config, rewards=sources)
-    with pytest.raises(ConfigError, match="--teacher is for --method distill or gkd, not grpo"):
+    with pytest.raises(ConfigError, match="--teacher requires --method distill or gkd, not grpo"):
         replace(config, method="grpo", output_dir=Path("out/step3_ppo"))
     full = distill_config(toy, "gkd")
     with pytest.raises(ConfigError, match="gkd compares all logits, which servers don't return"):

@@ -30,15 +30,15 @@ UNHEALTHY: dict[str, tuple[dict[str, float], str]] = {
     "ratio_max>20": ({"ratio_max": 85.0}, "the largest policy ratio is 85, above 20"),
     "entropy<0.2": (
         {"entropy": 0.09},
-        "entropy went from 0.5 to 0.09 nats per token: responses become alike",
+        "entropy went from 0.5 to 0.09 nats per token: responses are becoming alike",
     ),
     "entropy>3": (
         {"entropy": 1.6},
-        "entropy went from 0.5 to 1.6 nats per token: responses become noise",
+        "entropy went from 0.5 to 1.6 nats per token: responses are becoming random",
     ),
     "response_length>3": ({"response_length": 31.0}, "responses went from 10 to 31 tokens"),
     "response_length<0.5": ({"response_length": 4.0}, "responses went from 10 to 4 tokens"),
-    "stop_rate>0.2": ({"stop_rate": 0.75}, "75% of responses end before the limit, initially 100%"),
+    "stop_rate>0.2": ({"stop_rate": 0.75}, "75% of responses end before the limit, compared"),
     "repetition>0.3": ({"repetition": 0.4}, "40% of tokens repeat a phrase of their response"),
     "explained_variance<0": ({"explained_variance": -0.5}, "the critic explains -0.50 of the"),
 }
@@ -98,7 +98,7 @@ OR_LOWER_EOS_SCORE = ", or lower ppo.missing_eos_score"
         (
             {"turns": 0.0, "tokens": 0.0},
             True,
-            "the environment failed in the others; see reward_failures",
+            "the environment failed in the other episodes; see reward_failures",
         ),
     ],
 )
