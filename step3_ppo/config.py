@@ -544,8 +544,8 @@ def check_method(config: PPOConfig, needs: EstimatorNeeds) -> None:
 def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     require(
         config.rollout_size % config.group_size == 0,
-        f"ppo.group_size {config.group_size} must divide ppo.rollout_size {config.rollout_size},"
-        " since a rollout contains all responses to each of its prompts",
+        f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size};"
+        " a rollout contains all responses to each of its prompts",
     )
     grouped = config.group_size > 1
     require(
@@ -615,7 +615,7 @@ def _check_kl(config: PPOConfig) -> None:
     )
     require(
         config.kl_target is None or config.kl_in != "none",
-        "ppo.kl_target requires a KL penalty, but ppo.kl_in is none; set it to reward or loss",
+        "ppo.kl_target needs a KL penalty, but ppo.kl_in is none; set it to reward or loss",
     )
 
 

@@ -50,7 +50,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the averaged weights in this context, and restore the current ones exactly on exit."""
+        """Use the averaged weights in this context; restore the current ones exactly on exit."""
         current = [master.clone() for master in self.engine.masters()]
         try:
             self.engine.load_masters(self.weights)

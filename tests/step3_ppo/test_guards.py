@@ -112,7 +112,7 @@ def test_stop_rate_message_names_the_limiting_setting(
 
     (message,) = check_messages(guards, 2, HEALTHY | {"stop_rate": 0.75} | by_limit)
 
-    assert message.partition(" 100%: ")[2] == remedy
+    assert message.partition(" 100% initially: ")[2] == remedy
 
 
 def make_metrics(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:
