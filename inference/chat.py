@@ -16,13 +16,13 @@ from pipeline.system.installation import CHAT
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(ModelOptions):
-    """The model, and the sampling of its responses."""
+    """Settings of the model and of its sampling."""
 
     system: str | None = None
     """System message."""
 
     seed: int | None = None
-    """Sampling seed, which makes responses repeatable; null draws one."""
+    """Sampling seed, which makes responses reproducible; null draws a random one."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def is_trained_on_embedded_task(path: str) -> bool:
-    """Whether the model at `path` is in the output of a step that trained on the embedded task."""
+    """Return whether the step that wrote the model at `path` trained on the embedded task."""
     settings = read_step_config(Path(path)) or read_step_config(Path(path).parent)
     data = settings.get("data")
     return isinstance(data, dict) and data.get("path") == [EMBEDDED]

@@ -24,24 +24,24 @@ HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
 /system TEXT     start over with TEXT as the system message, or without one if empty
 /temperature X   0 is greedy, 1 samples from the model's distribution
-/length N        longest response, in tokens
+/length N        maximum length of a response, in tokens
 /save FILE       write the dialogue as a JSON list of messages
-/help            this list
+/help            show this list
 /quit            leave (also: quit, Ctrl-D)
 Ctrl-C           stop the response"""
 
 ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
-"""Words that are commands without a slash, as in DeepSpeed-Chat."""
+"""Words that act as commands without a slash, as in DeepSpeed-Chat."""
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A response, whose text is the last message of the dialogue."""
+    """A response; its text is the last message of the dialogue."""
 
     text: str
 
     num_dropped: int
-    """Number of oldest messages that did not fit the model's context."""
+    """Number of oldest messages that did not fit in the model's context."""
 
     interrupted: bool
     """Whether Ctrl-C ended the response."""
@@ -49,7 +49,7 @@ class TurnResult:
 
 @dataclass
 class Conversation:
-    """The messages of a dialogue, which the model continues."""
+    """A dialogue with a model."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -71,11 +71,11 @@ class Conversation:
     def respond(self, text: str, write: Callable[[str], None], *, prefix: str = "") -> TurnResult:
         """Respond to the user's `text`, passing pieces of the response to `write` as they come.
 
-        `prefix` is written first and is not part of the response. KeyboardInterrupt, from the time
-        that `prefix` is shown, ends the response; the pieces written so far are kept.
+        `prefix` is written first and is not part of the response. A KeyboardInterrupt from then on
+        ends the response; the pieces written so far are kept.
 
         Raises:
-            DataError: `text` alone does not fit the model's context; the dialogue is unchanged.
+            DataError: `text` alone does not fit in the context; the dialogue is unchanged.
         """
         dialogue = [*self.messages, Message("user", text)]
         num_dropped = 0
@@ -119,9 +119,9 @@ class Conversation:
 def fit_turns(
     messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], max_tokens: int
 ) -> tuple[list[int], int]:
-    """Drop the oldest turns until the rest has at most `max_tokens` tokens.
+    """Drop the oldest turns until the remaining messages have at most `max_tokens` tokens.
 
-    A turn is the user's message with its response; the system message stays.
+    A turn is a user message and its response; the system message is kept.
 
     Returns:
         (token ids, number of messages dropped).
@@ -149,10 +149,10 @@ GREETING = "Type a message, or /help. Ctrl-D leaves."
 
 
 class Terminal:
-    """Reads messages and commands from standard input, a terminal or a pipe, until it ends."""
+    """Reads messages and commands from standard input (a terminal or a pipe) until it ends."""
 
     def __init__(self, conversation: Conversation, *, greeting: str = GREETING) -> None:
-        """`greeting` is printed before the first prompt of a terminal."""
+        """`greeting` is printed before the first message if standard input is a terminal."""
         self.conversation = conversation
         self.greeting = greeting
         self.is_interactive = sys.stdin.isatty()
@@ -193,7 +193,7 @@ class Terminal:
     def handle(self, text: str) -> bool:
         """Run the command in `text`, or respond to it; return False for /quit."""
         first, _, argument = text.partition(" ")
-        # A paste is not a command.
+        # Pasted lines are not a command.
         command = "" if "\n" in text else ALIASES.get(text.lower(), first)
         argument = argument.strip()
         if text and not command.startswith("/"):
@@ -218,7 +218,7 @@ class Terminal:
         return command != "/quit"
 
     def respond(self, text: str) -> None:
-        """Print the model's response as it comes; log lines wait for its end."""
+        """Print the model's response as it is generated; hold log lines until it ends."""
         with defer_logs():
             try:
                 prefix = "Model: " if self.is_interactive else ""
@@ -229,12 +229,12 @@ class Terminal:
             self.print_line(" [stopped]" if reply.interrupted else "")
             if reply.num_dropped:
                 self.print_line(
-                    f"(the {reply.num_dropped} oldest messages no longer fit the model's context"
-                    " and were dropped)"
+                    f"(the {reply.num_dropped} oldest messages no longer fit in the model's"
+                    " context and were dropped)"
                 )
 
     def save(self, text: str) -> None:
-        """Write the messages to a new file, or to one that this chat wrote."""
+        """Write the messages to a new file, or to one that this chat has written before."""
         if not text:
             self.print_line("(/save needs a file name)")
             return
@@ -261,7 +261,7 @@ class Terminal:
         sys.stdout.flush()
 
     def _set_sampling(self, name: str, text: str, kind: type[int] | type[float]) -> None:
-        """Replace a sampling setting by the number in `text`."""
+        """Set a sampling setting to the number in `text`."""
         try:
             number = kind(text)
             self.conversation.sampling = replace(self.conversation.sampling, **{name: number})  # pyrefly: ignore[bad-argument-type]
@@ -269,7 +269,7 @@ class Terminal:
             self.print_line(f"({error})")
         except ValueError:
             expected = "an integer" if kind is int else "a number"
-            self.print_line(f"({name} takes {expected}, not {text!r})")
+            self.print_line(f"({name} must be {expected}, got {text!r})")
         else:
             self.print_line(f"({name} {number})")
 
@@ -280,7 +280,7 @@ def defer_logs() -> Iterator[None]:
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
     handlers = {logger: logger.handlers for logger in loggers if logger.handlers}
     for logger, targets in handlers.items():
-        # A level above every record's, so that nothing is flushed before the end.
+        # A flush level above that of every record, so that nothing is flushed before the end.
         logger.handlers = [
             MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, target=target)
             for target in targets

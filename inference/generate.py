@@ -1,9 +1,9 @@
-"""Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
+"""Respond to prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
 
 Reads a JSON object per line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one for each,
-in order: the prompt, other columns of the line, and the texts of its responses (`answers`),
-their `token_ids`, `logprobs` and stop reasons (`stop`). OUT appears when it is complete; until then
-its lines are in a partial file next to it, from which the same command continues.
+in order, with the prompt, the line's other columns, and the responses: their texts (`answers`),
+`token_ids`, `logprobs` and stop reasons (`stop`). OUT appears once it is complete; until then its
+lines are in a partial file next to it, from which the same command continues.
 """
 
 import logging
@@ -20,38 +20,38 @@ from pipeline.system.installation import MODULE
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(ModelOptions):
-    """The model, the prompts, and the sampling of responses."""
+    """Settings of the model, the prompts and the sampling of responses."""
 
     prompts: Path = Path()
-    """File of prompts, one JSON object per line."""
+    """Prompt file, one JSON object per line."""
 
     out: Path = Path()
-    """File for the responses, one JSON object per line."""
+    """Output file for the responses, one JSON object per line."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
 
     samples: int = 1
-    """Responses per prompt."""
+    """Number of responses per prompt."""
 
     raw: bool = False
     """Treat prompts as text to continue, without a chat template."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings: responses end before them."""
+    """Stop strings; a response ends before the first one."""
 
     batch_size: int = 32
-    """Responses computed at once; does not affect them."""
+    """Number of responses generated at once; it does not affect their content."""
 
     cache_gib: float | None = None
-    """Memory for keys and values; null uses a GPU's free memory, or half of the machine's."""
+    """Memory for keys and values, in GiB; null uses 90 % of a GPU's free memory or half of RAM."""
 
     seed: int = 0
     """The same seed gives the same responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.prompts != Path(), "--prompts is missing: pass a file of prompts")
+        require(self.prompts != Path(), "--prompts is missing: pass a prompt file")
         require(self.out != Path(), "--out is missing: pass the file to write")
         require(self.samples > 0, f"--samples must be above 0, got {self.samples}")
         require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
@@ -63,7 +63,7 @@ class GenerateConfig(ModelOptions):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answer the prompts.
+    """Respond to the prompts.
 
     Raises:
         UserError: a setting is wrong, the path has no model, or a line is not a prompt.
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=f"{MODULE} inference.generate --path DIR --prompts IN.jsonl --out OUT.jsonl"
         " [--SETTING VALUE ...]",
-        about="Answer a file of prompts: docs/report.md.",
+        about="Respond to the prompts in a file (see docs/report.md).",
         aliases={"slots": "batch_size"},
     )
 

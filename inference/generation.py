@@ -1,6 +1,6 @@
 """Generation for a list of prompts: token ids in, token ids and their log-probabilities out.
 
-One engine for training, evaluation and chat, with the modules and the attention of training.
+Training, evaluation and chat share this engine, which uses training's modules and attention.
 """
 
 import zlib
@@ -28,7 +28,7 @@ from pipeline.system.errors import ConfigError, DataError
 __all__ = ["Response", "generate", "generate_each"]
 
 KeyedPrompt = tuple[tuple[int, ...], int]
-"""Token ids of a prompt, and the key that chooses its samples."""
+"""Token ids of a prompt, and the key that selects its samples."""
 
 
 def generate(
@@ -52,18 +52,18 @@ def generate(
 
     Args:
         model: a causal language model, plain or with adapters.
-        prompts: token ids, none empty; equal prompts are read only once.
-        max_new_tokens: maximum tokens in a response, including its stop token.
+        prompts: token ids of each prompt, none empty; equal prompts are prefilled only once.
+        max_new_tokens: maximum number of tokens in a response, including its stop token.
         temperature: divides the logits before sampling; 0 is greedy.
         stop_ids: tokens that end a response.
         seed: sampling seed.
         top_p: sample only from the most likely tokens that together reach this probability.
         keys: for each prompt, a number that selects its sample; by default, its index.
         batch_size: maximum number of sequences that run at once.
-        on_response: called with (index of the prompt, response) as each one ends.
+        on_response: called with (index of the prompt, response) when each one ends.
 
     Raises:
-        DataError: a prompt is empty, has ids that the model lacks or fills its context.
+        DataError: a prompt is empty, contains ids that the model lacks, or fills its context.
     """
     completions = generate_each(
         model,
@@ -94,19 +94,19 @@ def generate_each(
     stop_when: StopWhen | None = None,
     passes: PassCounts | None = None,
 ) -> Iterator[Completion]:
-    """Respond to the prompts like `generate`, yielding each response as it ends.
+    """Respond to the prompts like `generate`, yielding each response when it ends.
 
-    At most `batch_size` sequences run at once, fewer if their keys and values don't fit in
+    At most `batch_size` sequences run at once, or fewer if their keys and values don't fit in
     `cache_bytes` (by default, `free_bytes`). `on_token` is called with the prompt's index and each
-    new token; `stop_when` may end responses in addition to the sampler's stop tokens and the
-    length; both need a model on one process. `passes` counts the model's passes.
+    new token; `stop_when` can end a response before a stop token or the length limit does. Both
+    require a model on one process. `passes` counts the model's passes.
 
     If the model is sharded over processes, all of them must call this with the same settings, each
-    with its own prompts, and exhaust the iterator. Processes with the same prompts each answer a
-    share of them.
+    with its own prompts, and exhaust the iterator. Processes with the same prompts each respond to
+    a share of them.
 
     Raises:
-        DataError: a prompt is empty, has ids that the model lacks or fills its context.
+        DataError: a prompt is empty, contains ids that the model lacks, or fills its context.
         ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)
@@ -115,7 +115,7 @@ def generate_each(
     keyed = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
     share = -(-len(keyed) // sharing.size)
     first = sharing.rank * share
-    # Consecutive prompts are often equal; read each only once.
+    # Consecutive prompts are often equal, so give each process a contiguous share.
     gathered, indices = gather_prompts(keyed[first : first + share], tp_group)
     requests = [
         Request(prompt, sampler, key, min(max_new_tokens, remaining_context(plain, len(prompt))))
@@ -147,11 +147,11 @@ def gather_prompts(
 ) -> tuple[list[KeyedPrompt], list[list[int]]]:
     """Gather the prompts of a tensor-parallel group, in rank order.
 
-    If several processes have a prompt with the same key (those of a tensor-parallel group in
-    training), it is answered once for all of them.
+    A prompt that several processes have with the same key (those of a tensor-parallel group in
+    training) is gathered only once.
 
     Returns:
-        (the prompts, and for each its indices among this process's own prompts).
+        (the prompts, the indices of each among this process's own prompts).
     """
     indices: dict[tuple[KeyedPrompt, int], list[int]] = {}
     for rank, gathered in enumerate(tp_group.gather_objects(list(prompts))):
@@ -181,15 +181,15 @@ def _local_completions(
             yield replace(completion, index=index)
     if len(set(tp_group.gather_objects(checksum))) > 1:
         raise TokenMismatchError(
-            "the processes of a tensor-parallel group chose different tokens: check that their"
-            " versions and devices match"
+            "the processes of a tensor-parallel group chose different tokens; check that their"
+            " software versions and devices match"
         )
 
 
 def _gather_shares(
     completions: Iterator[Completion], first: int, sharing: Group
 ) -> Iterator[Completion]:
-    """Yield this process's responses as they end, then those of processes with the same prompts."""
+    """Yield this process's responses when they end, then those of the other processes."""
     local: list[Completion] = []
     for completion in completions:
         local.append(replace(completion, index=first + completion.index))
@@ -209,7 +209,7 @@ def run_batch(
     on_token: OnToken | None,
     stop_when: StopWhen | None,
 ) -> Iterator[Completion]:
-    """Submit all requests at once, and yield each response as it ends."""
+    """Submit all requests at once, and yield each response when it ends."""
     indices = {batch.submit(request): index for index, request in enumerate(requests)}
     batch.close()
     while batch.busy:
@@ -230,7 +230,7 @@ def run_batch(
 
 
 def max_pages(requests: Sequence[Request], num_slots: int) -> int:
-    """Upper bound on the pages that the requests need while `num_slots` of them run.
+    """Return an upper bound on the pages that the requests need while `num_slots` of them run.
 
     Sequences with equal prompts share the pages that the prompt fills.
     """
@@ -244,7 +244,7 @@ def max_pages(requests: Sequence[Request], num_slots: int) -> int:
 
 
 def fitting_pages(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
-    """The number of pages of the cache that fit in `cache_bytes`.
+    """Return the number of cache pages that fit in `cache_bytes`.
 
     Raises:
         ConfigError: not even one sequence of `num_tokens` tokens fits.
@@ -253,17 +253,17 @@ def fitting_pages(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) 
     needed = (1 + count_pages(num_tokens)) * bytes_per_page
     if needed > cache_bytes:
         raise ConfigError(
-            f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, but"
+            f"the keys and values of one sequence of {num_tokens} tokens need {needed:,} bytes, but"
             f" only {cache_bytes:,} are available; lower max_new_tokens or shorten the prompts"
         )
     return cache_bytes // bytes_per_page
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes available for keys and values.
+    """Return the number of bytes available for keys and values.
 
-    Nine tenths of a GPU's free memory, leaving the rest for activations; on a CPU half of this
-    process's share of the available memory, leaving the rest for activations and the system.
+    On a GPU, this is nine tenths of the free memory, leaving the rest for activations; on a CPU,
+    half of this process's share of it, leaving the rest for activations and the system.
     """
     if device.type != "cuda":
         return psutil.virtual_memory().available // (2 * launched.local_world_size())
@@ -273,7 +273,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def remaining_context(model: PreTrainedModel, num_tokens: int) -> int:
-    """Return the number of tokens that the model's context has left after `num_tokens`.
+    """Return the number of tokens left in the model's context after `num_tokens`.
 
     Raises:
         DataError: the prompt leaves no room.

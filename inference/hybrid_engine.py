@@ -1,4 +1,4 @@
-"""The hybrid engine: a model trains in shards, and generates from a replica of its weights."""
+"""The hybrid engine: a model is trained in shards and generates from a replica of its weights."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -14,7 +14,7 @@ from pipeline.parallel.group import Group
 
 
 class HybridEngine:
-    """Switches a model between training and generation, which never modifies trained weights.
+    """Switches a model between training and generation; the latter never modifies the weights.
 
     As in Yao et al. 2023 (DeepSpeed-Chat), section 4, but with copies instead of aliases.
 
@@ -22,7 +22,7 @@ class HybridEngine:
         engine: trains the model.
         model: the Hugging Face model, with its adapters if it has any.
         tp_group: the tensor-parallel group of generation; by default, that of training.
-        resident: keep the replica's memory between generations.
+        resident: whether to keep the replica's memory between generations.
         offloading: engines whose states are moved to host memory during generation.
     """
 
@@ -41,7 +41,7 @@ class HybridEngine:
         self.weights_hash = 0
         """Hash of the weights last used in generation (`inference/replica.py`)."""
         self.seconds = 0.0
-        """Seconds of the last switch from training to generation."""
+        """Duration in seconds of the last switch from training to generation."""
         self._updates = -1
 
     @cached_property
@@ -57,9 +57,9 @@ class HybridEngine:
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """Context with the current weights to generate with; all processes must enter.
+        """Provide the model with the current weights for generation; all processes must enter.
 
-        Inside, a process communicates with its `tp_group` only.
+        Inside the context, a process communicates only with its `tp_group`.
         """
         begin, was_loaded = time.perf_counter(), self.replica.loaded
         if self._updates != self.engine.zero.updates or not was_loaded:
@@ -75,7 +75,7 @@ class HybridEngine:
                 self.replica.release()
 
     def metrics(self) -> dict[str, int | float]:
-        """The hash of the weights used last in generation, and the seconds of their sync."""
+        """Return the hash of the weights last used in generation and the seconds of their sync."""
         return {"weights_hash": self.weights_hash, "seconds_weight_sync": self.seconds}
 
     @contextmanager

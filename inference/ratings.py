@@ -1,9 +1,9 @@
-"""Ratings: the file that the server appends to, their agreement, and `python -m inference.ratings`.
+"""Ratings: the server's file, rater agreement, and the command `python -m inference.ratings`.
 
     python -m inference.ratings export FILE ... --out FILE
 
-The file is append-only, and each line is flushed to disk before its id is returned: a kill loses at
-most the line being written.
+The file is append-only, and each line is flushed to disk before its id is returned: if the process
+is killed, at most the line being written is lost.
 """
 
 import itertools
@@ -54,10 +54,10 @@ class RatingsFile:
         self._ids = {str(rating["id"]) for rating in read_ratings(path)}
 
     def add(self, rating: Mapping[str, Any], *, supersedes: str | None = None) -> str:
-        """Write a rating, and return its id once it is on the disk.
+        """Write a rating and return its id once it is on disk.
 
         Raises:
-            DataError: the file can't be written; it is unchanged.
+            DataError: the file can't be written; its content is unchanged.
         """
         now = datetime.now(UTC)
         rating_id = f"{int(now.timestamp() * 1000):012x}{secrets.token_hex(8)}"
@@ -100,7 +100,7 @@ class RatingsFile:
 
 
 def read_ratings(path: Path) -> list[Rating]:
-    """Read all lines of a file, including revoked ratings.
+    """Read all ratings in a file, including revoked ones.
 
     Raises:
         DataError: the file can't be read, or a line is not a rating.
@@ -127,7 +127,7 @@ def _lines(path: Path, text: str) -> Iterator[Rating]:
 
 
 def active_ratings(ratings: Sequence[Rating]) -> list[Rating]:
-    """Return the ratings that no later line revoked or replaced, each id once."""
+    """Return the ratings that no later line revokes or replaces, each id once."""
     revoked = {rating["supersedes"] for rating in ratings if rating.get("supersedes")}
     unique = {str(rating["id"]): rating for rating in ratings if rating["kind"] != UNDO}
     return [rating for key, rating in unique.items() if key not in revoked]
@@ -135,13 +135,13 @@ def active_ratings(ratings: Sequence[Rating]) -> list[Rating]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Statistics of a file of ratings; None if there is no data."""
+    """Statistics of a ratings file; a field is None if there is no data for it."""
 
     ratings: int
     pairs: int
-    """Comparisons of two responses, including ties and "both bad"."""
+    """Number of comparisons of two responses, including ties and "both bad"."""
     blind: int
-    """Pairs with a choice that were shown without names, in random order."""
+    """Number of pairs with a choice that were shown without names, in random order."""
     left: float | None
     """Fraction of blind pairs whose left response was chosen; 0.5 without position bias."""
     longer: float | None
@@ -149,12 +149,12 @@ class Agreement:
     self_agreement: float | None
     """Fraction of repeated pairs on which a rater made the same choice."""
     kappa: float | None
-    """Agreement of different raters of the same pair beyond chance: Scott's pi (1955) over all
-    pairs of raters, which Fleiss (1971) calls kappa."""
+    """Chance-corrected agreement between raters of the same pair: Scott's pi (1955) over all pairs
+    of raters, which Fleiss (1971) calls kappa."""
 
 
 def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
-    """Compute the statistics of standing ratings."""
+    """Compute the statistics of ratings that have not been revoked."""
     pairs = [rating for rating in ratings if rating["kind"] == "pair"]
     decided = [pair for pair in pairs if pair.get("choice") is not None and not pair.get("tie")]
     blind = [pair for pair in decided if pair.get("blind") and len(pair.get("shown") or ()) == 2]
@@ -182,7 +182,7 @@ def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
 
 
 def choice_label(pair: Rating) -> str:
-    """Return a tie, both bad, or the first or second response in alphabetical order."""
+    """Return the label of a choice; responses are numbered in alphabetical order."""
     if pair.get("tie"):
         return TIE
     if pair.get("choice") is None:
@@ -192,13 +192,13 @@ def choice_label(pair: Rating) -> str:
 
 
 def comparison_key(pair: Rating) -> tuple[str, ...]:
-    """The dialogue, then the two responses in alphabetical order."""
+    """Return a key made of the dialogue and the two responses in alphabetical order."""
     prompt = [f"{turn['role']}:{turn['content']}" for turn in pair["messages"]]
     return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
 
 
 def _kappa(labels: Sequence[tuple[str, str]]) -> float | None:
-    """(observed - expected agreement) / (1 - expected); the expected one is from pooled labels."""
+    """Return (observed - expected) / (1 - expected) agreement, expected from pooled labels."""
     if not labels:
         return None
     observed = sum(a == b for a, b in labels) / len(labels)
@@ -216,7 +216,7 @@ class ExportConfig:
     """Settings of `export`."""
 
     out: Path = Path()
-    """Output file; an existing one is replaced."""
+    """Output file; an existing file is replaced."""
 
     def __post_init__(self) -> None:
         require(self.out != Path(), "--out is missing: pass the file to write")
@@ -229,24 +229,24 @@ def main(argv: Sequence[str]) -> None:
         UserError: a file can't be read or written, or has lines that are not ratings.
     """
     first, *arguments = argv or ["--help"]
-    require(first in ("export", "-h", "--help"), f"there is no command {first!r}; usage: {USAGE}")
+    require(first in ("export", "-h", "--help"), f"unknown command {first!r}; usage: {USAGE}")
     export_rows(arguments if first == "export" else ["--help"])
 
 
 def export_rows(arguments: Sequence[str]) -> None:
-    """Write the rows of files of ratings, and print their statistics."""
+    """Write training rows made from ratings files, and print the statistics of the ratings."""
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     files = list(arguments[:count])
-    about = "Write a row for each pair, by the majority of its raters, and for each correction."
+    about = "Write a row for each pair, by majority vote of its raters, and for each correction."
     config = parse_command(ExportConfig, arguments[count:], usage=USAGE, about=about)
-    require(len(files) > 0, f"a file is missing: {USAGE}")
+    require(len(files) > 0, f"a ratings file is missing; usage: {USAGE}")
     ratings = active_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings)
     if not rows:
         raise DataError(f"no rating prefers or corrects a response: {', '.join(files)}")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
-    skipped = f"; {undecided} pairs without a preference skipped" if undecided else ""
+    skipped = f"; skipped {undecided} pairs without a preference" if undecided else ""
     print_output(f"{config.out}: {len(rows)} rows{skipped}")
     for name, value in asdict(compute_agreement(ratings)).items():
         print_output(f"{name:16}{'-' if value is None else format(value, '.4g')}")
@@ -255,8 +255,8 @@ def export_rows(arguments: Sequence[str]) -> None:
 def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:
     """Return rows for steps 1 and 2, and the number of pairs without a preferred response.
 
-    Rows have prompt, chosen, rejected and margin, the mean strength of the raters who prefer the
-    chosen response; or prompt and chosen, for a correction or a thumbs-up.
+    Rows have prompt, chosen, rejected and margin, the mean strength given by the raters who prefer
+    the chosen response; rows of corrections and thumbs-ups have only prompt and chosen.
     """
     items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
     for rating in ratings:

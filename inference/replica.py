@@ -1,9 +1,9 @@
 """The replica: a second, plain set of modules of the trained model's class, for generation.
 
-It shares weights that the trained model stores complete and unchanged; others are copies, made one
-unit at a time from the weights that an engine gathers. Adapters are merged into copies, and
-quantized weights are dequantized there. Weights that another pipeline stage trains are received
-from it. The replica has no hooks, adapters or autograd, so a process generates without the others.
+It shares weights that the trained model stores complete and unmodified; others are copied, one unit
+at a time, from the weights that an engine gathers. In copies, adapters are merged and quantized
+weights are dequantized. Weights that another pipeline stage trains are received from it. The
+replica has no hooks, adapters or autograd, so a process can generate without the others.
 """
 
 import copy
@@ -33,7 +33,7 @@ HASH_BITS = 52
 """Number of bits in a hash, few enough for JSON numbers to represent it exactly."""
 
 WORD_BYTES = 8
-"""Bytes in each of the words that a hash adds."""
+"""Number of bytes in each of the words that a hash adds."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class WeightSource:
     """The trained parameter from which a weight of the replica is made."""
 
     key: object
-    """Equal for all names of a tied weight, different for other weights."""
+    """A key that is equal for all names of a tied weight and differs between weights."""
 
     full_shape: torch.Size
     """Shape of the full weight, of which this process may train a shard."""
@@ -52,12 +52,12 @@ class WeightSource:
     """The trained weight, or the codes of a quantized one; None if another stage trains it."""
 
     layer: QuantizedLinear | None = None
-    """The layer of a quantized weight."""
+    """The layer that contains a quantized weight."""
 
     adapter: LoraLayer | None = None
 
     part: ParamShard | None = None
-    """The shard that the source is, if layers are sharded in training."""
+    """The shard that this process trains, if layers are sharded in training."""
 
     @property
     def detached(self) -> Tensor:
@@ -66,21 +66,21 @@ class WeightSource:
         return self.parameter.detach()
 
     def is_local_shard(self, spec: ShardSpec | None) -> bool:
-        """Whether this process trains this shard of the weight, or all of it if `spec` is None."""
+        """Return whether this process trains this shard, or the full weight if `spec` is None."""
         local = None if self.part is None else self.part.spec
         return self.parameter is not None and spec == local
 
     def is_stored_as(self, spec: ShardSpec | None) -> bool:
-        """Whether the trained model stores that shard between uses of an engine."""
+        """Return whether the trained model stores this shard unmodified between engine steps."""
         return self.layer is None and self.adapter is None and self.is_local_shard(spec)
 
     def value(self) -> Shaped[Tensor, "*S"]:
-        """This process's trained shard, dequantized and with its adapter merged."""
+        """Return this process's trained shard, dequantized and with its adapter merged."""
         local = self.detached if self.layer is None else self.layer.dequantize()
         return local if self.adapter is None else merge_adapter(local, self.adapter)
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
-        """The full weight; a collective of the processes that train its shards."""
+        """Return the full weight; a collective of the processes that train its shards."""
         local = self.value()
         if self.part is None:
             return local
@@ -91,9 +91,9 @@ class WeightSources:
     """The sources of all weights of a replica.
 
     Args:
-        trained: the plain model inside the adapters, or this process's stage of it.
+        trained: the base model inside the adapters, or this process's stage of it.
         replica: the full model, on the meta device.
-        stages: the processes that train its stages; the constructor is a collective of them.
+        stages: the group of processes that train its stages; the constructor is a collective.
     """
 
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
@@ -107,7 +107,7 @@ class WeightSources:
                 self._buffers |= buffers
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
-        """The trained model's buffer; None if this stage lacks it and no file has it."""
+        """Return the trained model's buffer; None if neither this stage nor a file contains it."""
         try:
             return _plain_module(self._trained, module).get_buffer(leaf)
         except AttributeError:
@@ -115,7 +115,7 @@ class WeightSources:
             return None if saved is None else saved.to(next(self._trained.parameters()).device)
 
     def _local_sources(self, replica: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
-        """The sources of the weights that this process trains."""
+        """Yield the sources of the weights that this process trains."""
         for name, _, leaf, _ in iter_parameters(replica):
             try:
                 owner = name.rpartition(".")[0]
@@ -148,14 +148,14 @@ def _merge_stages(
 
 
 def _saved_buffers(trained: PreTrainedModel) -> dict[str, Tensor]:
-    """Buffers that a model's files contain, on the host; most models have none."""
+    """Return the buffers that a model's files contain, on the host; most models have none."""
     buffers = {name.replace(".base_layer.", "."): b for name, b in trained.named_buffers()}
     saved = {name.replace(".base_layer.", ".") for name in trained.state_dict()}
     return {name: buffer.cpu() for name, buffer in buffers.items() if name in saved}
 
 
 def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
-    """A module without its adapter."""
+    """Return a module without its adapter."""
     module = plain.get_submodule(name)
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
@@ -163,7 +163,7 @@ def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
 def _find_trained(
     plain: PreTrainedModel, owner: str, leaf: str
 ) -> tuple[nn.Parameter, QuantizedLinear | None, LoraLayer | None]:
-    """The trained weight, its layer if it is quantized, and its adapter."""
+    """Return the trained weight, its layer if it is quantized, and its adapter."""
     module, layer = plain.get_submodule(owner), _plain_module(plain, owner)
     adapter = module if isinstance(module, LoraLayer) and leaf == "weight" else None
     if isinstance(layer, QuantizedLinear) and leaf == "weight":
@@ -179,15 +179,15 @@ class ReplicaWeight:
     """Index of the weight, the same on all processes."""
 
     name: str
-    """Name of the weight; the first name of a tied one."""
+    """Name of the weight; of a tied weight, the first name."""
 
     source: WeightSource
 
     spec: ShardSpec | None
-    """The shard of the full weight on this process; None for all of it."""
+    """The shard of the full weight on this process; None for the full weight."""
 
     is_copied: bool
-    """Whether the weight has its own memory instead of sharing the trained one's."""
+    """Whether the weight has its own memory instead of sharing that of the trained weight."""
 
     locations: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Modules that use the weight, and the names of their parameters."""
@@ -203,7 +203,7 @@ class ReplicaWeight:
 
     @property
     def value(self) -> Tensor:
-        """This process's shard, in the memory from which generation reads it."""
+        """This process's shard, in the memory that generation uses."""
         if not self.is_copied:
             return self.source.detached
         assert self.memory is not None
@@ -216,7 +216,7 @@ class ReplicaWeight:
             setattr(module, leaf, param)
 
     def shard(self, full: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*P"]:
-        """This process's shard of the full weight."""
+        """Return this process's shard of the full weight."""
         return full if self.spec is None else self.spec.extract(full)
 
 
@@ -224,8 +224,8 @@ class Replica:
     """The model to generate with, made from a trained one.
 
     Args:
-        trained: a causal language model, plain or with peft's adapters.
-        shares: whether its weights stay in place, complete, between uses of an engine.
+        trained: a causal language model, plain or with PEFT adapters.
+        shares: whether its weights remain complete and in place between engine steps.
         tp_group: the tensor-parallel group of generation.
         trained_by: the tensor-parallel group of training.
         stages: the processes of all pipeline stages, which have the same prompts.
@@ -286,7 +286,7 @@ class Replica:
 
     @torch.no_grad()
     def load(self, weights: GathersUnits) -> None:
-        """Copy an engine's trained weights, one unit at a time; a collective of its processes."""
+        """Copy the trained weights of an engine, one unit at a time; a collective."""
         if not self.loaded:
             for weight in self.weights:
                 if weight.is_copied:
@@ -333,7 +333,7 @@ class Replica:
                 weight.value.copy_(weight.shard(full))
 
     def _send_header(self, indices: Sequence[int]) -> None:
-        """Broadcast the indices of the next weights; none at the end."""
+        """Broadcast the indices of the next weights; an empty list marks the end."""
         header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
         header[: len(indices) + 1] = torch.tensor([len(indices), *indices])
         self._stages.broadcast(header, source=self._stages.rank)
@@ -345,7 +345,7 @@ class Replica:
         return indices[:count]
 
     def _share_buffers(self) -> None:
-        """Use the trained model's buffers, which some families change in forward passes."""
+        """Use the trained model's buffers, which some models change in forward passes."""
         for name, module in self.model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
                 trained = self._sources.buffer(name, leaf)
@@ -353,7 +353,7 @@ class Replica:
                 setattr(module, leaf, trained.to(buffer.dtype))
 
     def release(self) -> None:
-        """Free the copies; the weights read as NaN until they are loaded again."""
+        """Free the copies; the weights are NaN until they are loaded again."""
         self.loaded = False
         for weight in self.weights:
             weight.memory = None
@@ -363,7 +363,7 @@ class Replica:
             weight.set_parameters(value.expand(weight.shape))
 
     def weights_hash(self) -> int:
-        """Hash the weights that generation reads, with adapters merged; the same for any sharding.
+        """Hash the weights used in generation, with adapters merged; the same for any sharding.
 
         A collective of `tp_group`.
         """
@@ -371,7 +371,7 @@ class Replica:
         return combine_sums([w.name for w in self.weights], all_reduce_(sums, self.tp_group))
 
     def _sum_bits(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
-        """Sum over this process's shard of a weight, without elements an earlier peer also has."""
+        """Sum the bits of this process's shard, except elements that a lower rank also has."""
         if weight.spec is not None:
             parts = weight.spec.first_copies(shard)
         else:
@@ -381,11 +381,11 @@ class Replica:
 
 
 def weights_hash(model: nn.Module) -> int:
-    """Hash a model's parameters; a tied one counts once, under its first name.
+    """Hash a model's parameters; a tied parameter counts once, under its first name.
 
-    The bits of each weight are read as 64-bit words, row by row, and added modulo 2^64, so that the
-    shards of a weight add up to the same sum in any order. The sums are then mixed with the
-    weights' names. This is as fast as reading memory, but not a cryptographic hash.
+    The bits of each weight are read as 64-bit words, row by row, and added modulo 2^64, so the sum
+    doesn't depend on the weight's sharding or the summation order. The sums are then mixed with the
+    weights' names. This is as fast as reading the memory, but not a cryptographic hash.
     """
     named = dict(model.named_parameters())
     return combine_sums(list(named), torch.stack([sum_bits(param) for param in named.values()]))
@@ -410,11 +410,11 @@ def sum_bits(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, "
 
 
 def combine_sums(names: Sequence[str], sums: Int64[Tensor, " n"]) -> int:
-    """Return the hash of weights with these names and these `sum_bits`; below 2^52."""
+    """Return the hash, below 2^52, of weights with these names and these `sum_bits`."""
     total = sum(_factor(name) * value for name, value in zip(names, sums.tolist(), strict=True))
     return total % 2**64 >> (64 - HASH_BITS)
 
 
 def _factor(name: str) -> int:
-    """An odd 64-bit factor for a name: a change of any bit of the sum changes the product."""
+    """Return an odd 64-bit factor, so that a change of any bit of the sum changes the product."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

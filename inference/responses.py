@@ -1,4 +1,4 @@
-"""Respond to a file of prompts; an interrupted run can be resumed."""
+"""Respond to the prompts in a file; an interrupted run can be resumed."""
 
 import dataclasses
 import hashlib
@@ -28,16 +28,16 @@ from pipeline.system.logs import Progress
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a file of prompts."""
+    """One line of a prompt file."""
 
     value: object
     """The value of `prompt` or `messages` in the file."""
 
     messages: tuple[Message, ...]
-    """The dialogue; text is read as one user message."""
+    """The dialogue; a text prompt becomes one user message."""
 
     text: str | None
-    """The text; None if the line has messages."""
+    """The prompt text; None if the line has messages."""
 
     origin: str
     """File and line, for error messages."""
@@ -69,7 +69,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def parse_prompt(line: str, *, origin: str) -> Prompt:
-    """Parse one line.
+    """Parse one line of a prompt file.
 
     Raises:
         DataError: the line is not a prompt; the message begins with `origin`.
@@ -92,16 +92,16 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
 
 
 def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...]:
-    """Parse `messages`, and `tools` if there are any, in the forms of training rows.
+    """Parse `messages`, and `tools` if there are any, in the same forms as in training rows.
 
-    The last message is the user's or a tool's, or the beginning of the response.
+    The last message is from the user or a tool, or is the beginning of the response.
     """
     try:
         messages = add_tools(Row(row, origin), read_turns(Row(row, origin), "messages"))
     except SkipRow as reason:
         raise DataError(f"{origin}: a dialogue {reason} can't be continued") from None
     if not messages or messages[-1].role == "system" or messages[-1].calls:
-        raise DataError(f"{origin}: the last message must be the user's, or continue a response")
+        raise DataError(f"{origin}: the last message must be from the user or begin a response")
     if all(message.role != "user" for message in messages):
         raise DataError(f"{origin}: there is no user message")
     return messages
@@ -121,7 +121,7 @@ class TextResponse:
 
 @dataclass
 class Responder:
-    """Generates responses of a model with fixed settings."""
+    """Generates a model's responses with fixed settings."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -141,15 +141,15 @@ class Responder:
         return self.chat_format.stop_ids if self.chat_format else end_ids(self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt: by the chat format, or of the raw text.
+        """Return the token ids of a prompt, rendered with the chat format unless `raw` is set.
 
         Raises:
-            DataError: the prompt is a dialogue and `raw` is on, or it is empty or too long.
+            DataError: the prompt is a dialogue although `raw` is set, or it is empty or too long.
         """
         if self.chat_format is not None:
             token_ids = self.chat_format.encode_prompt(prompt.messages)
         elif prompt.text is None:
-            raise DataError(f'{prompt.origin} has "messages": --raw needs a "prompt" text')
+            raise DataError(f'{prompt.origin} has "messages", but --raw requires a text "prompt"')
         else:
             token_ids = list(self.tokenizer(prompt.text, verbose=False)["input_ids"])
         limit = context_length(self.model)
@@ -165,8 +165,8 @@ class Responder:
     ) -> Iterator[list[TextResponse]]:
         """Yield `num_samples` responses to each prompt, in the order of the prompts.
 
-        A response depends on its prompt, its row in the file, the number of the sample and the
-        settings, not on other prompts: `first_row` is the row of the first prompt.
+        A response depends only on its prompt, its row in the file, the index of the sample and the
+        settings, not on other prompts; `first_row` is the row of the first prompt.
         """
         count = self.num_samples
         completions = generate_each(
@@ -192,7 +192,7 @@ class Responder:
                 row += 1
 
     def _has_stop_string(self, _: int, token_ids: Sequence[int]) -> bool:
-        """Whether the newest token of a response completes a stop string."""
+        """Return whether the newest token of a response completes a stop string."""
         # A token has at least one byte. Four more tokens keep the space before the first word.
         longest = 4 + max(len(stop.encode()) for stop in self.stop_strings)
         end = plain_text(self.tokenizer, list(token_ids[-longest:]))
@@ -224,7 +224,7 @@ class Responder:
         return TextResponse(text, ids, logprobs, "stop_string")
 
     def fingerprint(self, prompts: Sequence[Prompt], model_path: str) -> str:
-        """Return eight hexadecimal digits that identify the inputs of the responses."""
+        """Return eight hexadecimal digits that identify everything the responses depend on."""
         directory = Path(model_path)
         files = sorted(directory.glob("*")) if directory.is_dir() else []
         times = [(file.name, file.stat().st_mtime_ns) for file in files]
@@ -240,9 +240,9 @@ class Responder:
 def write_responses(
     responder: Responder, prompts: Sequence[Prompt], out: Path, *, model_path: str, batch_size: int
 ) -> None:
-    """Write a line of responses for each prompt to `out`, which appears when it is complete.
+    """Write a line of responses for each prompt to `out`, which appears once it is complete.
 
-    Until then the lines are in `<out>.<fingerprint>.partial`; the same call continues from them.
+    Until then, the lines are in `<out>.<fingerprint>.partial`; the same call continues from them.
 
     Raises:
         DataError: a prompt can't be encoded (raised before generation), or `out` can't be written.
@@ -271,7 +271,7 @@ def write_responses(
 
 
 def format_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
-    """Return a line of the output."""
+    """Format a line of the output."""
     row = {
         "prompt": prompt.value,
         **prompt.columns,
@@ -284,7 +284,7 @@ def format_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
 
 
 def truncate_partial_line(path: Path) -> int:
-    """Truncate a file to its complete lines; return their number."""
+    """Truncate a file to its complete lines and return their number."""
     if not path.is_file():
         return 0
     content = path.read_bytes()

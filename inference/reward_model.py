@@ -15,14 +15,14 @@ from pipeline.models.hf.load import load_reward
 from pipeline.parallel.device import local_device
 
 BATCH = 16
-"""Responses scored in one pass."""
+"""Number of responses scored in one pass."""
 
 
 def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
     """Load a reward model, given its path or settings, and the chat format saved with it.
 
     Raises:
-        ModelError: there is no model, no trained score head, or no `class_values` for its classes.
+        ModelError: there is no model, its score head is untrained, or `class_values` is missing.
     """
     config = FrozenModelConfig(path=reward) if isinstance(reward, str) else reward
     model, tokenizer = load_reward(config)
@@ -33,9 +33,9 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
 def score_responses(
     reward: str | FrozenModelConfig, dialogues: Sequence[tuple[Sequence[Message], str]]
 ) -> list[float]:
-    """Score each response to its prompt by a reward model that `load_scorer` loads.
+    """Score each response to its prompt with a reward model that `load_scorer` loads.
 
-    The model's own chat format is used; texts that are too long lose their beginning.
+    The model's own chat format is used; texts that are too long are truncated at the beginning.
     """
     scorer, chat = load_scorer(reward)
     limit = context_length(base_model(scorer.model))

@@ -1,4 +1,4 @@
-"""Settings of sampling, and of the model that generates."""
+"""Settings of sampling and of the model that generates."""
 
 from dataclasses import dataclass, fields
 
@@ -14,7 +14,7 @@ class SamplingOptions:
     """Maximum tokens per response."""
 
     min_new_tokens: int = 0
-    """Minimum tokens per response: stop tokens are not sampled before that."""
+    """Minimum tokens per response; stop tokens are not sampled before that."""
 
     temperature: float = 0.7
     """Divides the logits before sampling; 0 is greedy."""
@@ -26,11 +26,11 @@ class SamplingOptions:
     """Sample from the most likely tokens that together have this probability (nucleus sampling)."""
 
     min_p: float = 0.0
-    """Minimum probability of a sampled token, relative to the most likely token."""
+    """Minimum probability of a sampled token, relative to that of the most likely token."""
 
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that occurred before, multiplies negative ones; 1 is
-    off."""
+    """Divides the positive logits of tokens that occurred before and multiplies the negative ones;
+    1 disables it."""
 
     def __post_init__(self) -> None:
         is_within = 0 <= self.min_new_tokens <= self.max_new_tokens
@@ -46,7 +46,7 @@ class SamplingOptions:
             require(is_valid, f"{name} must {rule}, got {getattr(self, name)}")
 
     def sampling(self, seed: int) -> "Sampling":
-        """These settings, with the seed."""
+        """Return these settings with the seed."""
         names = [field.name for field in fields(SamplingOptions)]
         return Sampling(seed=seed, **{name: getattr(self, name) for name in names})
 
@@ -56,17 +56,17 @@ class ModelOptions(SamplingOptions):
     """Settings of a command that loads a model and samples from it."""
 
     path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+    """Model directory (such as OUT/step3_ppo/actor), output directory of a run, or Hub id."""
 
     method: str | None = None
-    """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
+    """Method whose model is loaded from a run's output directory: ppo, grpo, ..."""
 
     precision: Precision = "auto"
-    """Data type of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
-    fp16."""
+    """Data type of the weights: auto (bf16 on a GPU that supports it, otherwise fp32), fp32, bf16
+    or fp16."""
 
     threads: int | None = None
-    """CPU threads; null uses RLHF_THREADS, else one per core."""
+    """Number of CPU threads; null uses RLHF_THREADS, or one per core if that is not set."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass a model, such as OUT/step3_ppo/actor")

@@ -1,6 +1,6 @@
 """Generation by several processes: tensor-parallel groups, and groups with the same prompts.
 
-A model has its groups as attributes. Time in the groups' collectives counts as waiting.
+The groups are attributes of the model. Time in their collectives counts as waiting.
 """
 
 import torch
@@ -16,30 +16,30 @@ _SHARING = "same_prompts_group"
 
 
 def get_tp_group(model: nn.Module) -> Group:
-    """The processes that compute each layer of `model` together."""
+    """Return the group of processes that compute each layer of `model` together."""
     return getattr(model, _TP_GROUP, SELF_GROUP)
 
 
 def kv_heads_here(model: nn.Module) -> int | None:
-    """Key heads on this process of a tensor-parallel model; None for other models."""
+    """Return a tensor-parallel model's key/value heads on this process; None for other models."""
     return getattr(model, _KV_HEADS, None)
 
 
 def set_sharing_group(model: nn.Module, group: Group) -> None:
     """Set the group of processes that each hold a copy of the model and have the same prompts.
 
-    Each then answers a share of the prompts, and the whole group must generate together.
+    Each then responds to a share of the prompts, and the whole group must generate together.
     """
     setattr(model, _SHARING, group)
 
 
 def get_sharing_group(model: nn.Module) -> Group:
-    """The processes with the same prompts for `model`, each with a separate copy."""
+    """Return the group of processes that have the same prompts, each with a copy of `model`."""
     return getattr(model, _SHARING, SELF_GROUP)
 
 
 def all_reduce_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
-    """Sum over the group, in place, with the same bits on each process."""
+    """Sum over the group, in place; results are bitwise identical on all processes."""
     if group.size > 1 and values.is_cuda:
         dist.all_reduce(values, group=group.process_group)
     elif group.size > 1:
@@ -48,10 +48,10 @@ def all_reduce_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*
 
 
 class Sharding(TensorShards):
-    """The shards of a model's layers, and the hooks with which a group computes them together."""
+    """The shards of a model's layers, and the hooks through which a group computes them."""
 
     def apply(self) -> None:
-        """Narrow the modules to this process's shards, and add the collectives."""
+        """Reduce the modules to this process's shards, and add the collectives."""
         if self.tp_group.size == 1:
             return
         for name, kind in self.styles.items():

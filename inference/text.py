@@ -1,4 +1,4 @@
-"""Incremental text of tokens: complete characters, stop strings, bytes of tokens."""
+"""Incremental decoding: complete characters, stop strings, and bytes of tokens."""
 
 import codecs
 import json
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 INCOMPLETE = "\ufffd"
-"""Decoded text of the bytes of an unfinished character."""
+"""Decoded text of an incomplete character's bytes."""
 
 
 class TextStream:
@@ -26,7 +26,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; often one word, possibly none."""
+        """Return the text that `token_id` completes: often one word, possibly nothing."""
         self._pending.append(token_id)
         piece = self._decode_pending()
         if not piece or piece.endswith(INCOMPLETE):
@@ -47,12 +47,12 @@ class TextStream:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: list[int]
 ) -> str:
-    """The text that `token_ids` add to the text of `before`."""
+    """Return the text that `token_ids` add to the text of `before`."""
     return plain_text(tokenizer, before + token_ids)[len(plain_text(tokenizer, before)) :]
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    """The text of `token_ids`, without special tokens."""
+    """Return the text of `token_ids`, without special tokens."""
     # The clean-up would remove spaces that are already printed.
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
@@ -60,7 +60,7 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which could steer a terminal; newlines and tabs stay."""
+    """Replace control characters, which could manipulate a terminal, except newlines and tabs."""
     return "".join(
         char if char in "\n\t" or (char >= " " and not "\x7f" <= char <= "\x9f") else INCOMPLETE
         for char in text
@@ -72,7 +72,7 @@ METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenBytes:
-    """Bytes of a tokenizer's tokens; exact if its decoder is byte-level or has byte pieces."""
+    """Bytes of a tokenizer's tokens; exact if its decoder is byte-level or has byte tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -107,13 +107,13 @@ class TokenBytes:
         return plain_text(self.tokenizer, [token]).encode()
 
     def name(self, token: int) -> str:
-        """Text of a token, or the name of a special token."""
+        """Return the text of a token, or the name of a special token."""
         if token in self.special:
             return str(self.tokenizer.convert_ids_to_tokens(token))
         return self.get(token).decode(errors="replace")
 
     def get_all(self, tokens: Sequence[int], *, starts_text: bool) -> list[bytes]:
-        """Bytes of each token; at the start of a text, without the space that decoding drops."""
+        """Return the bytes of each token, without a leading space that decoding the text drops."""
         parts = [self.get(token) for token in tokens]
         first = next((i for i, token in enumerate(tokens) if token not in self.special), None)
         if starts_text and first is not None and parts[first][:1] == b" ":
@@ -124,7 +124,7 @@ class TokenBytes:
 
 
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-    """Types of the decoders that a fast tokenizer applies."""
+    """Return the types of the decoders that a fast tokenizer applies."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return ()
@@ -139,7 +139,7 @@ class ResponseText:
     Args:
         token_bytes: bytes of the model's tokens.
         stops: stop strings, before which the response ends; none is empty.
-        begins: whether the response begins a new text, without the leading space of its first
+        starts_text: whether the response starts a new text, without the leading space of its first
             word if the tokenizer drops it.
     """
 
@@ -188,7 +188,7 @@ class ResponseText:
         return text[:end]
 
     def _partial_stop_length(self, text: str) -> int:
-        """The number of characters at the end of `text` that may begin a stop string."""
+        """Return the number of characters at the end of `text` that may begin a stop string."""
         longest = min(max(map(len, self._stops)) - 1, len(text))
         suffixes = (text[-count:] for count in range(longest, 0, -1))
         return next((len(s) for s in suffixes if any(x.startswith(s) for x in self._stops)), 0)

@@ -1,7 +1,7 @@
-"""Decoding one pass ahead of the host: sampled tokens go into the next pass on the GPU.
+"""Decode one pass ahead of the host: sampled tokens are inputs of the next pass on the GPU.
 
-The host reads the tokens of a pass while the GPU computes the next one. Sequences keep their rows
-meanwhile. An ended sequence is still computed until rows are reassigned; its tokens are dropped.
+The host reads the tokens of a pass while the GPU computes the next one. Rows are not reassigned
+meanwhile: sequences that have ended are still computed, and their tokens are dropped.
 
 Dimension names: B sequences, V vocabulary.
 """
@@ -20,13 +20,13 @@ from inference.engine.requests import Choice, Ticket
 
 
 class AheadDecoder:
-    """Passes of the same sequences, each sampled and followed by the next on the device.
+    """Runs passes over the same sequences, feeding sampled tokens to the next pass on the device.
 
     Args:
-        rows: repeats the passes; it has just computed one.
+        rows: replays the passes; it has just computed one.
         tickets: the sequences of its first rows, for which `can_decode_ahead` holds.
         logits: the result of that pass.
-        room: number of passes for which the sequences have pages; None for any number.
+        max_passes: number of passes for which the sequences have pages; None for any number.
         counts: counts the passes.
     """
 
@@ -47,13 +47,13 @@ class AheadDecoder:
         longest = max(len(t.request.prompt) + len(t.response.ids) for t in tickets)
         fitting = rows.longest - longest
         self._max_passes = fitting if max_passes is None else min(max_passes, fitting)
-        """Passes until a sequence exceeds the graph's length or its pages."""
+        """Number of passes until a sequence exceeds the graph's length or its pages."""
         state = [
             (remaining_tokens(t), t.key, t.request.num_drawn + len(t.response.ids)) for t in tickets
         ]
         values = torch.from_numpy(np.array(state, np.uint64).T.copy().view(np.int64))
         self._state: Int[Tensor, "3 B"] = values.to(logits.device)
-        """For each sequence: tokens until its limit, key, and number of the next draw."""
+        """For each sequence: number of tokens until its limit, key, and index of the next draw."""
         self._in_flight: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self._draw(logits)
 
@@ -64,7 +64,7 @@ class AheadDecoder:
 
     @property
     def can_launch(self) -> bool:
-        """Whether another pass is possible and worthwhile: few sequences ended, one needs it."""
+        """Whether another pass is possible and worthwhile: few sequences ended and one needs it."""
         is_full = 8 * sum(t.ended for t in self.tickets) <= len(self.tickets)
         is_needed = any(not t.ended and remaining_tokens(t) > 0 for t in self.tickets)
         return self._max_passes > 0 and is_full and is_needed
@@ -84,7 +84,7 @@ class AheadDecoder:
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, logits: Float[Tensor, "B V"]) -> None:
-        """Sample, copy the tokens into the next pass, and begin to copy them to the host."""
+        """Sample, copy the tokens into the next pass, and start copying them to the host."""
         remaining, keys, positions = self._state
         tokens, logprobs = self._sampler.draw(logits, keys, positions)
         increments = remaining.clamp(max=1)  # a row at its limit repeats its last pass
@@ -101,12 +101,12 @@ class AheadDecoder:
 
 
 def remaining_tokens(ticket: Ticket) -> int:
-    """Maximum number of response tokens after the next one."""
+    """Return the maximum number of response tokens after the next one."""
     return ticket.request.max_new_tokens - len(ticket.response.ids) - 1
 
 
 def can_decode_ahead(tickets: Sequence[Ticket]) -> bool:
-    """Whether the device can choose all tokens: one sampler, unaltered logits, no `num_top`."""
+    """Return whether the device can choose all tokens: one sampler, raw logits, no `num_top`."""
     sampler = tickets[0].sampler
     is_uniform = all(t.sampler is sampler and t.request.num_top is None for t in tickets)
     return is_uniform and sampler.logits_change_reason is None

@@ -1,9 +1,9 @@
-"""Continuous generation: requests run together, and are submitted or cancelled at any time.
+"""Continuous generation: requests run together and can be submitted or cancelled at any time.
 
     batch = OpenBatch(model, num_slots=8, capacity=512)
     ticket = batch.submit(Request(prompt, sampler, key=0, max_new_tokens=64))
     for event in batch.step():
-        ...  # Token(ticket, id, logprob), Ended(ticket, reason, error)
+        ...  # TokenEvent(ticket, id, logprob) or EndEvent(ticket, reason, error)
 
 Dimension names: B sequences, V vocabulary.
 """
@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 class OpenBatch:
     """A batch that requests join and leave while others run.
 
-    `submit` and `cancel` may be called from any thread, all other methods from one. A step reads
-    at most `chunk` prompt tokens, so that long prompts don't hold up running sequences, and decodes
-    one token of each running sequence. A closed batch admits requests in groups and reads their
-    prompts at once, in the fewest passes.
+    `submit` and `cancel` may be called from any thread, all other methods from only one. A step
+    prefills at most `chunk` prompt tokens, so that long prompts don't hold up running sequences,
+    and decodes one token of each running sequence. A closed batch admits requests in groups and
+    prefills their prompts at once, in as few passes as possible.
 
     With a tensor-parallel model, all processes of the group must close the batch with the same
     requests, cancel the same ones, and call `step` the same number of times. `step` raises the
@@ -60,12 +60,12 @@ class OpenBatch:
 
     Args:
         model: a causal language model, plain or with adapters.
-        num_slots: sequences that run at once; halved when memory runs out, which loses no response.
-        capacity: maximum tokens per sequence, prompt and response.
-        num_pages: pages of the cache, at least enough for one sequence; by default, for all slots.
-        chunk: maximum prompt tokens per step; `PREFILL` if not given.
+        num_slots: number of sequences that run at once; halved, losing none, if memory runs out.
+        capacity: maximum number of tokens per sequence (prompt and response).
+        num_pages: pages of the cache, enough for at least one sequence; by default, for all slots.
+        chunk: maximum number of prompt tokens per step (default `PREFILL`).
         reuse_prefixes: whether prompts reuse the longest common prefix with a sequence in a slot,
-            running or ended, of the same `scope`; otherwise only equal prompts share.
+            running or ended, of the same `scope`; otherwise only equal prompts are shared.
         passes: counts the passes.
     """
 
@@ -115,10 +115,10 @@ class OpenBatch:
         return PaddedRows(self._model, batch_size=self._num_slots)
 
     def submit(self, request: Request) -> Ticket:
-        """Queue a request; its events come from the following steps.
+        """Queue a request; the following steps return its events.
 
         Raises:
-            DataError: the request can't be served; one sentence gives the reason.
+            DataError: the request can't be served; the message gives the reason.
         """
         prompt = tuple(map(index, request.prompt))
         num_tokens = len(prompt)
@@ -127,7 +127,7 @@ class OpenBatch:
         invalid = [token for token in prompt if not 0 <= token < self._vocabulary]
         if invalid:
             raise DataError(
-                f"a prompt has the token id {invalid[0]}, but the model's are 0 to"
+                f"a prompt has the token id {invalid[0]}, but the model's ids are 0 to"
                 f" {self._vocabulary - 1}; use the model's tokenizer"
             )
         if request.max_new_tokens < 1:
@@ -135,7 +135,7 @@ class OpenBatch:
         if num_tokens + request.max_new_tokens > self.capacity:
             raise DataError(
                 f"a prompt of {num_tokens} tokens and a response of {request.max_new_tokens} don't"
-                f" fit the {self.capacity} tokens of a slot; shorten the prompt or lower"
+                f" fit in a slot of {self.capacity} tokens; shorten the prompt or lower"
                 " max_new_tokens"
             )
         if self._closed:
@@ -145,11 +145,11 @@ class OpenBatch:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a response before its next token; does nothing if it has ended."""
+        """Cancel a response before its next token; do nothing if it has ended."""
         self._cancelled.append(ticket)
 
     def close(self) -> None:
-        """Declare that all requests are submitted."""
+        """Declare that all requests have been submitted."""
         self._closed = True
 
     @property
@@ -158,7 +158,7 @@ class OpenBatch:
         return bool(self._submitted or self._waiting or self._rows.occupants)
 
     def step(self) -> list[Event]:
-        """Read prompts, decode one token of each running sequence, and return what happened."""
+        """Prefill prompts, decode one token of each running sequence, and return the events."""
         return [*self._process_queues(), *self._advance()]
 
     def _process_queues(self) -> Iterator[Event]:
@@ -201,7 +201,7 @@ class OpenBatch:
         self._rows.free([ticket for ticket in tickets if ticket.ended])
 
     def _halve_slots(self, error: Exception) -> bool:
-        """Halve the slots after an out-of-memory error; return False if this is not possible."""
+        """Halve the slots after an out-of-memory error; return False if that is not possible."""
         if not is_out_of_memory(error) or self._num_slots == 1:
             return False
         self._num_slots //= 2
@@ -294,7 +294,7 @@ def _choose_in_group(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) ->
 def requested_logprobs(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, TokenLogprobs]:
-    """The policy's log-probabilities, by row, for the requests that have `num_top`."""
+    """Return the policy's log-probabilities, by row, for the requests with `num_top`."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))
@@ -308,19 +308,19 @@ def requested_logprobs(
 
 
 def discard_traceback(error: Exception) -> None:
-    """Replace an error's traceback by a note, since its frames would keep the cache alive."""
+    """Replace an error's traceback with a note, since its frames would keep the cache alive."""
     error.add_note("".join(format_exception(error)).rstrip())
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def supports_slots(model: PreTrainedModel) -> bool:
-    """Whether the model was loaded with ragged attention and each layer has its own keys."""
+    """Return whether the model uses ragged attention and every layer has its own keys."""
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
     return is_ragged(model) and not shared
 
 
 def has_fixed_positions(model: PreTrainedModel) -> bool:
-    """Whether the encoding of a position is independent of the length of the pass."""
+    """Return whether the encoding of a position is independent of the length of the pass."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]

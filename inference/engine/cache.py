@@ -1,9 +1,9 @@
 """Keys and values of running sequences, in pages that sequences share (Kwon et al. 2023).
 
 The cache is passed to an unmodified Hugging Face model, whose layers store keys and values in it.
-A pass is one row of tokens from any sequences; `DecodeAttention` and `ChunkedAttention` attend.
+A pass is one row of tokens from any sequences; its layout computes attention.
 Dimension names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a
-sequence, G key heads, H query heads, D and E head sizes.
+sequence, G key/value heads, H query heads, D and E head sizes.
 """
 
 import math
@@ -35,12 +35,12 @@ PADDING_INDEX = 0
 
 
 def count_pages(tokens: int) -> int:
-    """Pages that hold this number of tokens."""
+    """Return the number of pages that hold this number of tokens."""
     return -(-tokens // PAGE)
 
 
 def page_bytes(model: PreTrainedModel) -> int:
-    """Bytes per page on this process: keys and values of all layers."""
+    """Return the bytes per page on this process: keys and values of all layers."""
     settings = model.config.get_text_config()
     heads, all_heads = kv_heads_here(model), settings.num_attention_heads
     heads = heads or getattr(settings, "num_key_value_heads", None) or all_heads
@@ -61,9 +61,9 @@ class PagedCache(Cache):
         self._rows: dict[int, Int[Tensor, "N G"]] = {}
 
     def begin(self, indices: Int[Tensor, " N"], *, reads_pages: bool) -> None:
-        """Set the cache indices of the next pass's tokens: page * PAGE + offset in the page.
+        """Set the cache indices of the next pass's tokens: page * PAGE + offset within the page.
 
-        With `reads_pages` attention is given all pages, else the keys and values of the pass.
+        With `reads_pages`, attention reads all pages; otherwise only this pass's keys and values.
         """
         self._indices = indices
         self._reads_pages = reads_pages
@@ -95,7 +95,7 @@ class PagedCache(Cache):
         cache: tuple[Float[Tensor, "P G T D"], Float[Tensor, "P G T E"]],
         new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
     ) -> None:
-        """Append without a kernel, with PyTorch operators."""
+        """Append with PyTorch operators instead of a kernel."""
         num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
@@ -122,7 +122,7 @@ class PagedCache(Cache):
 
 
 class DecodeAttention:
-    """Causal attention of one new token of each of B sequences.
+    """Causal attention for one new token in each of B sequences.
 
     Rows of a pass beyond B are padding; their result is 0.
     """
@@ -136,7 +136,7 @@ class DecodeAttention:
         self.lengths = lengths
         """Number of tokens of each sequence, including the new one."""
         self.pages = pages
-        """int32 pages of each sequence, in order; any page beyond its last one."""
+        """int32 pages of each sequence, in order; entries beyond its last page are arbitrary."""
         self.device = device
         self._masks: dict[int | None, Float[Tensor, "B 1 1 K"]] = {}
         self._device_tables: tuple[Int[Tensor, " N"], Int[Tensor, "N L"]] | None = None
@@ -152,7 +152,7 @@ class DecodeAttention:
         dropout: float,
         out: Float[Tensor, "1 N H E"] | None = None,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention with a kernel if there is one, otherwise with PyTorch; fills `out` if given."""
+        """Compute attention, with a kernel if there is one, and write it to `out` if given."""
         del dropout  # unused in generation
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if self.is_on_device or find_kernel(rows, key, value) is not None:
@@ -180,7 +180,7 @@ class DecodeAttention:
         return result if out is None else out.copy_(result)
 
     def device_tables(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
-        """Lengths and pages of `count` rows on the device, int32; padding has length 0."""
+        """Return int32 lengths and pages of `count` rows on the device; padding has length 0."""
         if self._device_tables is None or len(self._device_tables[0]) != count:
             padding = count - len(self.lengths)
             lengths = torch.tensor([*self.lengths, *[0] * padding], dtype=torch.int32)
@@ -189,7 +189,7 @@ class DecodeAttention:
         return self._device_tables
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 K"]:
-        """Minus infinity at the keys that a token must not attend to."""
+        """Return a mask with minus infinity at the keys that a token must not attend to."""
         ends = torch.tensor(self.lengths, device=self.device)[:, None]
         keys = torch.arange(self.pages.shape[1] * PAGE, device=self.device)
         hidden = (keys >= ends) | (keys < ends - (sliding_window or len(keys)))
@@ -198,7 +198,7 @@ class DecodeAttention:
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of a prompt; the preceding ones are stored."""
+    """Consecutive tokens of a prompt; the preceding ones are in the cache."""
 
     pages: Int[np.ndarray, " L"]
     """int32 pages of the sequence."""
@@ -210,7 +210,7 @@ class Chunk(NamedTuple):
 
 
 class ChunkedAttention:
-    """Causal attention of concatenated pieces of several prompts."""
+    """Causal attention for concatenated chunks of several prompts."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         self._chunks = chunks
@@ -226,7 +226,7 @@ class ChunkedAttention:
         sliding_window: int | None,
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of each token to the tokens of its own prompt up to itself."""
+        """Compute the attention of each token to the tokens of its prompt up to itself."""
         del dropout  # unused in generation
         attended = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         begin = 0
@@ -246,7 +246,7 @@ class ChunkedAttention:
 
 
 def new_zeros(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
-    """Zeros with the dtype and device of `like`; on a CPU, memory is allocated on first write.
+    """Return zeros like `like` in dtype and device; a CPU allocates memory on first write.
 
     Uninitialized NaNs would survive the multiplication of masked values by 0. Huge pages need fewer
     address translations.

@@ -39,21 +39,21 @@ logger = logging.getLogger(__name__)
 
 
 MAX_POW2_ROWS = 64
-"""Up to this number, rows are padded to a power of two, beyond it to a multiple of `ROW_STEP`."""
+"""Up to this number, rows are padded to a power of two; beyond it, to a multiple of `ROW_STEP`."""
 
 ROW_STEP = 32
 
 MAX_ROW_RATIO = 4
-"""Maximum ratio of a replayed pass's rows to its sequences: the padding costs less than the three
-more passes of the modules that a narrower pass would need."""
+"""Maximum ratio of a replayed pass's rows to its sequences: the padding costs less than recording a
+narrower pass, for which the modules run several times."""
 
 MIN_GRAPH_LENGTH = 256
-"""Up to this length sequences share a graph; beyond it there is a graph per power of two, because a
+"""Sequences up to this length share a graph; beyond it there is a graph per power of two, because a
 graph partitions its work by the longest sequence."""
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
-"""Takes a computation and the memory of its inputs; returns a function that repeats it and returns
-the result, always in the same memory."""
+"""Takes a computation and the memory of its inputs; returns a function that repeats the computation
+and returns its result, always in the same memory."""
 
 Agree = Callable[[bool], bool]
 """Returns whether all processes of the tensor-parallel group passed True. A collective."""
@@ -71,7 +71,7 @@ class GraphAttention(DecodeAttention):
         self.table: Int[Tensor, "N L"] = torch.from_numpy(table).to(device, copy=True)
 
     def device_tables(self, count: int) -> tuple[Int[Tensor, " N"], Int[Tensor, "N L"]]:
-        """Lengths and pages of `count` rows."""
+        """Return the lengths and pages of `count` rows."""
         return self.ends[:count], self.table[:count]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:  # noqa: ANN401
@@ -86,7 +86,7 @@ class GraphAttention(DecodeAttention):
 
 
 class GraphedRows(ReplayedRows):
-    """Graph-replayed passes with a fixed number of rows, for sequences up to `longest`.
+    """Graph-replayed passes with a fixed number of rows, for sequences of up to `longest` tokens.
 
     The graphs of a tensor-parallel model contain its collectives. All processes replay graphs or
     none does, because a process that verifies a pass computes it twice.
@@ -190,14 +190,14 @@ class CudaCapture:
         """Record the computation, as defined by `Capture`.
 
         Raises:
-            ReplayError: the modules do something a graph can't contain, such as reading a value.
+            ReplayError: the modules do something that a graph can't contain.
         """
         graph = torch.cuda.CUDAGraph()
         current, side = torch.cuda.current_stream(self._device), capture_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            # Run once uncaptured: a failed capture would leave the allocator inconsistent. This
-            # also allocates cuBLAS's workspace for this stream outside the graph's pool.
+            # First run without capture: a failed capture would leave the allocator inconsistent.
+            # This also allocates cuBLAS's workspace for this stream outside the graph's pool.
             with TraceRecorder():
                 compute()
             was_enabled = gc.isenabled()
@@ -223,7 +223,7 @@ class CudaCapture:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The GPU's only capture stream, because each stream would hold separate memory."""
+    """Return the GPU's only capture stream; additional streams would hold separate memory."""
     return torch.cuda.Stream(device)
 
 
@@ -231,12 +231,12 @@ class Decoder:
     """Decodes one token of each running sequence at a time.
 
     Args:
-        modules: runs a pass through the model's modules.
+        forward: runs a pass through the model's modules.
         model: the model.
         device: the model's device.
         counts: counts the passes.
         agree: see `Agree`.
-        capture: records passes; by default CUDA graphs on a GPU, traces on a CPU.
+        capture: records passes; by default, as CUDA graphs on a GPU and as traces on a CPU.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Decoder:
         return self._forward(inputs.to(self._device), layout)
 
     def _select_rows(self, count: int, longest: int) -> ReplayedRows:
-        """The passes for `count` sequences of at most `longest` tokens."""
+        """Return the passes for `count` sequences of at most `longest` tokens."""
         num_rows = power_of_two(count) if count <= MAX_POW2_ROWS else round_up(count, ROW_STEP)
         longest = 0 if self._capture is None else max(MIN_GRAPH_LENGTH, power_of_two(longest))
         key = num_rows, longest
@@ -308,7 +308,7 @@ class Decoder:
         return self._recorded[key]
 
     def _find_wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
-        """The smallest verified pass with at most `MAX_ROW_RATIO` times as many rows; else None."""
+        """Return the narrowest wider pass that is verified and within `MAX_ROW_RATIO`, if any."""
         if self._device.type == "cpu" and not (kernel_mode() != "off" and has_kernel(self._dtype)):
             return None  # PyTorch would compute the padding too
         candidates = [
@@ -334,10 +334,10 @@ class Decoder:
 
 
 def can_replay(model: nn.Module, device: torch.device) -> bool:
-    """Whether decoding passes can be replayed without the modules.
+    """Return whether decoding passes can be replayed without the modules.
 
-    Hooks must run in every pass, except those of tensor parallelism on GPUs, whose collectives are
-    part of a graph; a trace of a CPU's operators can't contain them.
+    Hooks must run in every pass, except those of tensor parallelism on GPUs: a CUDA graph can
+    contain their collectives, whereas an operator trace on a CPU can't.
     """
     hooks = [
         hook
@@ -355,5 +355,5 @@ def _log_once(reason: str) -> None:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two not below `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

@@ -1,8 +1,8 @@
-"""Generation for models with special attention: left-padded batches, one after another.
+"""Generation for models with custom attention: left-padded batches, one after another.
 
-For models that `inference/engine/slots.py` doesn't support: layers with convolutions or a recurrent
-state, ALiBi, soft-capping. Dimension names: B rows, P tokens so far, T tokens of one forward pass,
-V vocabulary.
+For models that `inference/engine/slots.py` doesn't support, such as those with convolutions, a
+recurrent state, ALiBi or soft-capping. Dimension names: B rows, P tokens so far, T tokens of one
+forward pass, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from pipeline.models.forward.forward import base_model, cache_name
 
 
 class PaddedRows:
-    """The running sequences of a model, `batch_size` at a time; others wait until all end."""
+    """The running sequences of a model, at most `batch_size`; others wait until all have ended."""
 
     def __init__(self, model: nn.Module, *, batch_size: int) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class PaddedRows:
         """Do nothing: rows of ended requests leave the batch in `step`."""
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
-        """If no batch runs, begin one with the oldest prompts, or the shortest if `is_closed`."""
+        """If no batch is running, start one with the oldest prompts (shortest if `is_closed`)."""
         del chunk  # prompts are not chunked
         if self.running or not waiting:
             return
@@ -49,9 +49,9 @@ class PaddedRows:
         self._batch = PaddedBatch(self._model, tickets)
 
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
-        """Read the prompts or the newest tokens; return the logits of the next ones.
+        """Process the prompts or the newest tokens; return the logits of the next ones.
 
-        Ended requests are among the rows until they leave the batch; their tokens are dropped.
+        Ended requests still have rows until they leave the batch; their tokens are dropped.
         """
         assert self._batch is not None
         logits = self._batch.forward()
@@ -82,7 +82,7 @@ class PaddedBatch:
 
     @torch.no_grad()
     def forward(self) -> Float[Tensor, "B V"]:
-        """Logits of the next token of each row."""
+        """Return the logits of each row's next token."""
         if self._has_read:
             self._append()
         self._has_read = True
@@ -98,7 +98,7 @@ class PaddedBatch:
         return output.logits[:, -1]
 
     def _append(self) -> None:
-        """Append the newest tokens; drop ended rows once they are half of the batch."""
+        """Append the newest tokens; drop ended rows once they make up half of the batch."""
         tokens = [ticket.newest_token for ticket in self.tickets]
         running = [not ticket.ended for ticket in self.tickets]
         self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]

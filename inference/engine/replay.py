@@ -1,4 +1,4 @@
-"""Decoding passes repeated without the Python code of the modules."""
+"""Replay decoding passes without the Python code of the modules."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -40,13 +40,13 @@ class PassCounts:
     """Number of passes over prompts."""
 
     eager: int = 0
-    """Number of decoding passes by the model's modules."""
+    """Number of decoding passes computed by the model's modules."""
 
     replayed: int = 0
-    """Number of decoding passes from a trace or a graph."""
+    """Number of decoding passes replayed from a trace or a graph."""
 
     failed_recordings: int = 0
-    """Number of recordings that failed, or did not reproduce the modules' logits."""
+    """Number of recordings that failed or did not reproduce the modules' logits."""
 
 
 class ReplayStage(Enum):
@@ -58,7 +58,7 @@ class ReplayStage(Enum):
 
 
 class ReplayedRows(ABC):
-    """Passes with a fixed size: the first is recorded, the second verified, later ones replayed.
+    """Passes of a fixed size: the first is recorded, the second verified, later ones replayed.
 
     The first two return the logits of the modules.
     """
@@ -95,8 +95,8 @@ class ReplayedRows(ABC):
     def _verify(self, num_sequences: int) -> Float[Tensor, "N V"]:
         """Compute the pass both ways and check that they agree up to rounding.
 
-        A recording may sum in another order than the modules: cuBLAS chooses other kernels on the
-        stream of a capture, and a kernel may replace a product.
+        A recording may sum in a different order: cuBLAS chooses other kernels on a capture stream,
+        and one of our kernels may replace a matrix product.
         """
         expected = self._run_modules()
         logits = expected[:num_sequences].float()
@@ -105,8 +105,8 @@ class ReplayedRows(ABC):
         # Half of the dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. `not <=` also rejects NaN.
         if not difference <= torch.finfo(expected.dtype).eps ** 0.5:
             raise ReplayError(
-                f"the recording does not match the modules: logits differ by {difference:.1g} of"
-                " the largest"
+                "the recording does not match the modules: logits differ by up to"
+                f" {difference:.1g} times the largest logit"
             )
         return expected
 
@@ -147,7 +147,7 @@ UNREPLAYABLE_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent
 
 @dataclass(frozen=True)
 class Call:
-    """One operator call, with the tensors that it read and created."""
+    """An operator call, with the tensors that it read and created."""
 
     operator: Any
     """PyTorch's operator; None for attention, which is computed outside the trace."""
@@ -166,11 +166,11 @@ class Call:
         return self.operator.overloadpacket.__name__ if self.operator else "outside"
 
     def inputs(self) -> Iterator[Tensor]:
-        """The tensors among the arguments."""
+        """Iterate over the tensors among the arguments."""
         return find_tensors((*self.args, *self.kwargs.values()))
 
     def mutated(self) -> list[Tensor]:
-        """The arguments that are written to."""
+        """Return the arguments that the call writes to."""
         if self.operator is None or not self.operator._schema.is_mutable:  # noqa: SLF001
             return []
         values = [
@@ -189,7 +189,7 @@ class Call:
 
 
 class _RejectValueReads(TorchFunctionMode):
-    """Context in which reading tensor values from Python is an error."""
+    """Context manager that makes reading tensor values from Python an error."""
 
     def __torch_function__(
         self,
@@ -204,7 +204,7 @@ class _RejectValueReads(TorchFunctionMode):
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Context that computes and records operators; all their results are kept.
+    """Context manager that runs and records operators, and keeps all their results.
 
     Raises:
         ReplayError: an operator can't be repeated.
@@ -232,7 +232,7 @@ class TraceRecorder(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Called by PyTorch for each operator."""
+        """Run and record an operator; called by PyTorch."""
         result = linear(*args) if func is torch.ops.aten.linear.default and not kwargs else None
         if result is None:
             result = func(*args, **(kwargs or {}))
@@ -245,7 +245,7 @@ class TraceRecorder(TorchDispatchMode):
     def record(
         self, compute: Callable[[Tensor | None], Tensor], inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Return what `compute` returns, recorded as one call.
+        """Run `compute`, record it as one call, and return its result.
 
         Args:
             compute: called with None the first time, later with the memory for the result.
@@ -261,11 +261,11 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def require_replayable(call: Call, result: object) -> None:
-    """Reject a call whose repetition would differ from the modules' Python code.
+    """Reject a call whose replay would differ from the modules' Python code.
 
     Raises:
-        ReplayError: the call draws random numbers, Python or a shape depends on its values, or
-            it copies between the host and a device.
+        ReplayError: the call draws random numbers, returns values to Python, has an output shape
+            that depends on data, or copies between the host and a device.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.inputs()):
         raise ReplayError(f"{call.name} returns a value to Python")
@@ -285,8 +285,8 @@ class OperatorTrace:
 
     Args:
         calls: the computation.
-        inputs: tensors whose values change; all others that the calls read but neither make nor
-            change are constants.
+        inputs: tensors whose values change; any other tensors that the calls read without creating
+            or modifying them are constants.
         result: the result of the computation.
         substitute: returns a faster way to repeat a call, or None.
     """
@@ -308,14 +308,14 @@ class OperatorTrace:
         return len(self._replays)
 
     def replay(self) -> Tensor:
-        """Compute again from the current inputs; the result has the same memory each time."""
+        """Recompute the result from the current inputs, in the same memory each time."""
         for repeat in self._replays:
             repeat()
         return self.result
 
 
 def select_varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call]:
-    """The calls whose results may differ between replays, except views."""
+    """Return the calls whose results may differ between replays, except views."""
     varying = {storage_key(tensor) for tensor in inputs}
     varying |= {storage_key(tensor) for call in calls for tensor in call.mutated()}
     kept: list[Call] = []
@@ -331,7 +331,7 @@ def select_varying(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[Call
 
 
 def select_needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
-    """The calls that the result depends on, and those that change their arguments."""
+    """Return the calls that the result depends on, and those that modify their arguments."""
     needed = {storage_key(result)}
     kept: list[Call] = []
     for call in reversed(calls):
@@ -348,7 +348,7 @@ ROTATIONS = ((("mul", 0, 1), ("neg", 3), ("cat", (4, 5), -1), ("mul", 6, 7), ("a
 
 
 def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
-    """Replace each sequence of calls that a kernel computes by one call.
+    """Replace each sequence of calls that a kernel can compute with a single call.
 
     `result` and the results of other calls keep their memory.
     """
@@ -373,7 +373,7 @@ def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
 
 
 def fuse_gate(calls: list[Call], index: int) -> None:
-    """Fuse the silu at an index with the product that reads it, if a kernel computes both."""
+    """Fuse the SiLU at an index with the product that reads it, if a kernel can compute both."""
     (x,), (gate,) = calls[index].args, calls[index].outputs
     key = storage_key(gate)
     end = next(
@@ -388,7 +388,7 @@ def fuse_gate(calls: list[Call], index: int) -> None:
 
 
 def fuse_norm(group: Sequence[Call]) -> Replay | None:
-    """Replay of x * rsqrt(mean(x^2) + epsilon) * weight by the kernel; None if unsupported."""
+    """Fuse x * rsqrt(mean(x^2) + epsilon) * weight into a kernel; return None if unsupported."""
     pattern, tensors = to_pattern(group)
     if pattern not in NORMS or tensors[6].shape != tensors[0].shape[-1:]:
         return None
@@ -396,7 +396,7 @@ def fuse_norm(group: Sequence[Call]) -> Replay | None:
 
 
 def fuse_rotation(group: Sequence[Call]) -> Replay | None:
-    """Replay of x * cos + cat(-x2, x1) * sin by the kernel, with halves x1, x2; else None."""
+    """Fuse x * cos + cat(-x2, x1) * sin, with halves x1 and x2; return None if unsupported."""
     pattern, tensors = to_pattern(group)
     if pattern not in ROTATIONS:
         return None
@@ -410,7 +410,7 @@ def fuse_rotation(group: Sequence[Call]) -> Replay | None:
 
 
 def to_pattern(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
-    """Names and arguments of calls as in `NORM`, and the numbered tensors."""
+    """Return names and arguments of calls in the form of `NORM`, and the numbered tensors."""
     tensors: dict[object, Tensor] = {}
 
     def number(value: object) -> object:
@@ -429,7 +429,7 @@ def to_pattern(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]
 
 
 def tensor_key(tensor: Tensor) -> object:
-    """A key that is equal for tensors with the same memory and layout."""
+    """Return a key that is equal for tensors with the same memory and layout."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -468,7 +468,7 @@ def _copy_results(call: Call) -> None:
 
 
 def find_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among the values and in lists among them."""
+    """Yield the tensors among the values and in nested lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -477,12 +477,12 @@ def find_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A key of a tensor's memory, equal for a tensor and its views."""
+    """Return a key of a tensor's memory, equal for a tensor and its views."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
 class CurrentLayout:
-    """The layout passed to modules: that of the current pass, whether traced or not."""
+    """The layout passed to modules, which uses that of the current pass, traced or not."""
 
     def __init__(self) -> None:
         self.layout: DecodeAttention | None = None
@@ -498,7 +498,7 @@ class CurrentLayout:
         sliding_window: int | None,
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of the current pass."""
+        """Compute attention with the layout of the current pass."""
         repeat: Callable[[DecodeAttention], object] | None = None
         settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
 
@@ -569,7 +569,7 @@ class TracedRows(ReplayedRows):
         return self._trace.replay()
 
     def _prepare_matmul(self, call: Call) -> Replay | None:
-        """A matmul of few rows with the kernel, which skips padding; None if unsupported."""
+        """Return a kernel call for a matmul, which skips padding rows; None if unsupported."""
         if kernel_mode() == "off" or len(call.outputs) != 1 or call.kwargs:
             return None
         if call.outputs[0].shape[:-1].numel() != self._inputs.shape[1]:

@@ -14,7 +14,7 @@ OnToken = Callable[[int, int], None]
 """Called with a prompt's index and each token of its response."""
 
 StopWhen = Callable[[int, list[int]], bool]
-"""Whether a response ends here; called with its prompt's index and its tokens so far."""
+"""Returns whether a response ends here; called with its prompt's index and its tokens so far."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: a stop token, the maximum length, a cancellation, or an error."""
@@ -28,8 +28,8 @@ class Response:
     """Sampled tokens, including the stop token."""
 
     logprobs: list[float] = field(default_factory=list)
-    """log pi of each token under the full policy at the sampling temperature (at temperature 1 for
-    greedy decoding), before any truncation, penalty or forbidden token; in nats."""
+    """Log-probability of each token under the full policy at the sampling temperature (1 for greedy
+    decoding), before truncation, penalties and forbidden tokens; in nats."""
 
     stopped: bool = False
     """Whether a stop token, rather than the length limit or the caller, ended the response."""
@@ -41,7 +41,7 @@ class Response:
 
 
 def repeated_trigrams(ids: Sequence[int]) -> int:
-    """Number of tokens that complete a trigram which the response already contains."""
+    """Return the number of tokens that complete a trigram that the response already contains."""
     trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
     return len(trigrams) - len(set(trigrams))
 
@@ -70,31 +70,31 @@ class Request:
     """Selects the sample, together with the sampler's seed."""
 
     max_new_tokens: int
-    """Maximum tokens in the response, including the stop token."""
+    """Maximum number of tokens in the response, including the stop token."""
 
     num_drawn: int = 0
-    """Tokens sampled with this key in earlier turns of the dialogue: this turn continues after
-    their random numbers."""
+    """Number of tokens sampled with this key in earlier turns of the dialogue; this turn's random
+    numbers follow theirs."""
 
     num_top: int | None = None
-    """If given, each token has `TokenLogprobs`, with this number of most likely tokens."""
+    """If given, token events have `TokenLogprobs` with this number of most likely tokens."""
 
     scope: Hashable = None
     """Only requests with the same scope share keys and values."""
 
 
 def to_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
-    """The tokens as an array, for fast comparisons."""
+    """Return the tokens as an array, for fast comparisons."""
     return np.array(tokens, dtype=np.int32)
 
 
 def sample_key(row: int, sample: int) -> int:
-    """The random-number key of one sample of a row, whatever the number of samples."""
+    """Return the random-number key of a row's sample, the same for any number of samples."""
     return sample << 40 | row
 
 
 class Ticket:
-    """A submitted request, with its response so far, which grows in `OpenBatch.step`."""
+    """A submitted request with its response so far, which `OpenBatch.step` extends."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -103,13 +103,13 @@ class Ticket:
         self.newest_token = request.prompt[-1]
         """The input token of the next decoding pass."""
         self.sampler, self.key = with_zero_seed(request.sampler, request.key)
-        """An equivalent sampler, which requests with other seeds can share, and its key."""
+        """An equivalent sampler, which requests with different seeds can share, and its key."""
         self.num_reused = 0
-        """Prompt tokens whose keys and values were already stored when it got a slot."""
+        """Number of prompt tokens whose keys and values were already stored when it got a slot."""
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:
-        """The tokens of its prompt, and of the response if `reset_prefill` was called."""
+        """The tokens of its prompt, followed by its response if `reset_prefill` was called."""
         return to_array(self.request.prompt)
 
     @cached_property

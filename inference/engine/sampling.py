@@ -1,4 +1,4 @@
-"""Choosing tokens: counter-based randomness and inverse-transform sampling.
+"""Token sampling with counter-based random numbers and inverse-transform sampling.
 
 Dimension names: B rows, V vocabulary.
 """
@@ -18,7 +18,7 @@ from pipeline.kernels import sampling
 from pipeline.kernels.sampling import Draw
 
 BLOCK = 128
-"""Tokens per block, about the square root of a vocabulary; only one block is searched."""
+"""Tokens per block, about the square root of a vocabulary's size; only one block is searched."""
 
 MAX_UNBLOCKED = 4096
 """Vocabulary size up to which one cumulative sum is faster than two steps."""
@@ -27,7 +27,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of 64-bit words."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014), a bijection of 64-bit words."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
@@ -36,7 +36,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def uniform_numbers(
     seed: int, keys: Sequence[int], positions: int | Sequence[int]
 ) -> Float[np.ndarray, " B"]:
-    """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
+    """Return a number in [0, 1) for each key and position, a function of (seed, key, position).
 
     There is no stream state, so a row's numbers do not depend on the other rows.
     """
@@ -54,7 +54,7 @@ def _mixed_seed(seed: int) -> np.ndarray:
 def as_words(
     keys: Sequence[int], positions: int | Sequence[int]
 ) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
-    """Keys and positions as 64-bit words, broadcast to a common length."""
+    """Return keys and positions as 64-bit words, broadcast to a common length."""
     words = np.asarray(keys, np.uint64)
     return words, np.broadcast_to(np.asarray(positions, np.uint64), len(words))
 
@@ -68,13 +68,13 @@ class Sampler(Draw):
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the response already contains."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time that the response contains the token."""
+    """Subtracted from a token's logit once for each occurrence in the response."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the number added to its logit."""
 
     min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
-    """Tokens that end a response; not allowed before it has `min_new_tokens`."""
+    """Tokens that end a response; forbidden until it has `min_new_tokens` tokens."""
 
     @property
     def needs_history(self) -> bool:
@@ -83,7 +83,7 @@ class Sampler(Draw):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the choice depends on which tokens the response has."""
+        """Whether the choice depends on which tokens the response contains."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -113,14 +113,14 @@ class Sampler(Draw):
         histories: Sequence[Sequence[int]] = (),
         responses: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], list[float]]:
-        """Tokens, and their log-probabilities under the full policy at this temperature.
+        """Return tokens, and their log-probabilities under the full policy at this temperature.
 
         Args:
-            logits: of the next token of each sequence.
-            keys: number of each sequence; with the seed and the position it gives the sample.
-            positions: how many tokens each response has so far.
-            histories: all tokens of each sequence, where `needs_history`.
-            responses: the sampled tokens of each sequence, where `counts_tokens`.
+            logits: logits of the next token of each sequence.
+            keys: number of each sequence; with the seed and position, it determines the sample.
+            positions: number of tokens in each response so far.
+            histories: all tokens of each sequence, if `needs_history`.
+            responses: the sampled tokens of each sequence, if `counts_tokens`.
 
         Raises:
             KernelError: kernels are required, but none supports these logits.
@@ -158,7 +158,7 @@ class Sampler(Draw):
         histories: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
     ) -> Float[Tensor, "B V"]:
-        """The logits with repetitions penalized, biases added and early ends forbidden."""
+        """Penalize repetitions, add biases and forbid stop tokens before the minimum length."""
         if self.needs_history:
             logits = apply_repetition_penalty(logits, histories, self.repetition_penalty)
         if self.counts_tokens:
@@ -176,7 +176,7 @@ class Sampler(Draw):
         return logits
 
     def truncate(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Apply top-k, top-p of the remaining tokens, and min-p, in the order of `transformers`."""
+        """Apply top-k, then top-p to the remaining tokens, then min-p, as `transformers` does."""
         if not self.truncates:
             return probabilities
         probabilities = probabilities.double()
@@ -197,9 +197,9 @@ def make_sampler(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
 
 
 def with_zero_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
-    """An equivalent sampler with seed 0, and the key with which it makes the same choices.
+    """Return an equivalent sampler with seed 0, and the key with which it draws the same tokens.
 
-    Rows with different seeds can then share a call: a seed only changes the word mixed into keys.
+    Rows with different seeds can then share a call: a seed only changes a word mixed into the key.
     """
     with np.errstate(over="ignore"):
         word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])
@@ -207,7 +207,7 @@ def with_zero_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
 
 
 def keep_top_k(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
-    """Keep the `top_k` most likely tokens, ties with the last included, renormalized to 1."""
+    """Keep the `top_k` most likely tokens, including ties with the last; renormalize to 1."""
     count = min(top_k, probabilities.shape[-1])
     threshold = probabilities.topk(count, dim=-1).values[:, -1:]
     kept = torch.where(probabilities >= threshold, probabilities, 0.0)
@@ -235,10 +235,10 @@ def keep_top_p(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tenso
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """The token of each row at the fraction `points` of its total weight; never one of weight 0.
+    """Return each row's token at the fraction `points` of its total weight, never one of weight 0.
 
-    In a large vocabulary it is found in two steps, first its block and then the token in it, with
-    one pass over the weights.
+    In a large vocabulary, first the token's block and then the token is found, in one pass over the
+    weights.
     """
     if weights.shape[-1] <= MAX_UNBLOCKED:
         return _search(weights, points)[0]
@@ -252,7 +252,7 @@ def inverse_transform(
 def _search(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a fraction of the total weight, and the fraction of its own weight."""
+    """Return the index at a fraction of the total weight, and the fraction within its weight."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, thresholds, right=True)
@@ -264,7 +264,7 @@ def _search(
 
 
 def argmax_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
-    """Index of the first maximum of each row, blockwise, because argmax is slow on CPUs."""
+    """Return the index of each row's first maximum, by blocks: a full argmax is slow on CPUs."""
     blocks = split_blocks(scores, padding=-torch.inf)
     block = blocks.amax(dim=-1).argmax(dim=-1)
     rows = torch.arange(len(scores), device=scores.device)
@@ -283,7 +283,7 @@ def apply_repetition_penalty(
 ) -> Float[Tensor, "B V"]:
     """Lower the logits of tokens that a sequence already contains (Keskar et al. 2019, 4.1).
 
-    Those above 0 are divided by `penalty`, those below are multiplied.
+    Positive logits are divided by `penalty`, and negative ones are multiplied by it.
     """
     rows = [row for row, history in enumerate(histories) for _ in history]
     tokens = [token for history in histories for token in history]
@@ -301,7 +301,7 @@ def apply_count_penalties(
 ) -> Float[Tensor, "B V"]:
     """Apply OpenAI's presence and frequency penalties to the logits of tokens in the response.
 
-    A token that occurs c times is lowered by `presence + c * frequency`; prompts don't count.
+    The logit of a token that occurs c times is lowered by `presence + c * frequency`.
     """
     rows = [row for row, response in enumerate(responses) for _ in response]
     tokens = [token for response in responses for token in response]
@@ -332,7 +332,7 @@ class TokenLogprobs(NamedTuple):
 def compute_logprobs(
     logits: Float[Tensor, "B V"], tokens: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of one token of each row, and of the `num_top` most likely ones."""
+    """Return the log-probabilities of one token of each row and of the `num_top` likeliest ones."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
     values, ids = logprobs.topk(min(max(num_top, default=0), logits.shape[-1]), dim=-1)

@@ -34,14 +34,14 @@ from pipeline.models.forward.attention import Layout, Ragged
 from pipeline.models.forward.forward import base_model, cache_name
 
 REUSE_MIN = 16
-"""Minimum length of a reused prefix: recomputing a shorter one is cheaper."""
+"""Minimum length of a reused prefix; recomputing a shorter one is cheaper."""
 
 GROUP_TOKENS = 1024
-"""Waiting prompt tokens at which a closed batch interrupts decoding."""
+"""Number of waiting prompt tokens at which a closed batch interrupts decoding."""
 
 
 class PagePool:
-    """The free pages of a cache, and the number of slots that use each of the others."""
+    """The free pages of a cache, and the number of slots that use each occupied page."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, 0, -1))  # the first page is for padding
@@ -62,7 +62,7 @@ class PagePool:
         self._uses.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Decrement the use count of pages; unused ones become free."""
+        """Decrement the use count of pages and free those that are no longer used."""
         self._uses.subtract(pages)
         self._free += [page for page in reversed(pages) if not self._uses[page]]
 
@@ -71,8 +71,8 @@ class PagePool:
 class Slot:
     """Holds a running sequence, an ended one whose keys and values remain stored, or nothing.
 
-    Prefill reads all but the last token of a prompt. The first decoding pass reads that one, so a
-    sequence is running as soon as the rest of its prompt is stored.
+    Prefill processes all but the last token of a prompt. The first decoding pass processes that
+    one, so a sequence is running as soon as the rest of its prompt is stored.
     """
 
     index: int
@@ -100,7 +100,7 @@ class Slot:
 
     @property
     def num_unread(self) -> int:
-        """Prompt tokens that prefill has not read yet."""
+        """Number of prompt tokens that prefill has not processed yet."""
         return 0 if self.ticket is None else len(self.ticket.prompt) - 1 - self.stored
 
     @property
@@ -110,14 +110,14 @@ class Slot:
 
     @property
     def length(self) -> int:
-        """Stored tokens."""
+        """Number of stored tokens."""
         if self.ticket is None or not self.is_running:
             return self.stored
         return len(self.ticket.request.prompt) + len(self.ticket.response.ids) - 1
 
     @property
     def may_grow(self) -> bool:
-        """Whether its request may need another page and has no spare one yet."""
+        """Whether its request may need another page and doesn't have a spare one yet."""
         if self.ticket is None:
             return False
         length = len(self.ticket.request.prompt) + len(self.ticket.response.ids)
@@ -130,7 +130,7 @@ class Slot:
         ticket.num_reused = stored
 
     def clear(self) -> None:
-        """Empty the slot: no request, tokens or pages."""
+        """Empty the slot: remove its request, tokens and pages."""
         self.ticket, self.tokens, self.stored, self.pages = None, to_array(()), 0, []
 
 
@@ -139,7 +139,7 @@ class PrefixCache:
 
     Args:
         slots: slots of the cache.
-        partial: whether any common prefix is reused; otherwise only equal prompts share.
+        allow_partial: whether any common prefix is reused; otherwise only equal prompts share one.
     """
 
     def __init__(self, slots: Sequence[Slot], *, allow_partial: bool) -> None:
@@ -179,11 +179,11 @@ class PrefixCache:
         return (self._slots[index], count) if count >= REUSE_MIN else (None, 0)
 
     def is_pending(self, ticket: Ticket, prefilling: Mapping[Hashable, Ticket]) -> bool:
-        """Whether a prompt that is being read will provide a longer prefix than is stored.
+        """Return whether a prompt being prefilled will provide a longer prefix than is stored.
 
         Args:
             ticket: a request without a slot.
-            prefilling: requests whose prompts are being read, by their `prompt_key`.
+            prefilling: requests whose prompts are being prefilled, by their `prompt_key`.
         """
         count = self.find(ticket)[1]
         if count == len(ticket.prompt) - 1:
@@ -203,10 +203,10 @@ class Scheduler:
 
     Args:
         cache: the keys and values.
-        num_slots: sequences that run at once.
+        num_slots: number of sequences that run at once.
         capacity: maximum tokens of a sequence; the cache has pages for at least one such sequence.
         reuse: whether prompts reuse any common prefix, rather than only that of equal prompts.
-        lookahead: further tokens for which running sequences get pages, if enough are free.
+        lookahead: number of further tokens to reserve pages for, if enough pages are free.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Scheduler:
         self._lookahead = lookahead
         self._prefixes = PrefixCache(self.slots, allow_partial=reuse)
         self._prefilling: list[Slot] = []
-        """Slots whose prompts are being read, in the order of their admission."""
+        """Slots whose prompts are being prefilled, in the order of their admission."""
         self._blocked: Ticket | None = None
         """The last request that could not get pages."""
         self._is_blocked = False
@@ -246,14 +246,14 @@ class Scheduler:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt tokens are left to read."""
+        """Whether any prompt is being prefilled."""
         return bool(self._prefilling)
 
     def should_prefill(self, waiting: Waiting, *, is_closed: bool) -> bool:
-        """Whether to interrupt decoding in order to admit requests or to continue prefill.
+        """Return whether to interrupt decoding in order to admit requests or continue prefill.
 
-        A closed batch waits until an eighth of the slots that have pages is free, or `GROUP_TOKENS`
-        fit into them.
+        A closed batch waits until an eighth of the slots that have pages are free, or until the
+        prompts that fit into the free ones have `GROUP_TOKENS` tokens.
         """
         if self.is_prefilling or not waiting or (self._is_blocked and self._blocked in waiting):
             return self.is_prefilling
@@ -273,7 +273,7 @@ class Scheduler:
             if not self._prefixes.is_pending(ticket, prefilling):
                 oldest.append(ticket)
                 prefilling[ticket.prompt_key] = ticket
-        # Reuse sequences before their slots are reassigned, unless that overtakes a request.
+        # Reuse sequences before their slots are reassigned, without overtaking a blocked request.
         if self._blocked not in waiting:
             oldest.sort(key=lambda ticket: -self._prefixes.find(ticket)[1])
         available = self._num_available() - sum(slot.may_grow for slot in self.slots)
@@ -303,7 +303,7 @@ class Scheduler:
     ) -> None:
         """Assign a slot and pages; `source` stores the first `count` tokens of the prompt.
 
-        The source of each page to copy is added to `copies`.
+        Pages to copy are added to `copies`, each with its source.
         """
         if source in free and 2 * count >= source.stored:
             slot = source
@@ -325,7 +325,7 @@ class Scheduler:
             self._prefilling.append(slot)
 
     def grow(self, waiting: Waiting) -> None:
-        """Allocate pages for the next tokens of running sequences; preempt the newest if needed."""
+        """Allocate pages for running sequences' next tokens; if necessary, preempt the newest."""
         for slot in self.slots:
             if slot.ticket is None:
                 continue
@@ -345,7 +345,7 @@ class Scheduler:
                 self._set_pages(slot, [*slot.pages, *self._allocate(count)])
 
     def _preempt(self, slot: Slot, waiting: Waiting) -> None:
-        """Return a request to the head of the queue; its keys and values are lost."""
+        """Return a request to the head of the queue, discarding its keys and values."""
         assert slot.ticket is not None
         slot.ticket.reset_prefill()
         queue = {slot.ticket: None, **waiting}
@@ -356,7 +356,7 @@ class Scheduler:
         self._prefilling = [slot for slot in self._prefilling if slot.ticket is not None]
 
     def free(self, tickets: Sequence[Ticket]) -> None:
-        """Free the slots of requests that ended."""
+        """Free the slots of requests that have ended."""
         ended = set(tickets)
         for slot in self.slots:
             if slot.ticket in ended:
@@ -369,7 +369,7 @@ class Scheduler:
         self._prefilling = [slot for slot in self._prefilling if slot.ticket is not None]
 
     def _slots_by_age(self, *, occupied: bool) -> list[Slot]:
-        """The slots with or without a request, least recently changed first."""
+        """Return the slots with or without a request, least recently changed first."""
         slots = [slot for slot in self.slots if (slot.ticket is not None) == occupied]
         return sorted(slots, key=lambda slot: slot.changed_at)
 
@@ -378,12 +378,12 @@ class Scheduler:
         self.table[slot.index, : len(pages)] = pages
 
     def _num_available(self) -> int:
-        """Number of pages that are free or store only ended sequences."""
+        """Return the number of pages that are free or store only ended sequences."""
         occupied = {page for slot in self.slots if slot.ticket for page in slot.pages}
         return self._cache.num_pages - 1 - len(occupied)
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocate pages, if necessary those of the sequences that ended first."""
+        """Allocate pages, if necessary from the sequences that ended first."""
         if count > len(self._pool):
             for slot in self._slots_by_age(occupied=False):
                 self._pool.release(slot.pages)
@@ -393,9 +393,9 @@ class Scheduler:
         return self._pool.allocate(count)
 
     def next_chunks(self, max_tokens: int, *, allow_split: bool) -> list[tuple[Slot, int]]:
-        """The slots whose prompts the next pass reads, oldest first, each with its token count.
+        """Return the slots that the next pass prefills, oldest first, each with its token count.
 
-        Without `allow_split`, only the first of them may be read in part.
+        Without `allow_split`, only the first prompt may be processed in part.
         """
         chunks: list[tuple[Slot, int]] = []
         for slot in self._prefilling:
@@ -407,26 +407,26 @@ class Scheduler:
         return chunks
 
     def record_prefilled(self, chunks: Sequence[tuple[Slot, int]]) -> None:
-        """Count the tokens that a prefill pass has stored."""
+        """Add the tokens that a prefill pass has stored to the counts."""
         for slot, count in chunks:
             slot.stored += count
         self._prefilling = [slot for slot in self._prefilling if slot.num_unread]
 
 
 def max_pages(ticket: Ticket) -> int:
-    """Pages of the longest sequence that a request may need."""
+    """Return the number of pages that a request may need."""
     return count_pages(len(ticket.request.prompt) + ticket.request.max_new_tokens)
 
 
 def common_prefix(a: Int[np.ndarray, " P"], b: Int[np.ndarray, " Q"]) -> int:
-    """Number of equal tokens at the beginning of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     count = min(len(a), len(b))
     differ = a[:count] != b[:count]
     return int(differ.argmax()) if differ.any() else count
 
 
 PREFILL = {"cpu": 2048, "cuda": 8192}
-"""Prompt tokens of one pass; more would need more memory and not be faster.
+"""Maximum prompt tokens per pass; more would need more memory without being faster.
 `pipeline/budget/memory.py` has the same numbers."""
 
 
@@ -444,7 +444,7 @@ class SlotModel:
     def __call__(
         self, inputs: Int[Tensor, "3 N"], layout: Layout, *, reads_pages: bool = True, keep: int = 0
     ) -> Float[Tensor, "K V"]:
-        """Logits after the last `keep` tokens, or after all of them if `keep` is 0.
+        """Return the logits after the last `keep` tokens, or after all of them if `keep` is 0.
 
         Args:
             inputs: tokens, positions and cache indices.
@@ -500,9 +500,9 @@ class Slots(Scheduler):
         )
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
-        """Give free slots to the oldest requests, and read at most `chunk` prompt tokens.
+        """Give free slots to the oldest requests, and prefill at most `chunk` prompt tokens.
 
-        In a closed batch, read all prompts once enough requests wait to make it worthwhile.
+        In a closed batch, prefill all prompts at once, when enough are waiting to be worthwhile.
         """
         self.grow(waiting)
         if self.running and not self.should_prefill(waiting, is_closed=is_closed):
@@ -513,7 +513,7 @@ class Slots(Scheduler):
             if not is_closed:
                 return
             if not self.is_prefilling:
-                self.admit(waiting)  # requests that waited for the prefixes just read
+                self.admit(waiting)  # requests that waited for the prefixes just stored
 
     @torch.inference_mode()
     def _prefill_chunks(self, chunks: Sequence[tuple[Slot, int]]) -> None:
@@ -524,7 +524,7 @@ class Slots(Scheduler):
             layout_chunks.append(Chunk(self.table[slot.index], slot.stored, count))
             positions = np.arange(slot.stored, slot.stored + count)
             columns.append(np.stack([slot.tokens[positions], *self._locate(slot, positions)]))
-        # A pass of whole prompts has all the keys that it attends to.
+        # A pass of whole prompts contains all keys that its tokens attend to.
         is_unchunked = not any(chunk.first for chunk in layout_chunks)
         layout = (
             Ragged([count for _, count in chunks], self.device, kernels=kernel_mode())
@@ -543,7 +543,7 @@ class Slots(Scheduler):
 
     @torch.inference_mode()
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
-        """Read the newest token of every running sequence; return the logits of the next ones."""
+        """Process each running sequence's newest token; return the logits of the next ones."""
         slots, running = self.running_slots, self.running
         lengths = [slot.length + 1 for slot in slots]
         pages = self.table[[slot.index for slot in slots], : max(len(slot.pages) for slot in slots)]

@@ -192,13 +192,13 @@ def test_response_ends_where_transformers_generate_ends(
         ("[]", 'line 2 must be an object with either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', "line 2 must be an object with either"),
         ('{"prompt": 3}', 'line 2: "prompt" must be text'),
-        ('{"messages": []}', "line 2: the last message must be the user's"),
+        ('{"messages": []}', "line 2: the last message must be from the user"),
         ('{"messages": [{"role": "cook", "content": "x"}]}', "line 2: a turn in messages must be"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "there is no user message"),
         (
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls":'
             ' [{"name": "a"}]}]}',
-            "line 2: the last message must be the user's, or continue a response",
+            "line 2: the last message must be from the user or begin a response",
         ),
     ],
 )
