@@ -253,7 +253,7 @@ def fitting_pages(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) 
     needed = (1 + count_pages(num_tokens)) * bytes_per_page
     if needed > cache_bytes:
         raise ConfigError(
-            f"the keys and values of one sequence of {num_tokens} tokens need {needed:,} bytes, but"
+            f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, but"
             f" only {cache_bytes:,} are available; lower max_new_tokens or shorten the prompts"
         )
     return cache_bytes // bytes_per_page

@@ -1,4 +1,4 @@
-"""Serve models: `python -m inference.serve --path OUT/step3_ppo/actor`, for OpenAI's clients."""
+"""Serve models to OpenAI clients: `python -m inference.serve --path OUT/step3_ppo/actor`."""
 
 from inference.serve.command import main
 from pipeline.cli.options import run_main

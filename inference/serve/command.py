@@ -30,12 +30,12 @@ def main(argv: Sequence[str]) -> None:
             f"{MODULE} inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
             f"{MODULE} inference.serve --run OUT [--SETTING VALUE ...]",
         ),
-        about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
-        " docs/serving.md.",
+        about="Serve models to OpenAI clients, with a web page to chat, compare and rate"
+        " (see docs/serving.md).",
     )
     for name in REQUIRED_PACKAGES:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f'the package {name} is missing: pip install "rlhf-pipeline[serve]"')
+            raise ConfigError(f'{name} is missing; run `pip install "rlhf-pipeline[serve]"`')
     keys = read_keys(config)
 
     from inference.serve.models import collect_models, find_run_reward, load_models
@@ -52,16 +52,16 @@ def main(argv: Sequence[str]) -> None:
         scheme = "https" if config.tls_cert else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not config.is_local and not keys:
-            print_notice("no API key is set: anyone who can reach this port can use the models")
+            print_notice("no API key is set; anyone who can reach this port can use the models")
         if state.ratings is not None:
             print_notice(f"ratings are saved to {state.ratings.path}")
         content = "page and API" if config.page else "API"
-        print_output(f"{url} : {content} (OpenAI's clients: {url}/v1)")
+        print_output(f"{url} : {content} (base URL for OpenAI clients: {url}/v1)")
         serve(state, listener)
 
 
 def _open_ratings(config: ServeConfig) -> "RatingsFile | None":
-    """Open the file of ratings; None if there is none, or a run's directory is not writable."""
+    """Open the ratings file; return None if there is none or a run's directory is read-only."""
     from inference.ratings import RatingsFile
 
     path = config.ratings or (config.run and config.run / "ratings.jsonl")

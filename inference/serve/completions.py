@@ -30,7 +30,7 @@ from inference.serve.worker import Job, Piece
 from inference.text import plain_text
 
 MAX_ROWS = 1024
-"""Maximum responses per request."""
+"""Maximum number of responses per request."""
 
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON can't represent."""
@@ -78,7 +78,7 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
 
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
-    """The events of a stream, after an empty one once the request is admitted."""
+    """Yield an empty event once the request is admitted, then the events of its stream."""
     rows = [TextPosition(reply.served, reply.starts_text) for _ in range(reply.num_rows)]
     seen: dict[int, Piece] = {}
     with_usage = {"usage": None} if reply.fields.wants_usage else {}
@@ -107,7 +107,7 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
 
 
 class Reply:
-    """A parsed request, and the parts that both kinds of response share.
+    """A parsed request, and the code that both kinds of responses share.
 
     Args:
         state: the server's state.
@@ -149,7 +149,7 @@ class Reply:
         return len(self.prompts) * self.per_prompt
 
     def make_object(self, choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-        """A response, or a chunk of a stream."""
+        """Return a response object, or a chunk of a stream."""
         return {
             "id": self.id,
             "object": kind,
@@ -161,12 +161,12 @@ class Reply:
         }
 
     def finish_fields(self, piece: Piece) -> dict[str, Any]:
-        """The last fields of a choice."""
+        """Return the last fields of a choice."""
         ids = {"token_ids": piece.ids} if self.returns_ids else {}
         return {"finish_reason": piece.finish, **ids}
 
     def job(self, *, streams: bool) -> Job:
-        """A job that generates the responses."""
+        """Create a job that generates the responses."""
         return Job(
             *(self.served.name, self.requests, self.client),
             stops=self.stops,
@@ -175,7 +175,7 @@ class Reply:
         )
 
     def prepare(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
-        """Set the responses to generate.
+        """Set the requests for the responses.
 
         The samples are those that `python -m inference.generate` draws for the same rows and seed.
 
@@ -231,14 +231,14 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], *, min_room: int = 
     """Reject a prompt that is empty, leaves no room for `min_room` tokens or has unknown ids.
 
     Raises:
-        ApiError: the prompt is refused.
+        ApiError: the prompt is rejected.
     """
     if not prompt:
         raise ApiError(400, "a prompt has no tokens; it needs at least one", param="prompt")
     if max(prompt) >= served.vocabulary:
         raise ApiError(
             400,
-            f"prompt has the token id {max(prompt)}, but those of {served.name} are 0 to"
+            f"prompt has the token id {max(prompt)}, but the ids of {served.name} are 0 to"
             f" {served.vocabulary - 1}; use its tokenizer",
             param="prompt",
         )
@@ -275,7 +275,7 @@ def _parse_bias(values: Mapping[str, float], served: ServedModel) -> tuple[tuple
         if not is_token or int(token) >= served.vocabulary:
             raise ApiError(
                 400,
-                f"logit_bias: {token[:32]} is not a token id of {served.name}; they are 0 to"
+                f"logit_bias: {token[:32]} is not a token id of {served.name}, whose ids are 0 to"
                 f" {served.vocabulary - 1}",
                 param="logit_bias",
             )
@@ -284,7 +284,7 @@ def _parse_bias(values: Mapping[str, float], served: ServedModel) -> tuple[tuple
 
 
 class ChatReply(Reply):
-    """A reply to a chat."""
+    """A reply to a dialogue."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -304,7 +304,7 @@ class ChatReply(Reply):
         self.prepare(fields, fields.max_tokens if limit is None else limit, fields.num_top)
 
     def make_choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """A complete response."""
+        """Return the choice for a complete response."""
         return {
             "index": number,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
@@ -313,7 +313,7 @@ class ChatReply(Reply):
         }
 
     def make_chunk(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
-        """A part of a response in a stream."""
+        """Return the choice for a part of a response, in a stream."""
         return {
             "index": piece.row,
             "delta": {"content": piece.text} if piece.text else {},
@@ -322,7 +322,7 @@ class ChatReply(Reply):
         }
 
     def initial_chunks(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
-        """The first chunks of a stream: the role of each response."""
+        """Yield the first chunks of a stream: the role of each response."""
         for number in range(len(rows)):
             delta = {"role": "assistant", "content": "", "refusal": None}
             yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -361,7 +361,7 @@ class TextReply(Reply):
             raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):
             raise ApiError(
-                400, "best_of is not supported: omit it, or set it to n", param="best_of"
+                400, "best_of is not supported; omit it, or set it to n", param="best_of"
             )
         self.prompts = [
             served.encode_text(item) if isinstance(item, str) else item for item in prompts
@@ -391,7 +391,7 @@ class TextReply(Reply):
             self.scores.append(scores)
 
     def make_choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """A complete response, after the prompt if it is echoed."""
+        """Return the choice for a complete response, with the prompt if it is echoed."""
         index, text, logprobs = number // self.per_prompt, piece.text, None
         if self.echoes is not None:
             text = self.echoes[index] + text
@@ -405,7 +405,7 @@ class TextReply(Reply):
         return {"index": number, "text": text, "logprobs": logprobs, **self.finish_fields(piece)}
 
     def make_chunk(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
-        """A part of a response in a stream."""
+        """Return the choice for a part of a response, in a stream."""
         logprobs = None
         if self.fields.logprobs is not None:
             logprobs = self._logprobs(row, row.tokens(piece))
@@ -413,7 +413,7 @@ class TextReply(Reply):
         return choice | self.finish_fields(piece)
 
     def initial_chunks(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
-        """The first chunks of a stream: the echoed prompts."""
+        """Yield the first chunks of a stream: the echoed prompts."""
         for number, row in enumerate(rows if self.echoes is not None else ()):
             piece = Piece(number, finish=None if self.requests else "length")
             choice = self.make_choice(number, piece)
@@ -423,7 +423,7 @@ class TextReply(Reply):
     def _logprobs(
         self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, TokenLogprobs | None]]
     ) -> dict[str, Any]:
-        """OpenAI's logprobs object; a prompt's first token has no log-probability."""
+        """Return OpenAI's logprobs object; a prompt's first token has no log-probability."""
         vocab = self.served.token_bytes
         reports = [report for *_, report in tokens]
         return {
@@ -438,12 +438,12 @@ class TextReply(Reply):
 
 
 def new_id(prefix: str) -> str:
-    """Return a unique id of a response."""
+    """Return a unique response id."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
-    """OpenAI's usage object; a prompt's cached tokens are those that all its responses reused."""
+    """Return OpenAI's usage; a prompt's cached tokens are those that all its responses reused."""
     num_completion = sum(len(piece.ids) for piece in pieces.values())
     reused: dict[int, int] = {}
     for row, piece in pieces.items():
@@ -463,10 +463,10 @@ class TextPosition:
 
     served: ServedModel
     starts_text: bool
-    """Whether the response begins a text and none of its tokens with text has been returned."""
+    """Whether the response starts a text of which no token with text has been returned yet."""
 
     offset: int = 0
-    """Characters before the next token; an incomplete character doesn't count."""
+    """Number of characters before the next token, excluding an incomplete one."""
     _incomplete: bytes = field(default=b"", repr=False)
 
     def tokens(self, piece: Piece) -> list[tuple[int, bytes, TokenLogprobs]]:

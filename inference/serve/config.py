@@ -15,98 +15,98 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Models, address and limits of the server."""
+    """Settings of the server: models, address and limits."""
 
     path: tuple[str, ...] = ()
-    """Models: directories or Hub names, optionally named as in sft=OUT/step1_sft."""
+    """Model directories or Hub ids, optionally with a name, as in sft=OUT/step1_sft."""
 
     run: Path | None = None
-    """A run's output directory: serves base, step 1 and step 3, if present."""
+    """Output directory of a run, whose base, step 1 and step 3 models are served, if present."""
 
     reward: str | None = None
-    """Reward model, such as OUT/step2_reward, for /v1/score; --run finds its own."""
+    """Reward model for /v1/score, such as OUT/step2_reward; null uses the one in --run, if any."""
 
     ratings: Path | None = None
-    """File to which ratings are appended; null uses OUT/ratings.jsonl with --run, else none."""
+    """File to append ratings to; null uses OUT/ratings.jsonl with --run, and otherwise no file."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; addresses other than loopback need a key."""
+    """Address to listen on; addresses other than loopback require an API key."""
 
     port: int = 8000
     """Port to listen on; 0 uses any free port."""
 
     threads: int | None = None
-    """CPU threads; null uses RLHF_THREADS, else one per core."""
+    """Number of CPU threads; null uses RLHF_THREADS, or one per core if that is not set."""
 
     precision: Precision = "auto"
-    """Data type of the weights: auto (bf16 on a GPU that supports it, else fp32), fp32, bf16,
-    fp16."""
+    """Data type of the weights: auto (bf16 on a GPU that supports it, otherwise fp32), fp32, bf16
+    or fp16."""
 
     slots: int | None = None
-    """Concurrent sequences per model; null uses as many as fit, at most 32."""
+    """Number of concurrent sequences per model; null uses as many as fit, up to 32."""
 
     context: int | None = None
-    """Maximum tokens per sequence, prompt and response; null uses the model's, at most 8,192."""
+    """Maximum tokens per sequence (prompt and response); null uses the model's, up to 8,192."""
 
     cache_gib: float | None = None
-    """Memory for keys and values of all models; null uses half of what the weights leave free."""
+    """Memory for all keys and values, in GiB; null uses half of what the weights leave free."""
 
     prefix_reuse: Literal["client", "all", "off"] = "client"
-    """Clients whose keys and values a prompt may reuse for a common prefix: client (the same key or
-    address), all, off."""
+    """Clients whose keys and values a prompt with a common prefix may reuse: client (those with the
+    same key or address), all, or off."""
 
     prefill_chunk: int | None = None
-    """Maximum prompt tokens read between two tokens of running responses; null uses 64 on a CPU,
-    512 on a GPU."""
+    """Maximum prompt tokens processed between two tokens of running responses; null uses 64 on a
+    CPU and 512 on a GPU."""
 
     queue: int = 256
-    """Maximum requests that wait for a slot; further ones are refused with 429."""
+    """Maximum number of requests waiting for a slot; further ones are rejected with status 429."""
 
     queue_seconds: float = 60.0
-    """Maximum seconds that a request waits for a slot."""
+    """Maximum time in seconds that a request waits for a slot."""
 
     request_seconds: float = 600.0
     """Maximum duration of a request in seconds."""
 
     idle_seconds: float = 30.0
-    """Seconds that a client may leave its stream unread, or a request unfinished."""
+    """Seconds until a client that doesn't read its stream or finish its request is disconnected."""
 
     drain_seconds: float = 20.0
-    """Seconds for running requests to end after SIGTERM."""
+    """Maximum time in seconds for running requests to finish after SIGTERM."""
 
     max_body_mib: float = 2.0
     """Maximum size of a request body in MiB."""
 
     max_tokens_default: int = 512
-    """Maximum tokens per response if a request gives no length."""
+    """Maximum tokens per response if the request doesn't set a limit."""
 
     max_n: int = 16
-    """Maximum responses per prompt."""
+    """Maximum number of responses per prompt."""
 
     api_key: tuple[str, ...] = ()
-    """API keys, one of which each request must have; RLHF_API_KEY gives one too. Prefer a file:
-    other users can read a command line."""
+    """API keys; each request must send one. RLHF_API_KEY adds a key. Prefer a file, because other
+    users can read the command line."""
 
     api_key_file: Path | None = None
     """File of keys, one per line, as KEY or NAME KEY; names appear in the log."""
 
     insecure_no_key: bool = False
-    """Listen on other addresses without a key: anyone who reaches the port can use the models."""
+    """Allow a non-loopback host without a key; anyone who can reach the port can use the models."""
 
     cors: tuple[str, ...] = ()
-    """Origins of other pages that may use the API, such as https://example.org."""
+    """Origins of other web pages that may use the API, such as https://example.org."""
 
     page: bool = True
-    """Serve the page to chat, compare and rate."""
+    """Serve the web page to chat, compare and rate."""
 
     log_requests: bool = True
-    """Write a log line for each request, with client, path, status and seconds, without texts."""
+    """Log the client, path, status and duration of each request, but no text."""
 
     tls_cert: Path | None = None
-    """Certificate for serving https."""
+    """TLS certificate; enables HTTPS."""
 
     tls_key: Path | None = None
-    """Private key of the certificate."""
+    """Private key of the TLS certificate."""
 
     def __post_init__(self) -> None:
         require(
@@ -130,7 +130,7 @@ class ServeConfig:
         for origin in self.cors:
             require(
                 origin.startswith(("http://", "https://")) and origin.count("/") == 2,
-                f"cors must be origins, such as https://example.org, got {origin}",
+                f"cors must list origins, such as https://example.org, got {origin}",
             )
 
     @property
@@ -140,11 +140,11 @@ class ServeConfig:
 
 
 def read_keys(config: ServeConfig) -> dict[str, str]:
-    """API keys by their name in the log; empty if no key is required.
+    """Return the API keys by their names in the log; empty if no key is required.
 
     Raises:
-        ConfigError: the file can't be read or has no keys, a key is too short, or the server would
-            be open to others without one.
+        ConfigError: the file can't be read or has no keys, a key is invalid, or a required key is
+            missing.
     """
     values = [*config.api_key, *filter(None, [os.environ.get("RLHF_API_KEY")])]
     keys = {f"key {number}": key for number, key in enumerate(values, start=1)}
@@ -154,11 +154,11 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
         require(len(key) >= 8, f"--api-key: {name} is shorter than 8 characters; use a longer one")
         require(
             key.isascii() and key.isprintable() and " " not in key,
-            f"--api-key: {name} has characters that headers forbid; use letters and digits",
+            f"--api-key: {name} has characters that are invalid in headers; use letters and digits",
         )
     if not config.is_local and not keys and not config.insecure_no_key:
         raise ConfigError(
-            f"--host {config.host} accepts other machines; pass --api-key-file FILE, or"
+            f"--host {config.host} is open to other machines; pass --api-key-file FILE, or"
             " --insecure-no-key to serve without a key"
         )
     return keys

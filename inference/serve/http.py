@@ -25,7 +25,7 @@ ERROR_TYPES = {
     503: "server_error",
     504: "timeout_error",
 }
-"""The type of an error by its status; `invalid_request_error` for others."""
+"""Error types by HTTP status; the type is `invalid_request_error` for all others."""
 
 RETRY_SECONDS = 5
 """Value of `Retry-After` in responses with status 429 or 503."""
@@ -38,7 +38,7 @@ KEEP_ALIVE = b": waiting\n\n"
 
 
 class ApiError(Exception):
-    """A refused request; the message is one sentence that says how to fix it."""
+    """A rejected request; the message is one sentence that explains how to fix it."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -77,21 +77,21 @@ class ClientDisconnected(Exception):  # noqa: N818 - not an error: its request i
 def json_response(
     content: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A response of JSON."""
+    """Return a JSON response."""
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def to_json(content: object) -> bytes:
-    """Return compact JSON."""
+    """Encode an object as compact JSON."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode(errors="backslashreplace")  # lone surrogates
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """Read the JSON object of a request, within the server's limits of size and time.
+    """Read the JSON object of a request, within the server's limits on size and time.
 
     Raises:
-        ApiError: the body is not a JSON object, too large or received too late.
+        ApiError: the body is not a JSON object, is too large, or arrives too late.
     """
     config: ServeConfig = request.app.state.server.config
     seconds = config.idle_seconds
@@ -130,7 +130,7 @@ async def _read_limited(request: Request, limit: int) -> bytes:
 
 
 def format_event(content: object) -> bytes:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return b"data: " + to_json(content) + b"\n\n"
 
 
@@ -162,9 +162,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def stream_response(source: AsyncGenerator[bytes], headers: dict[str, str]) -> Response:
-    """Send events as they come; the source is closed when the client disconnects.
+    """Return a response that streams events; the source is closed if the client disconnects.
 
-    An `ApiError` of the source becomes the last event.
+    An `ApiError` from the source becomes the last event.
     """
 
     async def events() -> AsyncIterator[bytes]:

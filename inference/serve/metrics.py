@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, with vLLM's names where the meaning is the same."""
+"""Prometheus metrics, with vLLM's names where the meaning is the same."""
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,30 +12,30 @@ class Metrics:
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         by_model = {"labelnames": ["model_name"], "registry": registry}
-        self.running = Gauge("vllm:num_requests_running", "Responses in a slot.", **by_model)
-        self.waiting = Gauge("vllm:num_requests_waiting", "Waiting prompts.", **by_model)
+        self.running = Gauge("vllm:num_requests_running", "Responses being generated.", **by_model)
+        self.waiting = Gauge("vllm:num_requests_waiting", "Prompts waiting for a slot.", **by_model)
         self.slots = Gauge("rlhf:slots", "Sequences that can run at once.", **by_model)
         self.passes = Gauge(
-            *("rlhf:decoding_passes", "Passes so far, by the model's modules or replayed."),
+            *("rlhf:decoding_passes", "Decoding passes so far, by method."),
             ["model_name", "by"],
             registry=registry,
         )
-        self.prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **by_model)
+        self.prompt = Counter("vllm:prompt_tokens", "Prompt tokens.", **by_model)
         self.queried = Counter(
-            "vllm:prefix_cache_queries", "Prompt tokens of all responses.", **by_model
+            "vllm:prefix_cache_queries", "Prompt tokens that were looked up.", **by_model
         )
         self.reused = Counter(
             "vllm:prefix_cache_hits", "Prompt tokens with reused keys and values.", **by_model
         )
-        self.generated = Counter("vllm:generation_tokens", "Tokens of responses.", **by_model)
+        self.generated = Counter("vllm:generation_tokens", "Response tokens.", **by_model)
         self.first = Histogram(
-            "vllm:time_to_first_token_seconds", "After getting a slot.", buckets=SECONDS, **by_model
+            "vllm:time_to_first_token_seconds", "From slot to token.", buckets=SECONDS, **by_model
         )
         self.time_between_tokens = Histogram(
-            "vllm:time_per_output_token_seconds", "Between tokens.", buckets=SECONDS, **by_model
+            "vllm:time_per_output_token_seconds", "Time per token.", buckets=SECONDS, **by_model
         )
         self.ended = Counter(
-            *("rlhf:responses", "Responses by reason for ending.", ["model_name", "reason"]),
+            *("rlhf:responses", "Finished responses by reason.", ["model_name", "reason"]),
             registry=registry,
         )
         self.requests = Counter(
@@ -47,7 +47,7 @@ class Metrics:
             buckets=SECONDS,
             registry=registry,
         )
-        memory = Gauge("process_resident_memory_bytes", "Host memory.", registry=registry)
+        memory = Gauge("process_resident_memory_bytes", "Resident memory.", registry=registry)
         memory.set_function(lambda: psutil.Process().memory_info().rss)
 
     @property

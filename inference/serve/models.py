@@ -1,4 +1,4 @@
-"""The models to serve: their paths, the memory plan, and what routes do with them."""
+"""The models to serve: paths, memory plan, loading, tokenization and scoring."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,13 +36,13 @@ from pipeline.report.results import StepResult, find_chat_model, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
 
 MAX_LOGITS = 2**26
-"""Maximum logits of one pass over a prompt: 256 MiB of fp32, and as much again for
+"""Maximum number of logits per pass over a prompt: 256 MiB in fp32, and as much again for their
 log-probabilities."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with a name."""
+    """A served model."""
 
     name: str
     model: PreTrainedModel
@@ -55,7 +55,7 @@ class ServedModel:
     num_slots: int
 
     context: int
-    """Maximum tokens in prompt and response."""
+    """Maximum number of tokens in prompt and response."""
 
     weights_hash: str
     token_bytes: TokenBytes
@@ -73,17 +73,17 @@ class ServedModel:
         adds_prompt: bool = True,
         arguments: Mapping[str, Argument] | None = None,
     ) -> list[int]:
-        """Return the token ids of a dialogue as a prompt.
+        """Return the token ids of a dialogue rendered with the chat template.
 
         Args:
             messages: the dialogue.
-            continues: whether its last turn, the assistant's, is unfinished.
-            adds_prompt: whether the generation prompt follows a user's turn.
+            continues: whether the response continues the last turn, which is the assistant's.
+            adds_prompt: whether to add the generation prompt after a user turn.
             arguments: arguments of the chat template.
 
         Raises:
-            ApiError: the template can't render it or doesn't read an argument, or the last turn has
-                the wrong role.
+            ApiError: the template can't render the dialogue or doesn't use an argument, or the last
+                turn has the wrong role.
         """
         answered = messages[-1].role == "assistant"
         if (continues and not answered) or (answered and adds_prompt and not continues):
@@ -102,14 +102,14 @@ class ServedModel:
             raise ApiError(400, str(error), param="messages") from None
 
     def _resolve_chat(self, arguments: Mapping[str, Argument]) -> ChatFormat:
-        """The chat format with arguments of its template."""
+        """Return the chat format with arguments for its template."""
         unknown = unused_names(self.chat.template, arguments)
         if unknown:
             names = ", ".join(name[:64] for name in unknown[:16])
             raise ApiError(
                 400,
-                f"chat_template_kwargs: the chat template of {self.name} never reads {names}; omit"
-                " them",
+                f"chat_template_kwargs: the chat template of {self.name} doesn't use {names}; omit"
+                " unused arguments",
                 param="chat_template_kwargs",
             )
         try:
@@ -119,7 +119,7 @@ class ServedModel:
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of text; `special` adds special tokens unless it begins with BOS."""
+        """Return a text's token ids; `special` adds special tokens unless it begins with BOS."""
         begin = self.tokenizer.bos_token
         special = special and not (begin and text.startswith(str(begin)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -128,7 +128,7 @@ class ServedModel:
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
         """Return the log-probability of each token given the preceding ones; None for the first.
 
-        A long prompt is read once per `MAX_LOGITS` logits.
+        A long prompt takes several passes, each with at most `MAX_LOGITS` logits.
         """
         device = next(self.model.parameters()).device
         ids = torch.tensor(list(prompt), device=device)
@@ -152,7 +152,7 @@ class ServedReward:
     chat: ChatFormat
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        """Return the token ids of a dialogue that ends in a response.
+        """Return the token ids of a dialogue that ends with a response.
 
         Raises:
             ApiError: the dialogue has no response, is too long, or can't be rendered.
@@ -205,7 +205,7 @@ class ModelPath:
     path: str
 
     seed: int = 0
-    """Seed of the weights of an embedded base model."""
+    """Seed of an embedded base model's weights."""
 
     template_source: str | None = None
     """Model whose chat template the initial model of a run may use."""
@@ -241,10 +241,10 @@ def _parse_path(word: str) -> ModelPath:
 
 
 def find_run_models(out: Path) -> list[ModelPath]:
-    """Return a run's models that generate: base, step 1, and step 3, the best method last.
+    """Return a run's generative models: base, step 1, and step 3 with the best method last.
 
     Raises:
-        ModelError: no step has finished such a model.
+        ModelError: no step that trains such a model has finished.
     """
     paths: list[ModelPath] = []
     steps = _read_steps(out)
@@ -278,7 +278,7 @@ def _read_steps(out: Path) -> Mapping[str, StepResult]:
 
 
 def _base_model(step: StepResult, directory: str) -> list[ModelPath]:
-    """The model that step 1 began from; none if its settings don't name one."""
+    """Return the model that step 1 started from, if its settings name one."""
     path, seed = step.settings.get("model.path"), step.settings.get("seed")
     if not isinstance(path, str):
         return []
@@ -291,7 +291,7 @@ def load_models(
     """Plan the memory of all models, then load them and the reward model at `reward`.
 
     Raises:
-        UserError: there is no such model, or no room for it.
+        UserError: a model does not exist or does not fit in memory.
     """
     paths = _available(paths)
     if reward is not None:
@@ -336,7 +336,7 @@ def load_models(
 
 
 def _available(paths: Sequence[ModelPath]) -> list[ModelPath]:
-    """The models that exist; a run's initial model may be missing on another machine."""
+    """Return the models that exist; a run's initial model may be missing on another machine."""
     ready: list[ModelPath] = []
     for path in paths:
         try:
@@ -344,7 +344,7 @@ def _available(paths: Sequence[ModelPath]) -> list[ModelPath]:
         except ModelError as error:
             if path.template_source is None:
                 raise
-            print_notice(f"{path.name}, the run's starting model, is skipped: {error}")
+            print_notice(f"{path.name}, the run's initial model, is skipped: {error}")
         else:
             ready.append(path)
     return ready
@@ -353,7 +353,7 @@ def _available(paths: Sequence[ModelPath]) -> list[ModelPath]:
 def plan_memory(
     paths: Sequence[ModelPath], reward: str | None, config: ServeConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return the number of each model's slots, and the tokens per slot.
+    """Return each model's number of slots and tokens per slot.
 
     Raises:
         ConfigError: the weights don't fit, or leave no room for a single sequence.
@@ -370,8 +370,8 @@ def plan_memory(
     if total > free:
         needed, available = format_bytes(total, free)
         raise ConfigError(
-            f"the weights of {len(models) + (reward is not None)} models take {needed}, but only "
-            f"{available} are free; serve fewer of them, or set --precision bf16"
+            f"the weights of all {len(models) + (reward is not None)} models take {needed}, but "
+            f"only {available} is free; serve fewer models, or set --precision bf16"
         )
     budget = (free - total) // 2 if config.cache_gib is None else int(config.cache_gib * GIB)
     share = budget // max(1, len(models))
@@ -396,7 +396,7 @@ def _plan_slots(
         needed, available = format_bytes(slots * slot, budget)
         raise ConfigError(
             f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
-            f" but only {available} are free; lower --slots or --context, or serve fewer models"
+            f" but only {available} is free; lower --slots or --context, or serve fewer models"
         )
     return slots, context
 

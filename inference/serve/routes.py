@@ -41,7 +41,7 @@ PAGE = Path(__file__).parent / "page"
 
 
 def build_app(state: State) -> ASGIApp:
-    """The ASGI application of a server."""
+    """Build the ASGI application of a server."""
     get, post = ["GET"], ["POST"]
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=post),
@@ -95,7 +95,7 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 
 def page_routes() -> list[Route]:
-    """A route for each file of the page, which is at /."""
+    """Return a route for each file of the web page, which is served at /."""
     routes: list[Route] = []
     for file in sorted(PAGE.glob("*.*")):
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
@@ -141,7 +141,7 @@ async def health(_: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """`GET /ready`: whether requests are admitted; otherwise 503."""
+    """`GET /ready`: status 200 if requests are admitted, otherwise 503."""
     broker = get_state(request).broker
     status = "ready" if broker.is_ready else "draining" if broker.draining else "not ready"
     return json_response({"status": status}, status=200 if broker.is_ready else 503)
@@ -158,7 +158,7 @@ async def version(_: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """`POST /tokenize`: the token ids of a text, or of a dialogue as a prompt."""
+    """`POST /tokenize`: token ids of a text, or of a dialogue rendered with the chat template."""
     state = get_state(request)
     fields, _ = read_request(TokenizeRequest, await read_body(request))
     served = state.model(fields.model)
@@ -204,7 +204,7 @@ async def score(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """`GET /api/server`: the models, and whether there are a reward model and ratings."""
+    """`GET /api/server`: the models, and whether a reward model and ratings are available."""
     state = get_state(request)
     return json_response(
         {
@@ -217,7 +217,7 @@ async def server(request: Request) -> Response:
 
 
 async def add_rating(request: Request) -> Response:
-    """`POST /api/ratings`: append a rating; it is on disk when its id is returned."""
+    """`POST /api/ratings`: append a rating; its id is returned once it is on disk."""
     state = get_state(request)
     rating, _ = read_request(RatingRequest, await read_body(request))
     line = rating.model_dump(mode="json")
@@ -243,7 +243,7 @@ async def undo_rating(request: Request) -> Response:
 
 
 async def summary(request: Request) -> Response:
-    """`GET /api/ratings/summary`: the number of ratings, and the agreement of raters."""
+    """`GET /api/ratings/summary`: the number of ratings and the agreement between raters."""
     file = _ratings(get_state(request))
     try:
         statistics = await asyncio.to_thread(
@@ -261,5 +261,5 @@ def _ratings(state: State) -> RatingsFile:
 
 
 def _key_name(request: Request) -> str:
-    """Name of the request's key, or an empty string: addresses are not stored."""
+    """Return the name of the request's key, or an empty string, since addresses aren't stored."""
     return get_client(request) if request.scope.get("key_name") else ""

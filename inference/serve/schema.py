@@ -1,4 +1,4 @@
-"""Requests, as OpenAI's API defines them; unsupported fields are refused."""
+"""Requests as defined by OpenAI's API; unsupported fields are rejected."""
 
 import re
 from collections.abc import Mapping
@@ -28,15 +28,15 @@ UNSUPPORTED = (
     *("audio", "modalities", "prediction", "web_search_options", "chat_template", "suffix"),
     *("chat_template_kwargs", "reasoning_effort", "service_tier", "store", "use_beam_search"),
 )
-"""Fields of OpenAI and vLLM that are refused."""
+"""Fields of OpenAI's and vLLM's APIs that are rejected."""
 
 NEUTRAL_VALUES = (None, "", False, [], {}, "none", "auto", "default", ["text"], {"type": "text"})
 """Values of the fields in `UNSUPPORTED` that have no effect and are accepted."""
 
-EXPORTS = "exports are Hugging Face directories, which vLLM and SGLang serve with tools and schemas"
+EXPORTS = "for tools and structured output, serve the exported model with vLLM or SGLang"
 
 REASONS = {
-    "chat_template": "templates are programs; only the model's own is used",
+    "chat_template": "only the model's own template is used, since templates are programs",
     **dict.fromkeys(UNSUPPORTED[:11], EXPORTS),
 }
 
@@ -66,7 +66,7 @@ class ChatMessage(BaseModel):
     def check(self) -> "ChatMessage":
         """Reject tool calls."""
         if self.tool_calls or self.function_call:
-            raise ValueError(f"tool calls are not supported: {EXPORTS}")
+            raise ValueError(f"tool calls are not supported; {EXPORTS}")
         return self
 
     @property
@@ -78,14 +78,14 @@ class ChatMessage(BaseModel):
 
 
 class TemplateFields(BaseModel):
-    """Fields that control how a dialogue becomes a prompt."""
+    """Fields that control how a dialogue is rendered as a prompt."""
 
     chat_template_kwargs: Annotated[dict[str, Argument], Field(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
 
     @property
     def adds_prompt(self) -> bool:
-        """Whether the generation prompt follows a user's turn."""
+        """Whether the generation prompt is added after a user turn."""
         return self.add_generation_prompt is not False
 
 
@@ -96,7 +96,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(StrictModel):
-    """Sampling: OpenAI's fields, followed by extensions."""
+    """OpenAI's sampling fields, followed by extensions."""
 
     model: str = Field(default="", max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -120,7 +120,7 @@ class SamplingFields(StrictModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings: a response ends before them."""
+        """Stop strings; a response ends before the first one."""
         values = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(filter(None, values))
 
@@ -141,7 +141,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     @model_validator(mode="after")
     def check(self) -> "ChatRequest":
-        """Reject a turn that both begins and continues a response."""
+        """Reject a request to both begin and continue a response."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "continue_final_message and add_generation_prompt are mutually exclusive"
@@ -150,7 +150,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     @property
     def num_top(self) -> int | None:
-        """Number of top tokens whose log-probabilities are returned; None returns none at all."""
+        """Number of top tokens reported per token; None if no log-probabilities are requested."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -174,7 +174,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TokenizeRequest(StrictModel, TemplateFields):
-    """`POST /tokenize`: a text, or a dialogue as a prompt."""
+    """`POST /tokenize`: a text or a dialogue."""
 
     model: str = ""
     prompt: str | None = None
@@ -183,7 +183,7 @@ class TokenizeRequest(StrictModel, TemplateFields):
 
 
 class ScoreRequest(StrictModel):
-    """`POST /v1/score`: a dialogue that ends in the response to score."""
+    """`POST /v1/score`: a dialogue that ends with the response to score."""
 
     model: str = ""
     messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
@@ -210,7 +210,7 @@ class RatedAnswer(StrictModel, extra="forbid"):
 
 
 class RatingRequest(StrictModel, extra="forbid"):
-    """`POST /api/ratings`: docs/rating.md."""
+    """`POST /api/ratings`; docs/rating.md lists the fields."""
 
     kind: Literal["pair", "thumb", "edit"]
     rater: str = Field(default="", max_length=64)
@@ -232,11 +232,11 @@ class RatingRequest(StrictModel, extra="forbid"):
         if self.messages[-1].role != "user":
             raise ValueError("messages must end with a user turn")
         if len(self.answers) != (2 if self.kind == "pair" else 1):
-            raise ValueError("a pair needs two answers, a thumb or an edit one")
+            raise ValueError("a pair needs two answers; a thumb or an edit needs one")
         if (self.kind == "thumb" and self.choice is None) or (self.tie and self.choice is not None):
-            raise ValueError("a thumb needs a choice, a tie must not have one")
+            raise ValueError("a thumb needs a choice; a tie must not have one")
         if (self.kind == "edit") != (self.edit is not None):
-            raise ValueError("only an edit can have the field edit")
+            raise ValueError('an edit needs the field "edit"; other kinds must not have it')
         return self
 
 
@@ -248,15 +248,15 @@ class UndoRequest(StrictModel):
 
 
 def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
-    """Return the request, and the names of ignored fields for a header.
+    """Validate a request; return it and the names of ignored fields, for a header.
 
     Raises:
-        ApiError: a field is missing, wrong, or not served.
+        ApiError: a field is missing, invalid or unsupported.
     """
     for name in UNSUPPORTED:
         if name not in kind.model_fields and body.get(name) not in NEUTRAL_VALUES:
-            reason = REASONS.get(name, "leave it out")
-            raise ApiError(400, f"{name} is not supported: {reason}", param=name)
+            reason = REASONS.get(name, "omit it")
+            raise ApiError(400, f"{name} is not supported; {reason}", param=name)
     try:
         request = kind.model_validate(dict(body))
     except ValidationError as error:
@@ -270,7 +270,7 @@ def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
 
 
 def _to_api_error(error: ValidationError) -> ApiError:
-    """The first error, as a sentence that begins with the field's name."""
+    """Return the first error, as a sentence that begins with the field's name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     loc = [part for part in first["loc"] if part not in TYPE_SUFFIXES]
     path = [part for part in loc if isinstance(part, int) or part.isidentifier()]

@@ -1,4 +1,4 @@
-"""Admission of requests, and security headers. docs/serving.md lists the promises."""
+"""Access control and security headers; docs/serving.md lists the guarantees."""
 
 import hmac
 import logging
@@ -30,12 +30,12 @@ SECURITY_HEADERS = {
 
 
 class AccessControl:
-    """Admits or refuses requests, and counts and logs them.
+    """Admits or rejects requests, and counts and logs them.
 
     Args:
         app: handles the requests.
         state: the server's state.
-        open_paths: paths without a key: health, and the page's own files.
+        open_paths: paths that require no key: health and the page's own files.
     """
 
     def __init__(self, app: ASGIApp, state: State, open_paths: frozenset[str]) -> None:
@@ -46,7 +46,7 @@ class AccessControl:
         self._open = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -82,7 +82,7 @@ class AccessControl:
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
-        """On loopback addresses, reject other host names, which a web page may have rebound."""
+        """On loopback addresses, reject other host names, to prevent DNS rebinding."""
         if not self._config.is_local:
             return
         try:
@@ -90,10 +90,10 @@ class AccessControl:
         except ValueError:  # an invalid IPv6 address
             name = None
         if name not in LOOPBACK:
-            raise ApiError(403, "the Host header is not local; use 127.0.0.1 or localhost")
+            raise ApiError(403, "the Host header must name this machine: 127.0.0.1 or localhost")
 
     def _check_origin(self, method: str, headers: Headers, scheme: str) -> bool:
-        """Whether the request comes from another page that `--cors` allows.
+        """Return whether the request comes from another page that `--cors` allows.
 
         Raises:
             ApiError: the request comes from a page that may not use the API.
@@ -106,12 +106,12 @@ class AccessControl:
         is_cross_site |= origin is not None and origin.lower() != own.lower()
         if method not in SAFE_METHODS and is_cross_site:
             raise ApiError(
-                403, "the request comes from another page; to allow it, start with --cors ORIGIN"
+                403, "the request comes from another page; start the server with --cors ORIGIN"
             )
         return False
 
     def _check_key(self, headers: Headers) -> str | None:
-        """The name of the request's key; None if none is needed."""
+        """Return the name of the request's key; None if no key is required."""
         if not self._keys:
             return None
         scheme, _, value = headers.get("authorization", "").partition(" ")

@@ -1,4 +1,4 @@
-"""The lifecycle of a server: listen, answer, drain, stop."""
+"""The lifecycle of a server: listen, serve, drain, stop."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ from pipeline.system.errors import EXIT_FAILED, ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Maximum bytes of a request's line and headers."""
+"""Maximum size of a request line and headers, in bytes."""
 
 KEEP_ALIVE_SECONDS = 5
 """Seconds for which an idle connection stays open."""
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return the socket that accepts requests.
+    """Open the socket that accepts requests.
 
     Raises:
         ConfigError: the port is taken, or this machine has no such address.
@@ -89,7 +89,7 @@ class TimeoutProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that drains at SIGTERM and Ctrl-C, and ends at once at a second signal."""
+    """A server that drains on SIGTERM or Ctrl-C and exits immediately on a second signal."""
 
     def __init__(self, state: State) -> None:
         config = state.config
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replace uvicorn's handlers: the first signal drains, a second one ends the process."""
+        """Replace uvicorn's handlers: the first signal drains the server, a second stops it."""
         loop = asyncio.get_running_loop()
         try:
             for signum in (signal.SIGTERM, signal.SIGINT):
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         yield
 
     async def run(self, listener: socket.socket) -> None:  # pyrefly: ignore[bad-override]
-        """Answer requests until a signal, or until generation fails."""
+        """Serve requests until a signal arrives or generation fails."""
         state = self.state
         self._worker = Worker(state.models, on_failure=self._on_failure, metrics=state.metrics)
         self._worker.start()
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(self._worker.close)
 
     def stop(self) -> None:
-        """Stop admitting requests, wait for running ones, then stop."""
+        """Stop admitting requests, wait for running ones, then stop the server."""
         self.state.broker.draining = True
         if self._drain_task is None:
             self._drain_task = asyncio.get_running_loop().create_task(self._drain_and_stop())
@@ -154,7 +154,7 @@ class Server(uvicorn.Server):
     def _on_signal(self, signum: int) -> None:
         if self._drain_task is not None:
             os._exit(128 + signum)
-        print_notice("shutting down once running requests finish; repeat to stop now")
+        print_notice("shutting down once running requests finish; repeat the signal to stop now")
         self.stop()
 
     def _on_failure(self, error: BaseException) -> None:
@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
 
 
 def serve(state: State, listener: socket.socket) -> None:
-    """Serve until a signal; raise SystemExit(1) if generation failed."""
+    """Serve until a signal arrives; raise SystemExit(1) if generation failed."""
     server = Server(state)
     asyncio.run(server.run(listener))
     if state.broker.failure is not None:

@@ -1,4 +1,4 @@
-"""The state of a server, and the event loop's side of generation: admission and delivery."""
+"""Server state, and the part of generation on the event loop: admission and delivery."""
 
 import asyncio
 import time
@@ -19,10 +19,10 @@ from inference.serve.worker import Job, Piece, Worker
 T = TypeVar("T")
 
 COMMENT_SECONDS = 15.0
-"""Seconds without a piece after which a stream gets a comment."""
+"""Seconds without a piece after which a comment is sent on a stream."""
 
 MAX_QUEUED_TOKENS = 2**22
-"""Maximum tokens of all prompts in the server."""
+"""Maximum total number of prompt tokens in open requests."""
 
 
 class Broker:
@@ -35,9 +35,9 @@ class Broker:
         self._jobs: set[Job] = set()
         self._calls = 0
         self.draining = False
-        """Whether no request is admitted any more."""
+        """Whether the server has stopped admitting requests."""
         self.failure: BaseException | None = None
-        """The error that ended the generation thread."""
+        """The error that stopped the generation thread."""
 
     @property
     def is_ready(self) -> bool:
@@ -46,7 +46,7 @@ class Broker:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._jobs) + self._calls
 
     @contextmanager
@@ -66,7 +66,7 @@ class Broker:
             worker.cancel(job)
 
     async def pieces(self, job: Job) -> AsyncIterator[list[Piece]]:
-        """Yield the pieces of a job until its responses end; an empty list keeps it alive.
+        """Yield the pieces of a job until its responses end; an empty list signals a keep-alive.
 
         Raises:
             ApiError: the job waits too long for a slot, takes too long, or a response failed.
@@ -138,7 +138,7 @@ class State:
 
     config: ServeConfig
     keys: Mapping[str, str]
-    """API keys by their name in the log; empty if no key is required."""
+    """API keys by their names in the log; empty if no key is required."""
     models: Mapping[str, ServedModel]
     reward: ServedReward | None = None
     ratings: RatingsFile | None = None
@@ -166,7 +166,7 @@ class State:
         if name not in self.models:
             raise ApiError(
                 404,
-                f"no such model: {name[:64]}; available: {', '.join(self.models)}",
+                f"no such model: {name[:64]}; available models: {', '.join(self.models)}",
                 param="model",
                 code="model_not_found",
             )
@@ -174,11 +174,11 @@ class State:
 
 
 def get_state(request: Request) -> State:
-    """The state of the request's server."""
+    """Return the state of the request's server."""
     return request.app.state.server
 
 
 def get_client(request: Request) -> str:
-    """The client's name for fairness and logs: the name of its key, or its address."""
+    """Return the client's name for fairness and logs: that of its key, or its address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))

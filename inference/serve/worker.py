@@ -1,6 +1,6 @@
 """The generation thread, which owns the models and their batches, and the jobs that it runs.
 
-Other threads use `submit`, `cancel` and `call`; results go to the event loop, once for each step.
+Other threads use `submit`, `cancel` and `call`; results go to the event loop once per step.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Job:
         client: name of the client.
         stops: stop strings, before which responses end.
         continues: whether responses continue the texts of their prompts.
-        streams: whether pieces are read as they come; otherwise each response is one piece.
+        streams: whether pieces are delivered immediately; otherwise each response is one piece.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Job:
         self.num_prompt_tokens = sum(len(requests[0].prompt) for requests in prompts)
         """Tokens of all prompts, each prompt counted once."""
         self.num_unfinished = self.num_rows
-        """Unfinished responses; used only by the generation thread, like `tickets`."""
+        """Number of unfinished responses; used only by the generation thread, like `tickets`."""
         self.tickets: set[Ticket] = set()
         """Requests in the batch."""
         self.started = False
-        """Whether one of its prompts has a slot; set by the generation thread."""
+        """Whether any of its prompts has been given a slot; set by the generation thread."""
         self._pieces: dict[int, Piece] = {}
         self._ready = asyncio.Event()
 
@@ -97,7 +97,7 @@ class Job:
         self._ready.set()
 
     async def take(self) -> list[Piece]:
-        """Wait for pieces, and return them in the order of rows."""
+        """Wait for pieces, and return them in row order."""
         await self._ready.wait()
         self._ready.clear()
         pieces, self._pieces = self._pieces, {}
@@ -147,7 +147,7 @@ class ResponseState:
 
     def fail(self) -> Piece:
         """Return the last piece of a response that failed."""
-        self._piece.error = "the response could not be generated; the server's log says why"
+        self._piece.error = "the response could not be generated; see the server's log"
         return self._pop_piece()
 
     def _pop_piece(self) -> Piece:
@@ -160,7 +160,7 @@ class Worker:
 
     Args:
         models: models by name.
-        failed: called on the event loop when the thread has died.
+        on_failure: called on the event loop if the thread fails.
         metrics: the server's metrics.
     """
 
@@ -181,7 +181,7 @@ class Worker:
         self._calls: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._closed = False
         self._waiting: dict[str, list[tuple[Job, int]]] = {name: [] for name in models}
-        """Jobs and the numbers of their prompts that have no slot, by model, oldest first."""
+        """Jobs with the indices of their prompts that have no slot, by model, oldest first."""
         self._last_turns: dict[str, int] = {}
         """The last turn in which each client got a slot."""
         self._rows: dict[Ticket, ResponseState] = {}
@@ -193,7 +193,7 @@ class Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the current step, and wait for it."""
+        """Stop the thread after the current step, and wait for it."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -206,7 +206,7 @@ class Worker:
             self._condition.notify()
 
     def cancel(self, job: Job) -> None:
-        """End a job's responses before their next tokens; does nothing after its end."""
+        """End a job's responses before their next tokens; do nothing if it has ended."""
         with self._condition:
             self._cancelled.append(job)
             self._condition.notify()
@@ -240,7 +240,7 @@ class Worker:
             self._call_on_loop(self._on_failure, error)
 
     def _step(self) -> None:
-        """Take changes, fill free slots, and run one step of each model."""
+        """Apply submissions and cancellations, fill free slots, and run a step of each model."""
         with self._condition:  # late, so that cancelled jobs get no further tokens
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
@@ -332,18 +332,18 @@ class Worker:
         row.newest = now
 
     def _handle_token(self, row: ResponseState, event: TokenEvent) -> Piece | None:
-        """The piece that a token completes; a tokenizer's error ends only its response."""
+        """Return the piece that a token completes; a tokenizer error ends only its response."""
         try:
             return row.add_token(event)
         except Exception:
-            logger.exception("token %d has no text", event.id)
+            logger.exception("token %d can't be decoded", event.id)
             return row.fail()
 
     def _handle_end(self, row: ResponseState, event: EndEvent) -> Piece | None:
         del self._rows[event.ticket]
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
-            logger.error("generating a response failed: %s", "\n".join(notes) or event.error)
+            logger.error("failed to generate a response: %s", "\n".join(notes) or event.error)
         is_stopped = event.reason == "cancelled" and row.stopped
         reason = "stop" if is_stopped else event.reason
         self._metrics.ended.labels(row.job.model, reason).inc()

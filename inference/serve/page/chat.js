@@ -136,7 +136,7 @@ export function chatView(container, server) {
   return () => running?.abort();
 }
 
-// Tinted by its log-probability; the tooltip lists the alternatives.
+// Returns how to show a token: tinted by its log-probability, with alternatives in the tooltip.
 function describeToken(token) {
   const level = token.logprob > -0.5 ? 0 : token.logprob > -1.5 ? 1 : token.logprob > -3 ? 2 : 3;
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;

@@ -1,4 +1,4 @@
-// Shared by all views: elements, settings of this browser, and requests to the server.
+// Shared by all views: elements, settings stored in this browser, and requests to the server.
 
 // Builds elements without parsing HTML, so that model output becomes only text nodes.
 export function element(tag, attributes = {}, ...children) {
@@ -23,8 +23,8 @@ export function showStatus(text, isError = false) {
   status.classList.toggle("bad", isError);
 }
 
-// A text field and a button. Enter submits, Shift+Enter starts a new line. While `running` returns an
-// AbortController, Enter does nothing and the button aborts.
+// Builds a text field and a button. Enter submits, and Shift+Enter starts a new line. While `running`
+// returns an AbortController, Enter does nothing and the button aborts the request.
 export function composer(label, placeholder, action, submit, running, wide = false) {
   const input = element("textarea", { rows: 2, "aria-label": label, placeholder });
   const sendButton = button(action, () => (running() ? running().abort() : submit()), { class: "main" });
@@ -36,7 +36,7 @@ export function composer(label, placeholder, action, submit, running, wide = fal
   return { input, sendButton, bar: element("div", { class: wide ? "composer wide" : "composer" }, input, sendButton) };
 }
 
-// A response's tokens, each tinted at a level from 0 to 3 in one of two colors.
+// Shows a response's tokens, each tinted at a level from 0 to 3 in one of two colors.
 export function tokenSpans(tokens) {
   const spans = tokens.map(({ token, level, less, title }) =>
     element("span", { class: `token t${level}${less ? " less" : ""}`, title }, token),
@@ -52,7 +52,7 @@ export function loadStored(name, fallback) {
   }
 }
 
-// The settings panel, stored in this browser; the API key only until the browser is closed.
+// The settings panel, stored in this browser; the API key is kept only until the tab is closed.
 const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
 export const settings = document.getElementById("settings");
 const values = { ...DEFAULTS, ...loadStored("settings", {}), key: sessionStorage.getItem("key") ?? "" };
@@ -79,7 +79,7 @@ export const key = () => values.key.trim();
 export const rater = () => values.rater.trim();
 export const system = () => values.system.trim();
 
-// The fields of a request; draws `seed` here, so that several models can share it.
+// Returns the fields of a request; the seed is drawn here, so that several models can share it.
 export function samplingFields() {
   const fields = { seed: values.seed === "" ? drawSeed() : Math.trunc(Number(values.seed)) };
   for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {

@@ -1,4 +1,4 @@
-// Two views: one prompt for two to four models, and pairs of responses to a list of prompts, rated blind.
+// Two views: one prompt sent to two to four models, and blind ratings of pairs of responses to a list of prompts.
 
 import { button, composer, drawSeed, element, get, samplingFields, showStatus } from "./common.js";
 import { makeMessages, ratingBar, responseColumns, shuffledIndices, undo } from "./ratings.js";
@@ -7,7 +7,7 @@ import { makeMessages, ratingBar, responseColumns, shuffledIndices, undo } from 
 export function compareView(container, server, query) {
   const names = server.models.map((model) => model.id);
   if (names.length < 2) {
-    container.append(element("p", { class: "hint" }, "One model is served. Start the server with --run OUT, or with more than one --path, to compare several."));
+    container.append(element("p", { class: "hint" }, "Only one model is served. To compare several, start the server with --run OUT or with more than one --path."));
     return null;
   }
   const chosen = new Set((query.get("models") ?? "").split(",").filter((name) => names.includes(name)));
@@ -90,7 +90,7 @@ export function compareView(container, server, query) {
   };
 }
 
-const REPEAT_EVERY = 10; // one in so many prompts is repeated, to measure a rater's self-agreement
+const REPEAT_EVERY = 10; // number of pairs after which one is repeated, to measure a rater's self-agreement
 
 export function parsePrompts(text) {
   const lines = text.split("\n").filter((line) => line.trim());
@@ -118,7 +118,7 @@ export function rateView(container, server) {
     picker.value = names.at(side === 1 ? -1 : -2) ?? names[0];
     return picker;
   });
-  const input = element("textarea", { rows: 5, "aria-label": "Prompts", placeholder: "One prompt per line, or lines of a .jsonl file, each with a prompt" });
+  const input = element("textarea", { rows: 5, "aria-label": "Prompts", placeholder: "One prompt per line, as text or as a line of a .jsonl file" });
   input.value = localStorage.getItem("prompts") ?? "";
   const file = element("input", { type: "file", accept: ".txt,.jsonl", "aria-label": "File of prompts" });
   file.addEventListener("change", async () => (input.value = await file.files[0].text()));
@@ -126,8 +126,8 @@ export function rateView(container, server) {
   const startPanel = element(
     "div",
     { class: "talk" },
-    element("p", { class: "hint" }, "Two responses to each prompt, without names and in random order. 1 and 2 choose, 3 is a tie, 4 both bad, S skips, U undoes. Two samples of one model can be compared, too."),
-    element("p", { class: "hint" }, "Each choice is a preference: step 2 trains a reward model on them, --method dpo the model itself, and step 1 on the better responses. Ties and both bad train nothing."),
+    element("p", { class: "hint" }, "You see two responses to each prompt, without names and in random order. 1 and 2 choose a response, 3 is a tie, 4 means both are bad, S skips, and U undoes. You can also compare two samples from one model."),
+    element("p", { class: "hint" }, "Each choice is a preference: step 2 trains a reward model on it, --method dpo trains the model itself on it, and step 1 trains on the better response. Ties and pairs rated “both bad” are not used for training."),
     element("div", { class: "row bar" }, ...pickers, button("Begin", () => start(), { class: "main" })),
     input,
     element("div", { class: "row bar" }, file),
@@ -147,9 +147,9 @@ export function rateView(container, server) {
 
   function describeRatings(statistics) {
     const parts = [`${statistics.ratings} ratings in ${statistics.path}`];
-    if (statistics.left !== null) parts.push(`of ${statistics.blind} blind choices ${Math.round(100 * statistics.left)} % chose the left response`);
+    if (statistics.left !== null) parts.push(`${Math.round(100 * statistics.left)} % of ${statistics.blind} blind choices were for the left response`);
     if (statistics.self_agreement !== null) parts.push(`raters agree with themselves ${Math.round(100 * statistics.self_agreement)} % of the time`);
-    if (statistics.kappa !== null) parts.push(`and with each other with a kappa of ${statistics.kappa.toFixed(2)}`);
+    if (statistics.kappa !== null) parts.push(`agreement between raters has a kappa of ${statistics.kappa.toFixed(2)}`);
     return `${parts.join("; ")}. To train on them: train.py --step 2 --data-path ${statistics.path}`;
   }
 

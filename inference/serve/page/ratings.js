@@ -79,7 +79,7 @@ export function shuffledIndices(count) {
   return order;
 }
 
-// Requests responses from all models at once. `order` maps columns to models.
+// Builds one column per model and requests responses from all models at once. `order` maps columns to models.
 export function responseColumns(models, order, hidden) {
   const columns = order.map((model, column) => ({
     name: element("h2", {}, hidden ? LETTERS[column] : `${LETTERS[column]}: ${models[model]}`),
@@ -200,14 +200,14 @@ export function ratingBar({ messages, answers, order, blind }, onRated, extraAct
   return { bar, end: () => removeEventListener("keydown", onKeydown) };
 }
 
-// The response's tokens, tinted by log p / p_reference, and a sentence with their sum, an estimate of the KL.
+// Returns the response's tokens, tinted by log(p / p_reference), and a text with their sum, which estimates the KL.
 async function compareTokens(answer, messages, reference, signal) {
   const { tokens: prompt } = await post("/tokenize", { model: answer.model, messages }, signal);
   const body = { prompt: [...prompt, ...answer.token_ids], echo: true, max_tokens: 0, logprobs: 0 };
   const score = async (model) => (await post("/v1/completions", { model, ...body }, signal)).choices[0].logprobs;
   const [scored, baseline] = await Promise.all([score(answer.model), score(reference)]);
   if (scored.tokens.some((token, index) => token !== baseline.tokens[index])) {
-    throw new Error(`${answer.model} and ${reference} have different tokens`);
+    throw new Error(`${answer.model} and ${reference} have different tokens, so their KL can't be computed`);
   }
   let sum = 0;
   const tokens = scored.tokens.slice(prompt.length).map((token, index) => {
