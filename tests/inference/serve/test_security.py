@@ -46,7 +46,7 @@ def test_keys_are_read_from_options_environment_and_file(
         ("", "has no keys"),
         ("short\n", "shorter than 8"),
         ("a b c\n", "line 1 must be KEY or NAME KEY"),
-        ("ключ-ключ\n", "characters that headers forbid"),
+        ("ключ-ключ\n", "characters that are invalid in"),
     ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):
