@@ -79,7 +79,7 @@ export function shuffledIndices(count) {
   return order;
 }
 
-// Builds one column per model and requests responses from all models at once. `order` maps columns to models.
+// Builds one column per model, and returns functions that fill the columns. `order` maps columns to models.
 export function responseColumns(models, order, hidden) {
   const columns = order.map((model, column) => ({
     name: element("h2", {}, hidden ? LETTERS[column] : `${LETTERS[column]}: ${models[model]}`),
