@@ -289,10 +289,10 @@ def _reduce_metrics(
     local_metrics = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each part takes its values
     rows = models.policy_passes.from_last_stage(local_metrics)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    max_rewards = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
+    maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
     sums = dict(zip(columns, data.sums(list(map(sum, columns.values()))), strict=True))
     return {name: total / num_tokens for name, total in sums.items()} | {
-        name: data.max(largest) for name, largest in max_rewards.items()
+        name: data.max(largest) for name, largest in maxima.items()
     }
 
 
