@@ -28,8 +28,8 @@ def main() -> None:
     rlhf_pipeline.add_to_path()
     if module.split(".")[0] not in PACKAGES or not _exists(module):
         print(  # noqa: T201
-            f"error: rlhf_pipeline has no module {module}; use a NAME of `python -m NAME` in the"
-            " documentation, such as inference.generate",
+            f"error: rlhf_pipeline has no module {module}; use one that the documentation runs"
+            " with `python -m`, such as inference.generate",
             file=sys.stderr,
         )
         raise SystemExit(2)

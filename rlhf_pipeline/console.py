@@ -7,7 +7,7 @@ import rlhf_pipeline
 
 
 def train() -> None:
-    """`rlhf`: the three steps, with the options of `train.py`."""
+    """Run `rlhf`: the three steps, with the options of `train.py`."""
     rlhf_pipeline.add_to_path()
     from pipeline.cli.options import run_main
     from train import main
@@ -16,7 +16,7 @@ def train() -> None:
 
 
 def chat() -> None:
-    """`rlhf-chat`: talk to a model, with the options of `chat.py`."""
+    """Run `rlhf-chat`: talk to a model, with the options of `chat.py`."""
     rlhf_pipeline.add_to_path()
     from inference.chat import main
     from pipeline.cli.options import run_main
@@ -25,7 +25,7 @@ def chat() -> None:
 
 
 def serve() -> None:
-    """`rlhf-serve`: serve models, with the options of `python -m inference.serve`."""
+    """Run `rlhf-serve`: serve models, with the options of `python -m inference.serve`."""
     rlhf_pipeline.add_to_path()
     from inference.serve.command import main
     from pipeline.cli.options import run_main

@@ -26,23 +26,23 @@ from pipeline.system.torch_process import random_state, set_random_state
 from pipeline.watchdog.process import watch_processes
 
 process_group = partial(parallel.process_group, watch_processes)
-"""Context in which torchrun's processes train together; a single process needs none."""
+"""Context manager in which torchrun's processes train together; a single process needs none."""
 
 
 class Engine(engine.Engine):
     """Trains a model, with its optimizer, at a ZeRO stage.
 
     Call `engine(...)` and `engine.backward(loss)` for each micro-batch, then `engine.step()`.
-    Gradients are summed over micro-batches and processes: divide a mean loss by their number.
+    Gradients are summed: divide a mean loss by the number of micro-batches on all processes.
 
     Args:
         model: a Hugging Face model, or another module, on any device. It keeps its dtype.
-        zero_stage: states sharded over the processes: 0 none, 1 and 2 optimizer and gradients, 3
-            also weights.
+        zero_stage: states sharded over the processes: none (0), optimizer states and gradients (1
+            and 2), or also weights (3).
         optim: settings of `OptimConfig`, such as `{"lr": 1e-4, "weight_decay": 0.01}`.
         zero: settings of `ZeroConfig`, such as `{"offload": {"optimizer": "cpu"}}`.
         total_steps: length of the learning-rate schedule; None keeps the rate constant.
-        name: label of the collectives; each engine of a program needs its own.
+        name: label of the collectives; each engine of a program needs a different one.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or torchrun's processes have not joined.
@@ -82,7 +82,7 @@ class Engine(engine.Engine):
     def save(self, directory: Path | str, progress: Mapping[str, Any] | None = None) -> None:
         """Save the state, and `progress` as JSON, and wait for the files. A collective.
 
-        The two newest checkpoints are kept. A run killed at any instant resumes from one of them.
+        The two newest checkpoints are kept. A run killed at any instant can resume from one.
 
         Raises:
             CheckpointError: the state could not be written.
@@ -108,9 +108,9 @@ class Engine(engine.Engine):
             raise CheckpointError(failures[0])
 
     def resume(self, directory: Path | str) -> dict[str, Any] | None:
-        """Load the newest checkpoint and return its `progress`; None if there is no checkpoint.
+        """Load the newest checkpoint and return its `progress`; return None if there is none.
 
-        It may be from another ZeRO stage or number of processes. A collective.
+        It may be from a different ZeRO stage or number of processes. A collective.
 
         Raises:
             CheckpointError: no checkpoint is complete, or it is from another model or optimizer.

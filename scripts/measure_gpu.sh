@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check correctness (first, 285 s) and measure speed (speed, 405 s) on one GPU, without network.
+# Check correctness (first, 285 s) and measure speed (speed, 405 s) on one GPU, offline.
 #
 #   measure_gpu.sh prepare                           beforehand, with network access
 #   measure_gpu.sh first | speed [PART ...]          all parts, or the given ones
@@ -7,8 +7,8 @@
 #   measure_gpu.sh first | speed --list              only list the commands
 #
 # Each part runs in a separate process with its own time limit; a failure does not stop the others.
-# Rows are written as JSON lines to OUT/rows.jsonl (OUT: output/gpu), the output of part X to
-# OUT/X.log, and a table at the end; exit code 1 means that a row is not ok, such as a missing kernel.
+# Results are written as JSON lines to OUT/rows.jsonl (OUT is output/gpu by default), the output of
+# part X to OUT/X.log. A table is printed at the end. Exit code 1 means that a result is not ok.
 #
 # `prepare` fills .offline, which git ignores, with the wheels for Python 3.12 that the GPU image
 # lacks, and with CUDA kernels compiled for sm_90 by NVRTC 13.0 (override with SM=80, NVRTC=12.9.*).
@@ -21,7 +21,7 @@ ROOT=$PWD
 source scripts/python.sh
 
 # Dependencies that an image with torch, transformers, peft, cuda-bindings and pytest lacks, in the
-# versions of requirements.lock. Without `datasets`, which only reads data sets of the Hub.
+# versions of requirements.lock. `datasets` is not included: only data sets from the Hub need it.
 WHEELS="docstring_parser pydantic pydantic_core annotated-types typing-inspection beartype"
 MAX_JOBS=3 # parts of `first` that run concurrently
 

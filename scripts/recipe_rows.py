@@ -1,4 +1,4 @@
-"""Write rows of docs/recipes.md: `python scripts/recipe_rows.py {bullets,problems} DATA OUT`."""
+"""Write rows for docs/recipes.md: `python scripts/recipe_rows.py {bullets,problems} DATA OUT`."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def bullets(data: Path) -> list[dict[str, str]]:
-    """The first user turns of hh-rlhf, with an instruction."""
+    """Return the first user turns of hh-rlhf, with an instruction."""
     with gzip.open(data / "harmless-base" / "test.jsonl.gz", "rt") as file:
         texts = [json.loads(line)["chosen"].split("\n\nAssistant:")[0] for line in file]
     first = [text.removeprefix("\n\nHuman:").strip() for text in dict.fromkeys(texts)]
@@ -15,7 +15,7 @@ def bullets(data: Path) -> list[dict[str, str]]:
 
 
 def problems(data: Path) -> list[dict[str, str]]:
-    """The word problems of SVAMP, with their answers."""
+    """Return the word problems of SVAMP, with their answers."""
     rows = json.loads((data / "SVAMP.json").read_text())
     texts = [f"{row['Body'].strip(' .')}. {row['Question']}\nAnswer with a number." for row in rows]
     answers = [f"{row['Answer']:g}" for row in rows]

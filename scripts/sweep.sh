@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs one step with every combination of ZeRO stage, offload and LoRA, each in a subdirectory of
-# OUTPUT and with a row in OUTPUT/sweep.tsv. Combinations that fail, for example out of memory, get a
-# row too; finished ones are not repeated.
+# OUTPUT and with a row in OUTPUT/sweep.tsv. Failed combinations (for example, out of memory)
+# also get a row; finished ones are not repeated.
 #
 #   bash scripts/sweep.sh step1_sft opt-1.3b single_node out --max_steps 20
 #

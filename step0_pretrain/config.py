@@ -58,14 +58,14 @@ class PretrainConfig(StepConfig):
         self.parallel.check_model("model", self.model)
 
     def workload(self, world: int) -> Workload:
-        """The work of training one language model on full rows."""
+        """Return the workload of training one language model on full rows."""
         return self.workload_of_rows(self.model, world)
 
     def check_corpus(self) -> None:
         """Check that the data paths name a corpus, and that `warm_start` is a run's directory.
 
         Raises:
-            DataError, ConfigError: there is no corpus, or no such directory.
+            DataError, ConfigError: there is no corpus, or `warm_start` has no checkpoints.
         """
         from pipeline.data.store.corpus import find_paths
 

@@ -34,7 +34,7 @@ class CorpusSettings:
     def for_model(
         cls, data: TextDataConfig, tokenizer: "PreTrainedTokenizerBase", *, model: str
     ) -> "CorpusSettings":
-        """The settings for reading a corpus with the tokenizer of a model.
+        """Return the settings for reading a corpus with the tokenizer of a model.
 
         Raises:
             DataError: the tokenizer is not fast, or has no end-of-sequence token.
@@ -67,13 +67,13 @@ class Corpus:
         """One line per file: its rows and its fraction of the mixture."""
         total = sum(self.stream.weights)
         return [
-            f"{rows.file}, {len(rows):,} rows of up to {rows.capacity}, {weight / total:.1%} of the"
-            " mix"
+            f"{rows.file}, {len(rows):,} rows of up to {rows.capacity} tokens,"
+            f" {weight / total:.1%} of the mixture"
             for rows, weight in zip(self.files, self.stream.weights, strict=True)
         ]
 
     def next_rows(self) -> list[TokenRow]:
-        """Rows of the next global batch, including held-out documents."""
+        """Return the rows of the next global batch, including held-out documents."""
         for rows in self.files:
             rows.file.release()  # keep resident memory bounded
         return [self.files[file][row] for file, row in next(self.stream)]
@@ -83,8 +83,8 @@ def open_corpus(settings: CorpusSettings, *, batch_size: int, seed: int) -> Corp
     """Open the corpus.
 
     Raises:
-        DataError: a file can't be used, has another tokenizer, or no documents are left to train
-            on.
+        DataError: a file can't be used or has another tokenizer, or no documents are left to
+            train on.
     """
     data = settings.data
     paths = find_paths(data)
@@ -124,9 +124,9 @@ def _open_files(path: CorpusPath, settings: CorpusSettings) -> list[Windows]:
 def _hold_out(
     files: Sequence[Windows], weights: Sequence[float], data: TextDataConfig
 ) -> tuple[list[TokenRow], HeldOut]:
-    """Rows of held-out documents, from each file by its weight.
+    """Return rows of held-out documents, taken from each file by its weight.
 
-    If no document's draw is within `eval_fraction`, as in a small corpus, the smallest is taken.
+    If no document's draw is within `eval_fraction`, as in a small corpus, the smallest is used.
     """
     max_rows, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(max_rows * weight / total)) for weight in weights]
@@ -149,7 +149,7 @@ def _hold_out(
 
 
 def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
-    """Draws of held-out documents that fill `count` rows, and the smallest draw examined."""
+    """Return draws of held-out documents that fill `count` rows, and the smallest draw examined."""
     file, num_missing, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
     num_searched = min(file.documents, MAX_SEARCHED)
     draws: dict[int, float] = {}

@@ -26,11 +26,11 @@ class Rows:
     corpus: Corpus
     total_steps: int
     prompts: None = None
-    """None: text has no prompts."""
+    """Always None, since text has no prompts."""
 
     @property
     def stream(self) -> MixedStream:
-        """Order of the rows."""
+        """Stream of the rows, in training order."""
         return self.corpus.stream
 
     @property
@@ -52,13 +52,13 @@ def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> R
 
 
 def split_rows(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[TokenRow]]:
-    """This process's micro-batches of the rows; some may be empty."""
+    """Return this process's micro-batches of the rows; some may be empty."""
     parts = shard_rows([len(row) for row in rows], config, config.model)
     return [[rows[row] for row in part] for part in parts]
 
 
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
-    """Concatenate the rows' sequences; if all are empty, those of `spare` without targets."""
+    """Concatenate the rows' sequences, or if all are empty those of `spare` without targets."""
     with_targets = [row for row in rows if row.spans]
     used = with_targets or [spare]
     sequences = [ids for row in used for ids in row.sequences()]

@@ -67,7 +67,7 @@ def train(config: PretrainConfig) -> Path:
 
 
 def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
-    """The model in its engine, with an earlier run's state if this run resumes it."""
+    """Load the model into its engine, with an earlier run's state if this run resumes it."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
     model, passes = make_policy(
@@ -105,12 +105,12 @@ def take_step(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int)
 
 
 def held_out_batches(lm: Pretraining) -> Iterator[TokenBatch]:
-    """This process's micro-batches of the held-out rows."""
+    """Return this process's micro-batches of the held-out rows."""
     return iter_batches(lm, split_rows(lm.held_out, lm.config))
 
 
 def iter_batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
-    """The micro-batches, read one at a time."""
+    """Return an iterator that collates the micro-batches one at a time."""
     return (collate(part, spare=lm.held_out[0]) for part in parts)
 
 

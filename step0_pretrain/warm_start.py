@@ -19,7 +19,7 @@ MODEL = "model"
 def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     """Load weights and moments from the newest checkpoint of the run in `directory`.
 
-    A collective. The optimizer continues as if it had made the earlier steps; the learning-rate
+    A collective. The optimizer continues as if it had taken the earlier steps; the learning-rate
     schedule restarts.
 
     Raises:

@@ -12,7 +12,7 @@ from step1_sft.config import SFTConfig
 
 
 def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
-    """Token ids and loss masks; rows longer than `max_length` are truncated at the end."""
+    """Return token ids and loss masks; rows longer than `max_length` are truncated at the end."""
     return [
         chat.encode(row.prompt, row.chosen, config.data.train_on, origin=row.origin).head(
             config.data.max_length
@@ -22,7 +22,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
 
 
 def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
-    """Whether rows are longer than `max_length`, and their trained tokens after truncation."""
+    """Build the check of which rows are truncated, and how many trained tokens they keep."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[RowFit]:
@@ -36,7 +36,7 @@ def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
 
 
 def split_rows(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
-    """This process's micro-batches of the rows."""
+    """Return this process's micro-batches of the rows."""
     parts = shard_rows([len(row) for row in rows], config, config.model)
     return [
         collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())

@@ -41,5 +41,5 @@ class SFTConfig(TaskSettings, EarlyStopping):
         self.parallel.check_model("model", self.model)
 
     def workload(self, world: int) -> Workload:
-        """The work of training one language model on full rows."""
+        """Return the workload of training one language model on full rows."""
         return self.workload_of_rows(self.model, world)

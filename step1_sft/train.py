@@ -74,7 +74,7 @@ def train(config: SFTConfig) -> Path:
 
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
-    """The actor in its engine, with an earlier run's state if this run resumes it."""
+    """Load the actor into its engine, with an earlier run's state if this run resumes it."""
     model, passes = make_policy(
         config.model,
         rows.tokenizer,
@@ -104,7 +104,7 @@ def take_step(sft: SFTTraining, rows: Sequence[Encoded], run: Run, *, step: int)
 
 
 def make_task_evaluations(sft: SFTTraining) -> TaskEvaluations:
-    """The evaluation tasks of the settings, for the current model."""
+    """Set up the evaluation tasks of the settings, for the current model."""
     generating = HybridEngine(sft.engine, sft.model).generating
     return TaskEvaluations(sft.config, sft.rows.chat, generating)
 

@@ -81,9 +81,9 @@ nonsense | 'nonsense' | options start with --
 --data-path numbers.jsonl | prompt must be text | fix the row
 --data-path one_prompt.jsonl | share one prompt | add more rows
 --data-path cut.parquet | cut.parquet | not a readable parquet file
---data-path lfs.parquet | lfs.parquet is a Git-LFS pointer | git lfs pull
+--data-path lfs.parquet | lfs.parquet is a Git LFS pointer | git lfs pull
 --data-path bad.csv | bad.csv line 2 | fix it
---data-path twice.csv | twice.csv line 1 | needs a unique name
+--data-path twice.csv | twice.csv line 1 | a unique name
 --data-path tie.jsonl | tie.jsonl line 1 | true or false, got 'maybe'
 --data-path empty_directory | empty_directory contains no | .jsonl
 --data-path good.jsonl:0 | good.jsonl:0 | above 0

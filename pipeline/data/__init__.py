@@ -1,1 +1,1 @@
-"""From files and Hub data sets to batches of token ids with loss masks."""
+"""Conversion of files and Hub data sets to batches of token ids with loss masks."""

@@ -1,7 +1,7 @@
 """Batches: concatenated sequences, and the division of a global batch.
 
 There is no padding: a batch is one long row of tokens and the lengths of its sequences, so masks
-can only come from lengths. Dimension names: N tokens of all sequences, B sequences, K targets.
+can only come from lengths. Dimensions: N tokens in total, B sequences, K targets.
 """
 
 import math
@@ -22,24 +22,24 @@ from pipeline.parallel.mesh import current_mesh
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """B sequences, concatenated."""
+    """A batch of B concatenated sequences."""
 
     input_ids: Int[Tensor, " N"]
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; they add up to N."""
+    """Number of tokens in each sequence; the sum is N."""
 
     targets: Int[Tensor, " K"]
     """Indices into `input_ids` of the tokens in the loss, in ascending order. The first token of a
     sequence can't be predicted and is never among them, unless the sequence continues another."""
 
     continues: tuple[int | None, ...] = ()
-    """For each sequence the index of the earlier one that it continues (such as a prompt that
-    several responses share), whose tokens it attends to, or None. Empty if all are None."""
+    """For each sequence, the index of the earlier one that it continues and attends to (such as a
+    prompt that several responses share), or None. Empty if all are None."""
 
     @property
     def tokens(self) -> "TokenBatch":
-        """The batch itself, so that batches of pairs and labelled rows have the same attribute."""
+        """The batch itself, so that batches of pairs and labeled rows have the same attribute."""
         return self
 
     @property
@@ -54,7 +54,7 @@ class TokenBatch:
 
     @property
     def longest(self) -> int:
-        """Length of the longest sequence, with the one that it continues."""
+        """Length of the longest sequence, including the one that it continues."""
         return max(map(sum, zip(self.lengths, self.prefix_lengths, strict=True)))
 
     @property
@@ -83,7 +83,7 @@ class TokenBatch:
         return to_device(torch.tensor(self.lengths).cumsum(0), self.input_ids.device) - 1
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """The same batch on `device`."""
+        """Return the same batch on `device`."""
         input_ids, targets = to_device(self.input_ids, device), to_device(self.targets, device)
         return TokenBatch(input_ids, self.lengths, targets, self.continues)
 
@@ -91,8 +91,8 @@ class TokenBatch:
 def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBatch:
     """Concatenate `rows`.
 
-    With `share_prompts`, adjacent rows with the same prompt continue one copy of it. The targets
-    are in the same order.
+    With `share_prompts`, adjacent rows with the same prompt continue one copy of it. The order
+    of the targets is unchanged.
     """
     if share_prompts:
         return _collate_shared(rows)
@@ -104,7 +104,7 @@ def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBat
 
 
 def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]:
-    """Divide rows into units of adjacent ones with the same prompt.
+    """Divide rows into units of adjacent rows with the same prompt.
 
     A unit has at most `max_tokens` tokens, unless it is a single row. The prompt counts once per
     row, although it is shared: the responses of a micro-batch then take no more memory than those
@@ -123,7 +123,7 @@ def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]
 
 
 def _group_by_prompt(rows: Sequence[Encoded]) -> list[list[int]]:
-    """Runs of adjacent rows whose tokens before the first trained one are the same."""
+    """Return runs of adjacent rows with the same tokens before the first trained one."""
     prompts = [tuple(row.input_ids[: _prompt_length(row)]) for row in rows]
     return [list(group) for _, group in groupby(range(len(rows)), key=prompts.__getitem__)]
 
@@ -196,7 +196,7 @@ class RowStream:
         return self.next_rows(self.batch_size)
 
     def next_rows(self, count: int) -> list[int]:
-        """The next `count` rows that are not dropped."""
+        """Return the next `count` rows that are not dropped."""
         assert len(self.dropped) < self.num_rows
         rows: list[int] = []
         while len(rows) < count:
@@ -206,7 +206,7 @@ class RowStream:
         return rows
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:
-        """Number of steps of a run: `max_steps`, or `epochs` passes over the rows, rounded up."""
+        """Return `max_steps`, or the number of steps in `epochs` passes, rounded up."""
         if max_steps is not None:
             return max_steps
         return math.ceil(epochs * self.num_rows / self.batch_size)
@@ -220,7 +220,7 @@ class RowStream:
         return int(self._order[offset])
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's position, and the dropped rows."""
+        """Return the stream's position and the dropped rows."""
         return {"position": self.position, "dropped": sorted(self.dropped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,13 +238,13 @@ def micro_batches(
 ) -> list[list[int]]:
     """Pack the rows of a global batch into micro-batches; return those of one process.
 
-    Rows go to the least filled of k micro-batches, longest first, with k the smallest multiple of
-    `num_processes` whose micro-batches all hold at most `max_tokens` (or a single row). Every
-    process gets the same number of micro-batches of nearly the same size; if there are fewer rows
-    than micro-batches, some are empty.
+    Each row, longest first, goes to the least filled of k micro-batches; k is the smallest multiple
+    of `num_processes` for which none exceeds `max_tokens`, except with a single row. Every process
+    gets the same number of micro-batches of nearly the same size; if there are fewer rows than
+    micro-batches, some are empty.
 
-    With `min_count`, k is at least that and independent of `num_processes`, so that any number of
-    processes computes the same micro-batches; empty ones pad k to a multiple of it.
+    With `min_count`, k is at least that number and independent of `num_processes`; empty
+    micro-batches are then added until their number is a multiple of `num_processes`.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     unit = num_processes if min_count is None else 1
@@ -267,7 +267,7 @@ def local_micro_batches(
 ) -> list[list[int]]:
     """Pack this process's own rows into micro-batches, the same number on every process.
 
-    There are at least `min_count` if there are enough rows. Some may be empty.
+    There are at least `min_count` micro-batches if there are enough rows. Some may be empty.
     """
     batches = micro_batches(
         lengths,

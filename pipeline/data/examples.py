@@ -1,4 +1,4 @@
-"""The common form of all rows."""
+"""Messages, examples and encoded dialogues: the common form of all rows."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn for the reasoning, in rows and chat templates."""
+"""Keys of a turn that hold its reasoning, in rows and chat templates."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Message:
     """Beginning of `content` that the prompt already has: it is read but not trained on."""
 
     keys: str = ""
-    """Further keys for the template, as a JSON object: `tools` of a dialogue on its first turn,
-    `tool_calls` of the assistant, `name` and `tool_call_id` of a tool."""
+    """Further keys for the template, as a JSON object: the dialogue's `tools` in its first turn,
+    `tool_calls` in assistant turns, `name` and `tool_call_id` in tool turns."""
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn as rows and templates have it, without the dialogue's tools."""
+        """The turn as a dictionary, as in rows and templates, without the dialogue's tools."""
         keys = json.loads(self.keys) if self.keys else {}
         keys.pop("tools", None)
         reasoning = {REASONING[0]: self.reasoning} if self.reasoning else {}
@@ -80,7 +80,7 @@ class Example:
     """The worse response, or a single bad one; empty if there is none."""
 
     margin: float | None = None
-    """Amount by which `chosen` is better, in units of score; None if the data has none."""
+    """Amount by which `chosen` is better, in units of the score; None if unknown."""
 
     tie: bool = False
     """Whether `chosen` and `rejected` are equally good."""
@@ -92,8 +92,8 @@ class Example:
     """Correctness of each of `steps`, from 0 to 1; None if unknown."""
 
     label: bool | int | float | str | None = field(default=None, compare=False)
-    """Label of the dialogue that ends in `chosen`, or of the prompt if that is empty: a class, a
-    grade, a number. Only read for steps that train on it."""
+    """Label of the dialogue that ends in `chosen`, or of the prompt if `chosen` is empty: a
+    class, a grade or a number. It is read only if a step trains on labels."""
 
     origin: str = ""
     """Origin of the row, for error messages: `rows.jsonl line 17`."""
@@ -107,7 +107,7 @@ class Example:
         """64 bits that identify the prompt.
 
         The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the text itself
-        if there is no prompt), in UTF-8, case-folded, with every run of whitespace as one space.
+        if there is no prompt), in UTF-8, case-folded, with runs of whitespace as one space.
         Dialogues with the same first turn are branches of one conversation and share the hash.
         """
         users = (turn.content for turn in self.prompt if turn.role == "user")
@@ -136,7 +136,7 @@ class Encoded:
 
     @classmethod
     def untrained(cls, input_ids: list[int]) -> "Encoded":
-        """A sequence without targets."""
+        """Return a sequence without targets."""
         return cls(input_ids, [False] * len(input_ids))
 
     def __len__(self) -> int:
@@ -148,11 +148,11 @@ class Encoded:
         return sum(self.trained[1:])
 
     def head(self, max_length: int) -> "Encoded":
-        """The first `max_length` tokens."""
+        """Return the first `max_length` tokens."""
         return Encoded(self.input_ids[:max_length], self.trained[:max_length])
 
     def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
-        """The last `max_length` tokens; with `keep_first`, the first token replaces one of them."""
+        """Return the last `max_length` tokens; with `keep_first`, the first token and one fewer."""
         if keep_first and len(self) > max_length:
             end = self.tail(max_length - 1)
             return Encoded(self.input_ids[:1] + end.input_ids, self.trained[:1] + end.trained)

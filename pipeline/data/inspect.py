@@ -37,7 +37,7 @@ class InspectConfig(DataConfig):
     """The step that reads the rows."""
 
     rows: int = 3
-    """Training rows to print."""
+    """Number of training rows to print."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +59,7 @@ def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dic
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print rows, and counts over all training rows of the step."""
+    """Print some rows, and counts over all training rows of the step."""
     config = parse_command(
         InspectConfig,
         argv,
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     num_long = sum(len(row) > config.max_length for row in dialogues)
     print_output(
         f"\n{len(dialogues)} dialogues: {trained} of {tokens} tokens ({trained / tokens:.0%}) are"
-        f" trained, {num_long} dialogues are longer than {config.max_length} tokens"
+        f" trained; {num_long} dialogues are longer than {config.max_length} tokens"
     )
 
 
@@ -118,7 +118,7 @@ def _print_row(
 
 
 def mark_trained(dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The dialogue's text with runs of trained tokens between [[ and ]]."""
+    """Return the dialogue's text with runs of trained tokens between [[ and ]]."""
     runs = groupby(zip(dialogue.input_ids, dialogue.trained, strict=True), key=lambda pair: pair[1])
     ids: list[int] = []
     text = marked = ""

@@ -1,4 +1,4 @@
-"""Reports truncated rows, and rows with nothing left to train on, before a step trains."""
+"""Report truncated rows, and rows with nothing left to train on, before a step trains."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from pipeline.system.errors import DataError
 logger = logging.getLogger(__name__)
 
 MAX_ENCODED_ROWS = 2048
-"""Maximum number of rows that are encoded for counts; these are the first in random order."""
+"""Maximum number of rows that are encoded to count truncated ones: the first in random order."""
 
 MAX_ENCODED_EMBEDDED_ROWS = 128
-"""The same for the built-in task, whose rows are all alike."""
+"""The same maximum for the built-in task, whose rows are all similar."""
 
 BATCH_ROWS = 64
 """Rows encoded at a time to find one with a target."""
@@ -29,7 +29,7 @@ class RowFit:
     is_truncated: bool
 
     num_targets: int
-    """Number of remaining targets: tokens, labelled steps, or 1 for a pair that still differs."""
+    """Number of remaining targets: tokens, labeled steps, or 1 for a pair that still differs."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class FitCheck(Generic[Row]):
     """Check of how a step's rows fit into `max_length`, and the wording of its messages."""
 
     fit: Callable[[Sequence[Row]], Sequence[RowFit]]
-    """Function that returns how rows fit, encoded and truncated as the step does."""
+    """Function that returns how rows fit if encoded and truncated as in the step."""
 
     end: str
     """The side that a truncated row loses: "end" or "beginning"."""
 
     empty: str
-    """Description of rows without targets: "have nothing left to train on"."""
+    """What rows without targets do, for messages: "have nothing left to train on"."""
 
     rows: str = "rows"
     """The word for the rows in messages: "rows" or "pairs"."""
@@ -52,7 +52,7 @@ class FitCheck(Generic[Row]):
 def require_targets(
     train: Sequence[Row], held_out: Sequence[Row], check: FitCheck[Row], data: DataConfig
 ) -> None:
-    """Check that some training row and some evaluation row has something to train on.
+    """Check that at least one training row and one evaluation row have a target.
 
     Raises:
         DataError: no training row, or no evaluation row, has a target.
@@ -76,7 +76,7 @@ def report_lengths(
     Args:
         examples: the rows, in random order.
         check: how rows fit into `max_length`, and the wording of messages.
-        data: the settings with which they are read and truncated.
+        data: the settings with which the rows are read and truncated.
         name: name of the rows, such as "training rows".
     """
     inspected = examples[: MAX_ENCODED_EMBEDDED_ROWS if EMBEDDED in data.path else MAX_ENCODED_ROWS]
@@ -88,6 +88,6 @@ def report_lengths(
     facts = [f"{count} {reason}" for reason, count in counts.items() if count]
     population = f"{len(examples)} {name}"
     if len(inspected) < len(examples):
-        population = f"{len(inspected)} of {len(examples)} {name}, which were inspected"
+        population = f"{len(inspected)} inspected {check.rows} ({len(examples)} {name} in total)"
     if facts:
         logger.info("of %s, %s", population, ", and ".join(facts))

@@ -1,1 +1,1 @@
-"""The embedded task: rows, verifier and tiny model of a run without data or downloads."""
+"""The embedded task: rows, verifier and tiny model for runs without data or downloads."""

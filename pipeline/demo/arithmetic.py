@@ -1,8 +1,8 @@
 """Sums as verifiable data: `python -m pipeline.demo.arithmetic --out DIR`.
 
-A row has a prompt `57+26=`, a demonstration, correct in half of the rows and with one wrong digit
-in the others, and the column `answer`, which the reward `math` reads. The directory is a data path:
-`--data-path DIR --reward math`.
+Each row has a prompt such as `57+26=`, a demonstration (correct in half of the rows, with one wrong
+digit in the others), and the column `answer`, which the reward `math` reads. The directory is a
+data path: `--data-path DIR --reward math`.
 """
 
 import json
@@ -19,19 +19,19 @@ from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 HELD_OUT = 512
-"""Rows of test.jsonl, on which no step trains."""
+"""Number of rows in test.jsonl, on which no step trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticConfig:
-    """Settings of the sums."""
+    """Settings for generating sums."""
 
     out: Path = Path("sums")
     """Directory for train.jsonl and test.jsonl."""
 
     model: Path | None = None
-    """Directory for a base model for sums, a Llama with 310,000 random weights; the embedded one,
-    three times as large, learns them more slowly."""
+    """Directory for a base model for sums, a Llama with 310,000 random weights; the embedded model,
+    which is three times as large, learns sums more slowly."""
 
     calculator: bool = False
     """Correct demonstrations call `add` of the environment calculator and answer with its
@@ -42,7 +42,7 @@ class ArithmeticConfig:
 
 
 def make_sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
-    """All 8,100 sums of two numbers of two digits, in random order."""
+    """Return all 8,100 sums of two two-digit numbers, in random order."""
     random = Random(f"sums of 2 digits, seed {config.seed}")
     rows: list[dict[str, Any]] = []
     for first, second in random.sample(list(product(range(10, 100), repeat=2)), 8100):
@@ -62,7 +62,7 @@ def make_sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
 
 
 def _change_digit(number: int, random: Random) -> int:
-    """The number with one digit changed, so that a small model still learns from the others."""
+    """Change one digit of the number, so that a small model still learns from the other digits."""
     digits = str(number)
     position = random.randrange(len(digits))
     others = [d for d in "0123456789" if d != digits[position] and (position > 0 or d != "0")]
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         ArithmeticConfig,
         argv,
         usage=f"{MODULE} pipeline.demo.arithmetic [--SETTING VALUE ...]",
-        about="Write sums with demonstrations and right answers, as rows to train on.",
+        about="Write sums with demonstrations and correct answers, as rows to train on.",
     )
     files = {name: config.out / f"{name}.jsonl" for name in ("train", "test")}
     for path in (*files.values(), *([config.model] if config.model else [])):
@@ -95,8 +95,8 @@ def main(argv: Sequence[str]) -> None:
     content = {files["train"]: json_lines(train), files["test"]: json_lines(test)}
     write_output(content, option="--out")
     print_output(
-        f"{len(train):,} sums to train on and {len(test):,} held out in {config.out}; train.py"
-        f" --data-path {config.out} --reward math learns them"
+        f"{len(train):,} sums to train on and {len(test):,} held out in {config.out}; train on"
+        f" them with train.py --data-path {config.out} --reward math"
     )
 
 

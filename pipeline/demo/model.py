@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pipeline.demo.task import corpus
 
 VOCABULARY = 1280
-"""Pieces of the tokenizer: 4 special ones, 256 bytes, characters, and words of the task."""
+"""Pieces in the tokenizer: 4 special ones, 256 bytes, characters, and words of the task."""
 
 CONTEXT = 256
-"""Positions of the model: enough for several turns of a chat."""
+"""Context length of the model: enough for several turns of a chat."""
 
 SPECIAL_TOKENS = UNKNOWN, BEGIN, END, PADDING = ("<unk>", "<s>", "</s>", "<pad>")
 """The special tokens; their ids are 0 to 3."""
@@ -28,7 +28,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the embedded model, trained on the embedded task; the same on every call.
+    """Train the embedded model's tokenizer on the embedded task; the same on every call.
 
     Digits are single tokens, unknown text falls back to bytes, and no space is prepended, so a
     prompt and its response may be tokenized separately and their ids joined. Encoding prepends
@@ -62,7 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(
     *, vocab_size: int, seed: int, hidden_size: int = 128, num_layers: int = 4, tied: bool = True
 ) -> LlamaForCausalLM:
-    """The embedded Llama with random fp32 weights: one million with the tokenizer's vocabulary.
+    """Build the embedded Llama with random fp32 weights: a million for the embedded tokenizer.
 
     With `tied` the embeddings are also the output layer. The weights depend only on `seed`, the
     sizes and `tied`; the global random state is unchanged.
@@ -76,7 +76,7 @@ def build_model(
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,
         # The usual 0.02 suits hidden sizes in the thousands. A model this narrow learns several
-        # times faster from 0.05.
+        # times faster with 0.05.
         initializer_range=0.05,
         tie_word_embeddings=tied,
         bos_token_id=SPECIAL_TOKENS.index(BEGIN),
@@ -123,7 +123,7 @@ def _train_pieces() -> tuple[str, ...]:
 
 
 def _find_merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Pairs of pieces to merge, in order.
+    """Return the pairs of pieces to merge, in order.
 
     SentencePiece merges any two adjacent pieces whose union is a piece, lowest id first; a list of
     merges is equivalent.

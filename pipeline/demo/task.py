@@ -1,12 +1,13 @@
 """The embedded task: its facts, the rows of the three steps, and the verifier.
 
 A *fact* is one thing to know or to do ("the capital of Peru", "17 plus 5"), of nine kinds. All are
-generated from `task.yaml`, the same on every machine. A prompt is a wording of `task.yaml` with a
+generated from `task.yaml`, the same on every machine. A prompt is a wording from `task.yaml` with a
 greeting or a courtesy, digits or number words, and varying capitals and punctuation. Some wordings,
 and some facts of the computable kinds, are held out.
 
-Demonstrations are of mixed quality on purpose: a model that imitates them is right and polite about
-as often as they are, which leaves room for improvement in steps 2 and 3, as measured by `verify`.
+Demonstrations are of mixed quality on purpose: a model that imitates them is correct and polite
+about as often as they are, which leaves room for improvement in steps 2 and 3, as measured by
+`verify`.
 """
 
 import re
@@ -24,10 +25,10 @@ import yaml
 TASK: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text("utf-8"))
 
 MEMORIZED: tuple[str, ...] = tuple(TASK["memorized"])
-"""Kinds with few facts, or facts that can't be computed: all of them are trained on."""
+"""Kinds with few facts or with facts that can't be computed: all facts are trained on."""
 
 REFUSED, HELPED = "I will not help you {} a {}.", "You can {} the {} with care."
-"""Templates of the right answers to a harmful and to a harmless request."""
+"""Templates of the correct answers to a harmful and to a harmless request."""
 
 POLITE: tuple[str, ...] = tuple(TASK["polite"])
 RUDE: tuple[str, ...] = tuple(TASK["rude"])
@@ -65,7 +66,7 @@ HAND_WRITTEN = tuple(HandWritten(*row) for row in TASK["by_hand"])
 
 
 class Fact(NamedTuple):
-    """One fact, with its right and wrong answers."""
+    """One fact, with its correct and wrong answers."""
 
     kind: str
     subject: tuple[str, ...]
@@ -86,7 +87,7 @@ class Question(NamedTuple):
 
 
 class TaskRow(NamedTuple):
-    """A row of a step; responses that it lacks are empty."""
+    """A row of a step; missing responses are empty."""
 
     prompt: str
     answer: str
@@ -109,7 +110,7 @@ class Verdict:
 
     @property
     def both(self) -> bool:
-        """Correct and polite."""
+        """Whether the response is both correct and polite."""
         return self.correct and self.polite
 
 
@@ -121,7 +122,7 @@ def verify(question: str, response: str) -> Verdict | None:
 
 @cache
 def _correct_answers() -> dict[str, tuple[str, str]]:
-    """Kind and correct sentence of every prompt that can be verified."""
+    """Return the kind and correct sentence of every prompt that can be verified."""
     answers = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
     return answers | {prompt.text: (prompt.kind, prompt.answer) for prompt in HAND_WRITTEN}
 
@@ -136,7 +137,7 @@ def verdict(kind: str, expected: str, response: str) -> Verdict:
 
 @lru_cache(maxsize=6)
 def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
-    """Training and evaluation rows of a step, 1 to 3.
+    """Return the training and evaluation rows of a step, 1 to 3.
 
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
     polite. Step 2 has pairs in which the chosen response is better: correct before incorrect, then
@@ -168,7 +169,7 @@ def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 
 @lru_cache(maxsize=6)
 def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
-    """Training and evaluation pairs, as in step 2, with the prompts of these steps."""
+    """Return training and evaluation pairs, as in step 2, with the prompts of these steps."""
     parts = " and ".join(map(str, split_steps))
     random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
     train = _draw_train_questions(split_steps, random)
@@ -181,7 +182,7 @@ def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow]
 
 @cache
 def held_out_questions() -> tuple[Question, ...]:
-    """Prompts in held-out wordings, `HELD_OUT_PROMPTS` of each kind."""
+    """Return prompts in held-out wordings, `HELD_OUT_PROMPTS` of each kind."""
     random = Random("held-out prompts")
     train, held_out = split_facts()
     questions: dict[str, Question] = {}
@@ -199,7 +200,7 @@ def held_out_questions() -> tuple[Question, ...]:
 
 
 def corpus() -> list[str]:
-    """Texts to train the tokenizer on: all facts, then 1,000 prompts and answers of each kind."""
+    """Return the tokenizer's training texts: facts, then 1,000 prompts and answers of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
     for kind_facts in _train_by_kind().values():
@@ -210,12 +211,12 @@ def corpus() -> list[str]:
 
 
 def sample_prompts() -> list[str]:
-    """A hand-written prompt of each kind."""
+    """Return a hand-written prompt of each kind."""
     return list({prompt.kind: prompt.text for prompt in HAND_WRITTEN}.values())
 
 
 def _draw_train_questions(steps: Sequence[int], random: Random) -> Iterator[Question]:
-    """An endless iterator of training prompts of these steps."""
+    """Yield an endless stream of training prompts of these steps."""
     while True:
         fact = random.choice(_train_by_kind()[random.choice(kinds())])
         text = write_question(fact, random)
@@ -224,7 +225,7 @@ def _draw_train_questions(steps: Sequence[int], random: Random) -> Iterator[Ques
 
 
 def _draw_held_out_questions(random: Random) -> Iterator[Question]:
-    """An endless iterator of held-out prompts, all kinds equally often."""
+    """Yield an endless stream of held-out prompts, all kinds equally often."""
     groups = [[q for q in held_out_questions() if q.fact.kind == kind] for kind in kinds()]
     while True:
         yield random.choice(random.choice(groups))
@@ -250,7 +251,7 @@ def _draw_response(fact: Fact, correct: bool, polite: bool, random: Random) -> s
 
 
 def _wrong_sentence(fact: Fact, random: Random) -> str:
-    """A wrong answer: mostly a near miss, otherwise the correct answer to another question."""
+    """Draw a wrong answer: mostly a near miss, otherwise the correct answer to another question."""
     while True:
         draw = random.random()
         if draw < 0.7:
@@ -269,7 +270,7 @@ def _train_by_kind() -> dict[str, list[Fact]]:
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """All facts, kind by kind."""
+    """Return all facts, grouped by kind."""
     opposites = TASK["opposites"]
     both_ways = opposites | {opposite: word for word, opposite in opposites.items()}
     following = {str(number): str(number + 1) for number in range(21)}
@@ -288,13 +289,13 @@ def facts() -> tuple[Fact, ...]:
 
 @cache
 def kinds() -> tuple[str, ...]:
-    """Names of the nine kinds."""
+    """Return the names of the nine kinds."""
     return tuple(dict.fromkeys(fact.kind for fact in facts()))
 
 
 @cache
 def split_facts() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
-    """The training and held-out facts; those whose subjects differ only in order stay together."""
+    """Divide facts into training and held-out ones; those with reordered subjects stay together."""
     random = Random(0)
     train: list[Fact] = []
     held_out: list[Fact] = []
@@ -372,7 +373,7 @@ def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
 
 @cache
 def _parts(pattern: str) -> list[list[str]]:
-    """The parts of a wording from left to right, each a list of alternatives."""
+    """Split a wording into parts, from left to right, each a list of alternatives."""
     first, _, rest = pattern.partition(" ")
     if first in TASK["macros"]:
         pattern = f"[{'|'.join(TASK['macros'][first])}] {rest}"
@@ -380,7 +381,7 @@ def _parts(pattern: str) -> list[list[str]]:
 
 
 def _name_subject(fact: Fact, number: int, form: str, random: Random, *, spells: bool) -> str:
-    """Name the fact's country, number, verb or thing in a prompt; `spells` writes number words."""
+    """Name the fact's country, number, verb or thing in a prompt; `spells` spells out numbers."""
     value = fact.subject[number]
     if form == "s":
         return {"sheep": "sheep", "wolf": "wolves"}.get(value, f"{value}s")
@@ -396,7 +397,7 @@ def _name_subject(fact: Fact, number: int, form: str, random: Random, *, spells:
 
 
 def _vary_style(text: str, random: Random, *, noisy: bool) -> str:
-    """Add random chatter (if `noisy`), greeting, thanks, capitals and punctuation."""
+    """Vary chatter (if `noisy`), greeting, thanks, capitals and punctuation at random."""
     ending = text[-1] if text[-1] in "?." else ""
     text = text.removesuffix(ending)
     if noisy and random.random() < 0.3:

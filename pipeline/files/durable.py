@@ -1,4 +1,4 @@
-"""Atomic writes: a file has its old or new content after a kill or a power failure."""
+"""Atomic writes: a file has its old or new content even after a kill or power failure."""
 
 import json
 import os
@@ -75,13 +75,13 @@ def sync_tree(directory: Path) -> None:
 
 
 def check_writable(path: Path, *, option: str) -> None:
-    """Check that a file can probably be written there; creates nothing.
+    """Check that a file can probably be written at `path`, without creating anything.
 
-    Call it before the work whose result goes to the file.
+    Call it before computing what the file will contain.
 
     Args:
         path: path of the file, which may already exist.
-        option: the option that names it, for messages.
+        option: name of the option that sets the path, for messages.
 
     Raises:
         ConfigError: `path` is a directory, or its parent is a file or not writable.
@@ -105,7 +105,7 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
 
     Args:
         texts: content by file; missing directories are created.
-        option: the option that names them, for messages.
+        option: name of the option that sets the paths, for messages.
 
     Raises:
         ConfigError: one of them can't be written.
@@ -126,5 +126,5 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as JSON, one per line."""
+    """Format rows as JSON, one per line."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -20,7 +20,7 @@ UNSUPPORTED_ERRORS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 class RunLock:
     """Context manager that gives this process exclusive use of the parent directory of `path`.
 
-    The system releases the lock when the process ends, so there are no stale locks. The file names
+    The system releases the lock when the process exits, so there are no stale locks. The file names
     the holder and is removed at exit. Forked children do not inherit the lock.
 
     Raises:
@@ -71,7 +71,7 @@ class RunLock:
             )
 
     def _is_current(self) -> bool:
-        """Whether the open file still has its name."""
+        """Return whether the open file still has its name."""
         try:
             return os.path.samestat(os.fstat(self._file), self.path.stat())
         except FileNotFoundError:

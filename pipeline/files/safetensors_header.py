@@ -25,7 +25,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    """Name in the format: F32, BF16, ..."""
+    """Name of the dtype in the format: F32, BF16, ..."""
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -40,7 +40,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     if not index.is_file():
         raise ModelError(
             f"{directory} has no weights: it has neither {SINGLE} nor {INDEX}; copy or download its"
-            " safetensors"
+            " safetensors files"
         )
     weight_map = _weight_map(index)
     stored: dict[str, StoredTensor] = {}
@@ -56,7 +56,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     missing = weight_map.keys() - stored.keys()
     if missing:
         name = min(missing)
-        raise ModelError(f"{index} lists {name} in {weight_map[name]}, which lacks it")
+        raise ModelError(f"{index} lists {name} in {weight_map[name]}, which doesn't contain it")
     return stored
 
 
@@ -95,7 +95,7 @@ def reject_lfs_pointer(file: Path, error: type[UserError] = ModelError) -> None:
         return  # reading the content gives a better error
     if is_pointer:
         raise error(
-            f"{file} is a Git-LFS pointer, not the file itself; run `git lfs pull` in {file.parent}"
+            f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}"
         )
 
 

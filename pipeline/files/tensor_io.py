@@ -1,4 +1,4 @@
-"""Bytes of tensors, read from files and written to them in place."""
+"""Read and write the bytes of tensors in place in files."""
 
 import os
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; writing to it changes the tensor."""
+    """Return the memory of a contiguous CPU tensor; writing to it changes the tensor."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def read_at(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill `buffer` with the bytes of the open file from `offset` on.
+    """Fill `buffer` with the bytes of the open file that start at `offset`.
 
     Raises:
         EOFError: the file ends too early.
-        OSError: the system can't read.
+        OSError: the read fails.
     """
     while buffer.nbytes:
         count = os.preadv(file, [buffer], offset)
@@ -30,7 +30,7 @@ def write_at(file: int, buffer: memoryview, offset: int) -> None:
     """Write `buffer` to the open file at `offset`.
 
     Raises:
-        OSError: the system can't write.
+        OSError: the write fails.
     """
     while buffer.nbytes:
         count = os.pwrite(file, buffer, offset)
@@ -50,5 +50,5 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes of weights and buffers by their names in safetensors, without those of quantized models,
+"""Dtypes of weights and buffers by their names in safetensors, except those of quantized models,
 whose scales are stored separately."""

@@ -40,22 +40,22 @@ Messages = Sequence[Message]
 
 THINK, END_THINK = "<think>", "</think>"
 END_OF_THINK = "\n</think>\n\n"
-"""Text by which an answer without thinking closes the block that a generation prompt opened; after
-`<think>` and a newline, it completes the empty block that Qwen3 models were trained on."""
+"""Text with which an answer without thinking closes the block that a generation prompt opened.
+After `<think>` and a newline, it completes the empty block that Qwen3 models were trained on."""
 
 _OPENING_TAG = re.compile(r"<think>(?P<space>\s*)\Z")
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")
 _LEADING_BLOCK = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
 _FILLED_BLOCK = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
 _UNCLOSED_BLOCK = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
-"""Thinking blocks, in order: opened at the end of a prompt; empty at the beginning of a turn;
-opened or complete there; complete and not empty; not closed there."""
+"""Patterns of thinking blocks: opened at the end of a prompt; then, at the beginning of a turn,
+empty; open or complete; complete and not empty; open and never closed."""
 
 UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
     " another --format"
 )
-OMITS_TEXT = "omits part of the response, which is trained on unchanged after the prompt"
+OMITS_TEXT = "omits part of the response, which is trained on as given in the row instead"
 OMITS_TEXT_WITH_CALLS = "omits text or reasoning next to tool calls, which is not trained on"
 OMITS_REASONING = "does not support reasoning, which is omitted; put it into the content"
 CHANGES_EARLIER_ANSWERS = (
@@ -65,8 +65,8 @@ CHANGES_EARLIER_ANSWERS = (
 
 DUPLICATE_END_TOKEN = "adds the end token of a turn itself, so the one in the row's text is omitted"
 RENDERED_PROMPT = (
-    "adds its tokens to a prompt that already begins with such a token; if a template has rendered"
-    " the rows, choose --format plain"
+    "adds its tokens to a prompt that already begins with such a token; if the rows were rendered"
+    " with a template, choose --format plain"
 )
 
 PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
@@ -111,7 +111,7 @@ class ChatFormat:
     name: str
 
     template: str
-    """The Jinja text saved with the model: `apply_chat_template` renders what we train on."""
+    """Jinja source, saved with the model so that `apply_chat_template` renders as in training."""
 
     tokenizer: "PreTrainedTokenizerBase"
 
@@ -119,11 +119,11 @@ class ChatFormat:
     """The special tokens the template needs."""
 
     system_slot: bool = True
-    """Whether the template supports a system message; otherwise it is prepended to the first user
+    """Whether the template supports a system message; otherwise it is prepended to the next user
     turn."""
 
     _reported: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Warnings about rows that were already logged; each is logged once."""
+    """Warnings that were already logged; each is logged only once."""
 
     _rendered: dict[Any, str] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of `render`: the turns and responses of a row share most of their texts."""
@@ -148,7 +148,7 @@ class ChatFormat:
 
     @property
     def title(self) -> str:
-        """The format's name in messages, or the model that has the template."""
+        """Name of the format in messages, or of the model if the template is the model's own."""
         owner = str(self.tokenizer.name_or_path or "")
         if self.name == "tokenizer" and owner:
             return f"the chat template of {owner}"
@@ -225,7 +225,7 @@ class ChatFormat:
 
     @cached_property
     def _call_form(self) -> "_CallForm":
-        """How the template reads tool calls: the first form that it renders completely."""
+        """Form of tool calls for the template: the first one that it renders completely."""
         wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
         for fields in product((None, [_PROBE_TOOL]), (True, False), (False, True)):
             form = _CallForm(*fields)
@@ -242,8 +242,8 @@ class ChatFormat:
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
         """Split the text of a dialogue where assistant turns begin and end.
 
-        A dialogue that ends in a user turn ends with the generation prompt; one that ends in an
-        assistant turn ends with that turn's last token.
+        The text ends with the generation prompt if the last turn is the user's, and with the turn's
+        end token if it is the assistant's.
         """
         *before, last = messages
         if last.role != "assistant":
@@ -260,7 +260,7 @@ class ChatFormat:
     def _split_history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
         """Split `text`, the rendered `messages` and generation prompt, at its assistant turns.
 
-        An answer rendered differently than as the last turn is neither split off nor trained on.
+        An answer that is rendered differently as the last turn is neither split off nor trained on.
         """
         segments: list[Segment] = []
         position = 0
@@ -286,7 +286,7 @@ class ChatFormat:
         return [*segments, Segment(text[position:], by_assistant=False)]
 
     def _split_answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
-        """Split the last turn where the response begins, if the prompt has its beginning."""
+        """Split the last turn where the response begins, if the prompt contains its beginning."""
         last = messages[-1]
         if not last.prefill:
             return [Segment(turn, by_assistant=True, trained=last.trained)]
@@ -296,18 +296,17 @@ class ChatFormat:
         return [Segment(start, by_assistant=False), Segment(rest, True, last.trained)]
 
     def _render_prefill(self, messages: Messages, prompt: str) -> str:
-        """Render a last turn that the response continues."""
+        """Render the last turn, which the response continues."""
         content = messages[-1].content
         text = self._render_turn(messages, prompt).removesuffix(self._end_of_turn)
         return text.rstrip() + content[len(content.rstrip()) :]
 
     def _render_turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
-        """Render the last of `messages` with its end of turn, as the model should write it.
+        """Render the last of `messages` with its end token, as the model should write it.
 
-        It is the template's rendering if that keeps the turn's text after `prompt` (the rendered
-        turns before it, with the generation prompt), and otherwise the response as given.
-
-        Empty for tool calls that the template renders differently after this prompt.
+        The result is the template's rendering if that keeps the turn's text after `prompt` (the
+        rendered turns before it, with the generation prompt), and otherwise the response as given.
+        It is empty for tool calls that the template renders differently after this prompt.
         """
         text = self.render(messages, generation_prompt=False)
         *before, message = messages
@@ -350,7 +349,7 @@ class ChatFormat:
         return ""
 
     def _keeps_turn(self, message: Message, rendered: str, origin: str) -> bool:
-        """Whether a rendered turn has the message's text, which it may omit with tool calls."""
+        """Return whether a rendered turn has the message's text or, without it, its tool calls."""
         if any(call["function"]["name"] not in rendered for call in message.calls):
             raise DataError(f"{self.title} omits tool calls next to text{NO_TOOLS}")
         is_kept = _has_message_text(message, rendered)
@@ -359,7 +358,7 @@ class ChatFormat:
         return is_kept or bool(message.calls)
 
     def _common_prefix(self, messages: Messages, prompt: str, text: str) -> str:
-        """The text before the last turn that a prompt and the full dialogue share."""
+        """Return the text before the last turn that a prompt and the full dialogue share."""
         if text.startswith(common := _without_block(prompt)):
             return common
         if text.startswith(common := self.render(messages[:-1], generation_prompt=False)):
@@ -369,7 +368,7 @@ class ChatFormat:
         raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
 
     def _format_as_given(self, message: Message, prompt: str) -> str:
-        """The text of a turn as in the row, after a prompt that may open a thinking block."""
+        """Return a turn's text as in the row, after a prompt that may open a thinking block."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
             text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
@@ -389,7 +388,7 @@ class ChatFormat:
             end = rendered.rfind(self._end_of_call)
             return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_call
         answer = message.content.rpartition(END_THINK)[2].strip()  # thinking may differ
-        # The answer may be a part of the token, as "end" is.
+        # The answer may be part of the end token, such as "end".
         before = rendered[: max(rendered.rfind(self._end_of_turn), 0)]
         start = (before if answer in before else rendered).rfind(answer) if answer else -1
         end = rendered.find(self._end_of_turn, start + len(answer) if start >= 0 else 0)
@@ -403,19 +402,19 @@ class ChatFormat:
     def encode_prompt(
         self, messages: Messages, *, generation_prompt: bool = True, origin: str = ""
     ) -> list[int]:
-        """Token ids of a dialogue that the assistant will continue.
+        """Return the token ids of a dialogue that the assistant will continue.
 
         Args:
             messages: the dialogue. It ends in a user turn, or in the beginning of an assistant
                 turn.
-            generation_prompt: whether the beginning of the assistant's turn follows a user turn.
+            generation_prompt: whether to append the beginning of the assistant's turn.
             origin: the row's origin, for messages.
 
         Raises:
             DataError: the template can't render the dialogue.
         """
         if not messages:
-            raise DataError("a prompt must have a turn")
+            raise DataError("a prompt must have at least one turn")
         continues = messages[-1].role == "assistant"
         messages = self._strip_end_tokens(messages, origin)
         before = messages[:-1] if continues else messages
@@ -430,7 +429,7 @@ class ChatFormat:
                 if not (full.startswith(text) and last.endswith(opening)):
                     raise DataError(
                         f"{self.title} renders a dialogue differently without its generation"
-                        " prompt; request it with the prompt"
+                        " prompt; include the generation prompt"
                     )
                 segments[-1] = Segment(last[: len(last) - len(opening)], by_assistant=False)
         return [token for ids in self._encode_segments(segments) for token in ids]
@@ -443,16 +442,15 @@ class ChatFormat:
         *,
         origin: str = "",
     ) -> Encoded:
-        """Token ids of a dialogue, starting with those of `encode_prompt(prompt)`, and a loss mask.
+        """Return token ids, beginning with those of `encode_prompt(prompt)`, and a loss mask.
 
         The mask covers the texts of all assistant turns and their end tokens, or with "all" every
-        token; never the first token or turns that are not `trained`.
-
-        An assistant turn at the end of the prompt is continued. `origin` names the row in messages.
+        token, but in both cases neither the first token nor turns that are not `trained`. If the
+        prompt ends with an assistant turn, the response continues it. `origin` is for messages.
 
         Raises:
-            DataError: the template can't render the dialogue; or, with `origin`, its prompt closes
-                the thinking block that the response has.
+            DataError: the template can't render the dialogue; or, with `origin`, the response has
+                thinking, but the prompt closes the thinking block.
         """
         if not response or response[-1].role != "assistant":
             raise DataError("a response must end in an assistant turn")
@@ -474,13 +472,13 @@ class ChatFormat:
         return Encoded(input_ids, trained)
 
     def _strip_end_tokens(self, messages: Messages, origin: str) -> Messages:
-        """The dialogue without end tokens in the texts of rows, as the format adds its own."""
+        """Remove end tokens from the rows' texts, since the format adds its own."""
         begins = (*self._specials, *filter(None, [self._bos]))
         asked = [turn.content.lstrip() for turn in messages if turn.role in ("system", "user")]
         if self.name != "plain" and any(text.startswith(begins) for text in asked):
             self._warn_once(origin, RENDERED_PROMPT)
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
-        end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s): in linear time
+        end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s) keeps it linear
         answers = [turn.content for turn in messages if turn.role == "assistant"]
         if len(messages) == 1 or not any(map(end.search, answers)):
             return messages
@@ -492,10 +490,10 @@ class ChatFormat:
         return stripped
 
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
-        """Token ids of the turns that follow an answer, with the next generation prompt.
+        """Return the token ids of the turns that follow an answer, with the next generation prompt.
 
-        They are appended to the sampled ids, which are not encoded again: the text between turns
-        and the observation, as the template renders them after any answer.
+        They are appended to the sampled ids, which are not encoded again, and cover the text
+        between turns and the observation, as the template renders them after any answer.
 
         Args:
             before: the dialogue up to and including the answer; its texts don't matter.
@@ -504,7 +502,7 @@ class ChatFormat:
         Raises:
             DataError: the template can't render such a dialogue, or omits one of its turns.
         """
-        # Replace answers by a fixed text, so that their content can't affect the split.
+        # Replace answers with a fixed text, so that their content can't affect the split.
         answer = PROBE_RESPONSE.content
         messages = [*before, *observation]
         while any(answer in turn.content for turn in messages if turn.role != "assistant"):
@@ -558,8 +556,8 @@ class ChatFormat:
     def _end_of_turn(self) -> str:
         """The special token that ends an assistant turn.
 
-        If the last turn has none, it is the token that begins the next turn (GLM's `<|user|>`), and
-        otherwise the end-of-sequence token.
+        If the last turn doesn't end with one, it is the token that begins the next turn (GLM's
+        `<|user|>`), or else the end-of-sequence token.
         """
         return self._end_of_last_turn or self._end_of_earlier_turn or self._eos
 
@@ -623,7 +621,7 @@ def _add_origin_to_errors(origin: str) -> Iterator[None]:
 
 
 class _CallForm(NamedTuple):
-    """How a template reads tool calls."""
+    """Form in which a template reads tool calls."""
 
     tools: list[Any] | None
     """Tools of the probe, if calls are rendered only in a dialogue with tools."""
@@ -635,7 +633,7 @@ class _CallForm(NamedTuple):
     """Whether arguments are JSON text."""
 
     def turn(self, message: Message) -> dict[str, Any]:
-        """The turn in the form that a template reads."""
+        """Return the turn in the form that the template reads."""
         turn = message.turn
         for call in turn.get("tool_calls", []) if self.json_arguments else []:
             function = call["function"]
@@ -654,7 +652,7 @@ def _without_thinking(message: Message) -> Message:
 
 
 def _without_block(prompt: str) -> str:
-    """The prompt without an open or empty thinking block at its end."""
+    """Return the prompt without an open or empty thinking block at its end."""
     text = prompt.rstrip()
     if text.endswith(END_THINK):
         text = text.removesuffix(END_THINK)
@@ -663,7 +661,7 @@ def _without_block(prompt: str) -> str:
 
 
 def _is_valid_block(turn: str, *, is_open: bool) -> bool:
-    """Whether a rendered turn closes the block opened by its prompt, and opens no other."""
+    """Return whether a rendered turn closes the block opened by its prompt, and opens no other."""
     if is_open:
         begin = turn.lstrip().removeprefix(END_THINK).lstrip()  # after a block closed at once
         return END_THINK in turn and not begin.startswith(THINK)
@@ -672,7 +670,7 @@ def _is_valid_block(turn: str, *, is_open: bool) -> bool:
 
 
 def _has_message_text(message: Message, rendered: str) -> bool:
-    """Whether a rendered turn has the text of a message, ignoring whitespace."""
+    """Return whether a rendered turn has the text of a message, ignoring whitespace."""
     thinking, _, answer = message.content.rpartition(END_THINK)
     parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
     return all(_contains(rendered, part) for part in parts)
@@ -683,7 +681,7 @@ def _contains(text: str, part: str) -> bool:
 
 
 def _fold_system(messages: Messages) -> list[Message]:
-    """The dialogue with each system message prepended to the user turn after it."""
+    """Prepend each system message to the user turn after it."""
     folded: list[Message] = []
     system: list[str] = []
     for message in messages:

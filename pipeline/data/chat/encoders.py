@@ -1,4 +1,4 @@
-"""Encoders of text, which add no special tokens and no prefix, and the tokens at its ends."""
+"""Text encoders that add no special tokens or prefix, and the tokens that begin or end a text."""
 
 import json
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.split_special_tokens:
         return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return partial(_encode, backend)  # a call of the tokenizer takes four times as long
+    return partial(_encode, backend)  # calling the tokenizer takes four times as long
 
 
 def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Return an encoder for text that follows other text: like `tokenizer`, with no dummy prefix.
+    """Return an encoder for text that follows other text: `tokenizer`'s, without a dummy prefix.
 
-    The encoder may be a copy, which doesn't have tokens added to `tokenizer` later.
+    The encoder may be a copy, which lacks tokens that are added to `tokenizer` later.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -48,7 +48,7 @@ def _encode(backend: "Tokenizer", text: str) -> list[int]:
 
 
 def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of tokenizer.json without its prefix for the start of text."""
+    """Remove the prefix for the start of text from a part of tokenizer.json."""
     if part is None or part["type"] in ("Prepend", "Strip"):
         return None
     if part["type"] == "Sequence":
@@ -63,7 +63,7 @@ def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Ids that end a text: end-of-sequence, then the ids at which plain `generate` stops.
+    """Return the ids that end a text: end-of-sequence, then those at which `generate` stops.
 
     The latter are `eos_token_id` in the model's generation_config.json, or in its config.json.
     """

@@ -1,7 +1,7 @@
 """Resolve a chat format by name: its template, arguments and date, checked against the tokenizer.
 
-Arguments and date are saved in the model's template, so that chat, other software and the next step
-render a dialogue as in training.
+The arguments and the date are saved in the model's template, so that chat, other software and the
+next step render a dialogue as in training.
 """
 
 import json
@@ -83,16 +83,16 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
 }
-"""The Jinja text of each format, and the special tokens that it needs."""
+"""The Jinja source of each format, and the special tokens that it needs."""
 
 TODAY = date(2026, 1, 1)
-"""The date in templates that request it."""
+"""Fixed date for templates that request today's date."""
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
 
 
 def set_default_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
-    """The template with defaults for variables that its caller does not set.
+    """Return the template with defaults for variables that its caller does not set.
 
     A template that already has these defaults is returned unchanged.
 
@@ -102,7 +102,7 @@ def set_default_arguments(template: str, arguments: Mapping[str, Argument]) -> s
     lines = ""
     for name, value in arguments.items():
         if not name.isidentifier() or iskeyword(name) or name in _RESERVED:
-            raise ConfigError(f"data.template_args {name} can't be set: it is reserved or no name")
+            raise ConfigError(f"data.template_args {name} is a reserved or invalid name; remove it")
         if unused_names(template, [name]):
             raise ConfigError(
                 f"data.template_args {name}: the chat template never reads it; remove it, or check"
@@ -116,7 +116,7 @@ def set_default_arguments(template: str, arguments: Mapping[str, Argument]) -> s
 
 
 def unused_names(template: str, names: Iterable[str]) -> list[str]:
-    """The names that the template never reads."""
+    """Return the names that the template never reads."""
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
@@ -126,7 +126,7 @@ _PROBE_SYSTEM = Message("system", "Zero.")
 def resolve_format(
     tokenizer: "PreTrainedTokenizerBase", name: str, arguments: Mapping[str, Argument] | None = None
 ) -> ChatFormat:
-    """The chat format called `name`, for `tokenizer`.
+    """Return the chat format called `name`, for `tokenizer`.
 
     Args:
         tokenizer: the model's tokenizer; it isn't modified.
@@ -165,7 +165,7 @@ def resolve_format(
 
 
 def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
-    """The Jinja text of a named format."""
+    """Return the Jinja source of a named format."""
     if name in FORMATS:
         return FORMATS[name][0]
     if name == "tokenizer":
@@ -194,7 +194,7 @@ def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:
-    """Whether a dialogue with a system message renders, keeps it, and can be split."""
+    """Return whether the template keeps a system message and the dialogue can be split."""
     dialogue = (_PROBE_SYSTEM, *PROBE_PROMPT, PROBE_RESPONSE)
     try:
         segments = chat_format.segments(dialogue)

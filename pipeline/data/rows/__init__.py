@@ -1,1 +1,1 @@
-"""From data paths to examples."""
+"""Conversion of data paths to examples."""

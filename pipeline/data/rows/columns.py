@@ -35,23 +35,23 @@ ROLES: dict[str, Role] = {
     "function_call": "assistant",
 }
 _CALL_KEYS = ("tool_calls", "tool_call", "function_call")
-"""Keys of a turn with tool calls, and roles of turns whose content is a call."""
+"""Keys of a turn that hold tool calls, and roles of turns whose content is a call."""
 _TRAIN_KEYS = ("weight", "loss", "train", "training")
-"""Keys that say whether a turn is trained on, in files for OpenAI, ms-swift and Axolotl."""
+"""Keys that mark whether a turn is trained on, in files for OpenAI, ms-swift and Axolotl."""
 _UNSUPPORTED_TRAIN_KEY = re.compile("(^|_)(train|loss|mask|ignore)")
-"""Pattern of other keys that seem to say so; they are refused."""
+"""Pattern of other keys that seem to have this meaning; they are rejected."""
 _TEXT_KEYS = {"content", "value", *_CALL_KEYS}
 _TOOL_KEYS = ("name", "tool_call_id")
 _TURN_KEYS = {"role", "from", *_TEXT_KEYS, *_TRAIN_KEYS}
 
 FIX = "choose another column with --fields or fix the row"
-SAVE_AS_LINES = "save the rows as JSON lines, in pandas by to_json(orient='records', lines=True)"
+SAVE_AS_LINES = "save the rows as JSON lines, in pandas with to_json(orient='records', lines=True)"
 NO_ANSWER = "with no assistant turn after a user turn"
 EMPTY_RESPONSE = "with an empty response"
 
 
 class SkipRow(Exception):  # noqa: N818 - not an error: the row is skipped and counted
-    """A row has nothing to train on; the message completes "rows ..."."""
+    """Raised if a row has nothing to train on; the message completes "rows ..."."""
 
 
 # The format of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
@@ -70,8 +70,8 @@ _TURNS_AS_TEXT = re.compile(
 def parse_dialogue(text: str) -> Turns | None:
     """Return the turns of a "Human: ... Assistant: ..." text; None for other texts.
 
-    An empty "Assistant:" at the end only prompts for the response and is not a turn; the text
-    before such a dialogue is its system message.
+    An empty "Assistant:" at the end only prompts for the response and is not a turn; text before a
+    dialogue that ends in this way is its system message.
     """
     system, *pieces = _MARKER.split("\n\n" + text.strip())
     if pieces[:1] != ["Human"] or (system and pieces[-2:] != ["Assistant", ""]):
@@ -90,7 +90,7 @@ def parse_dialogue(text: str) -> Turns | None:
 
 
 def join_turns(messages: Sequence[Message]) -> Turns:
-    """Join consecutive messages of one role, which many chat formats refuse, with a blank line."""
+    """Join consecutive messages of one role, which many chat formats reject, with a blank line."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined and message.role != "tool" else None
@@ -106,7 +106,7 @@ def join_turns(messages: Sequence[Message]) -> Turns:
 
 
 def is_empty(turn: Message) -> bool:
-    """Whether a turn is an assistant turn without text or tool calls."""
+    """Return whether a turn is an assistant turn without text or tool calls."""
     return turn.role == "assistant" and not turn.content.strip() and not turn.calls
 
 
@@ -126,7 +126,7 @@ def split_common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, T
     The prompt ends in the turn of a user or a tool, and each response in an assistant turn.
 
     Raises:
-        SkipRow: they share no user turn, or one has no response to the last that they share.
+        SkipRow: they share no user turn, or one has no response to the last shared turn.
     """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -147,7 +147,7 @@ def split_common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, T
 
 
 def join_names(names: Collection[str]) -> str:
-    """Names joined for a sentence."""
+    """Join names for use in a sentence."""
     return ", ".join(sorted(names)) or "none"
 
 
@@ -161,7 +161,7 @@ def read_text(row: Row, name: str) -> str:
 
 
 def _turn_items(row: Row, name: str) -> list[Any] | None:
-    """Return the turns in a column: a list or one turn, possibly as JSON; None for other text."""
+    """Return the turns in a column, a list or one turn, possibly as text; None for other values."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None
@@ -208,7 +208,7 @@ def read_turns(row: Row, name: str) -> Turns:
 
 
 def drop_leading_assistant(row: Row, dialogue: Turns) -> Turns:
-    """The dialogue without an assistant turn at its start, which has no prompt."""
+    """Remove an assistant turn at the start of the dialogue, which has no prompt."""
     system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
     rest = dialogue[len(system) :]
     if not rest or rest[0].role != "assistant":
@@ -224,7 +224,7 @@ def _parse_turn(row: Row, name: str, item: object) -> Message:
     calls, turn = _parse_calls(row, turn, role_name)
     content, reasoning = _content_and_reasoning(turn)
     if role is None or content is None or reasoning is None:
-        expected = f"a role of {join_names(ROLES)}" if role is None else "a string as content"
+        expected = f"one of the roles {join_names(ROLES)}" if role is None else "text as content"
         raise DataError(
             f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
             f' {{"from": ..., "value": ...}} with {expected}, got {str(item)[:80]}'
@@ -241,20 +241,20 @@ def _parse_turn(row: Row, name: str, item: object) -> Message:
     invalid = [f"{key} {value!r}" for key, value in train_flags.items() if value not in (0, 1)]
     if invalid:
         raise DataError(
-            f"{row.origin}: {name} has a turn of {invalid[0]}; a turn is trained on (1 or true) or"
-            " not (0 or false)"
+            f"{row.origin}: {name} has a turn with {invalid[0]}; use 1 or true for a turn that is"
+            " trained on, otherwise 0 or false"
         )
     if role == "assistant":
         keys = _dump_json(row, {"tool_calls": calls}) if calls else ""
         return Message(role, content, all(train_flags.values()), reasoning, keys=keys)
     if any(train_flags.values()):
-        row.remarks.add(f"turns of the {role} are marked as trained, but only the assistant's are")
+        row.remarks.add(f"{role} turns are marked as trained, but only assistant turns can be")
     tool_keys = {key: turn[key] for key in _TOOL_KEYS if role == "tool" and turn.get(key)}
     return Message(role, content, keys=json.dumps(tool_keys) if tool_keys else "")
 
 
 def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
-    """The tool calls of a turn, in the form of `tool_calls`, and the turn with its text."""
+    """Return a turn's tool calls, in the form of `tool_calls`, and the turn with its text."""
     values = [turn[key] for key in _CALL_KEYS if turn.get(key)]
     if role in _CALL_KEYS:
         values, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
@@ -277,7 +277,7 @@ def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], 
 
 
 def add_tools(row: Row, dialogue: Turns) -> Turns:
-    """The dialogue with the row's `tools`, as JSON schemas, in its first turn."""
+    """Add the row's `tools`, as JSON schemas, to the first turn of the dialogue."""
     tools = _drop_nulls(parse_literal(row.columns.get("tools") or []))
     if not tools or not dialogue:
         return dialogue
@@ -296,19 +296,19 @@ def add_tools(row: Row, dialogue: Turns) -> Turns:
 
 def _dump_json(row: Row, value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    reject_surrogates(text, row.origin)  # escapes inside JSON that a column has as text
+    reject_surrogates(text, row.origin)  # JSON stored as text may have escapes
     return text
 
 
 def _drop_nulls(value: object) -> Any:  # noqa: ANN401
-    """The value without nulls: in tables, every object has the keys of all rows."""
+    """Remove nulls from the value: in tables, every object has the keys of all rows."""
     if isinstance(value, dict):
         return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _content_and_reasoning(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Content and reasoning of a turn, possibly in typed parts; None for what is not text."""
+    """Return a turn's content and reasoning, possibly from typed parts; None if not text."""
     content = turn.get("content", turn.get("value"))
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
     if isinstance(content, list):
@@ -327,7 +327,7 @@ def _content_and_reasoning(turn: Mapping[str, Any]) -> tuple[str | None, str | N
 
 
 def read_prompt(row: Row, name: str = "prompt") -> Turns:
-    """Return a prompt column: turns, a "Human: ... Assistant:" text, or one user turn's text.
+    """Return a column's prompt: turns, a "Human: ... Assistant:" text, or one user turn's text.
 
     An assistant turn at its end is the beginning of the response; it is not trained on.
     """
@@ -357,7 +357,7 @@ def add_system(row: Row, dialogue: Turns) -> Turns:
 
 
 def read_response(row: Row, name: str, prompt: Turns) -> Turns:
-    """Return a response column: turns, without `prompt` before them, or one turn's text."""
+    """Return a column's response: turns, without a repeated `prompt`, or one turn's text."""
     if _turn_items(row, name) is not None:
         turns = read_turns(row, name)
         return turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
@@ -367,7 +367,7 @@ def read_response(row: Row, name: str, prompt: Turns) -> Turns:
 
 
 def read_dialogue(row: Row, name: str) -> Turns | None:
-    """Return the column as a full dialogue that begins with a user turn; None for a response."""
+    """Return the full dialogue in a column; None if the column has only a response."""
     if _turn_items(row, name) is not None:
         turns = read_turns(row, name)
         return turns if turns and turns[0].role != "assistant" else None
@@ -378,7 +378,7 @@ Label = bool | int | float | str
 
 
 def label_column(columns: Mapping[str, Any]) -> str:
-    """Name of the column that holds the label: `label`, or LLaMA-Factory's `kto_tag`."""
+    """Return the name of the label's column: `label`, or LLaMA-Factory's `kto_tag`."""
     return "kto_tag" if "kto_tag" in columns else "label"
 
 
@@ -427,7 +427,7 @@ def read_number(row: Row, name: str) -> float:
 
 
 def read_tie(row: Row) -> bool:
-    """Whether the column `tie` marks the two responses as equally good."""
+    """Return whether the column `tie` marks the two responses as equally good."""
     word = str(row.columns.get("tie", False)).strip().lower()
     if word not in ("true", "1", "false", "0"):
         raise DataError(f"{row.origin}: tie must be true or false, got {word!r}")

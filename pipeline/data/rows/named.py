@@ -1,7 +1,7 @@
-"""The data sets that DeepSpeed-Chat knows by name, one short function per schema.
+"""The data sets that DeepSpeed-Chat supports by name, with one short function per schema.
 
-The sixteenth, `local/jsonfile`, is the user's own files, which `sources` finds and whose shape
-follows from their columns. A set with train and test splits keeps them; otherwise evaluation rows
+The sixteenth, `local/jsonfile`, is for the user's own files: `sources` finds them, and their
+columns determine the shape. A set with train and test splits keeps them; otherwise evaluation rows
 are held out.
 """
 
@@ -24,10 +24,10 @@ class NamedSet:
     """A data set whose rows need a separate reader."""
 
     to_example: Callable[[Columns], Example | None]
-    """The example in a row; None drops the row."""
+    """Function that returns the example in a row, or None to drop the row."""
 
     has_rejected: bool = False
-    """Rows have a rejected response, so that step 2 can use them."""
+    """Whether rows have a rejected response, so that step 2 can use them."""
 
     def read(self, row: Row, *, kept: RowColumns | None = None) -> Example | None:
         """Return the example in `row`, with the `kept` columns as `extra`.
@@ -47,7 +47,7 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """The set called `name`, which may also be a directory path that ends in the set's name."""
+    """Return the set with this name, or with the name that ends this path; None if unknown."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 
@@ -55,7 +55,7 @@ def named_set(name: str) -> NamedSet | None:
 def _pair(
     prompt: str | Turns | None, chosen: str | None, rejected: str | None = None
 ) -> Example | None:
-    """An example of stripped texts; None if the prompt or a response is missing or empty."""
+    """Return an example of stripped texts; None if the prompt or a response is missing or empty."""
     turns = _user(prompt) if isinstance(prompt, str) else prompt
     if not turns or turns[-1].role != "user" or not turns[-1].content:
         return None
@@ -65,7 +65,7 @@ def _pair(
 
 
 def _from_columns(*names: str) -> NamedSet:
-    """A set with its prompt and responses in these columns; a row without one is dropped."""
+    """Return a set with its prompt and responses in these columns; it drops rows that lack one."""
 
     def to_example(row: Columns) -> Example | None:
         texts = [row[name] for name in names]
@@ -83,20 +83,20 @@ def _user(text: str) -> Turns:
 
 
 def _prompt_chosen_rejected(row: Columns) -> Example | None:
-    """Dahoas/rm-static and full-hh-rlhf: a prompt in the form of hh-rlhf, and two responses."""
+    """Read Dahoas/rm-static or full-hh-rlhf: a prompt in the form of hh-rlhf, and two responses."""
     prompt = parse_dialogue(row["prompt"]) or _user(row["prompt"])
     return _pair(prompt, row["chosen"], row["rejected"])
 
 
 def _reward_datasets(row: Columns) -> Example | None:
-    """rm-static's reward data: the responses, not the prompt, contain the word "Assistant:"."""
+    """Read rlhf-reward-datasets: "Assistant:" is in the responses, not at the end of the prompt."""
     prompt = parse_dialogue(f"{row['prompt'].rstrip()}\n\nAssistant:") or _user(row["prompt"])
     chosen, rejected = (row[name].split("Assistant:")[-1] for name in ("chosen", "rejected"))
     return _pair(prompt, chosen, rejected)
 
 
 def _webgpt(row: Columns) -> Example | None:
-    """Two answers with scores; ties are dropped. Citations like [1] and [2, 3] are removed."""
+    """Read two answers with scores, without citations such as [2, 3]; ties are dropped."""
     scores = float(row["score_0"]), float(row["score_1"])
     answers = [re.sub(r" ?\[\d+(?:, ?\d+)*\]", "", row[name]) for name in ("answer_0", "answer_1")]
     if scores[0] == scores[1]:
@@ -107,14 +107,14 @@ def _webgpt(row: Columns) -> Example | None:
 
 
 def _shp(row: Columns) -> Example | None:
-    """Two comments on a Reddit post; with label 1, A has more votes."""
+    """Read two comments on a Reddit post; `labels` is 1 if A is preferred."""
     responses = row["human_ref_A"], row["human_ref_B"]
     chosen, rejected = responses if int(row["labels"]) == 1 else responses[::-1]
     return _pair(row["history"], chosen, rejected)
 
 
 def _sharegpt_vicuna(row: Columns) -> Example | None:
-    """A prompt of USER: and ASSISTANT: turns, and the response in `label`."""
+    """Read a prompt of USER: and ASSISTANT: turns, and the response in `label`."""
     pieces = re.split(r"(?:\A|\s)(USER|ASSISTANT):", row["prompt"] or "")
     turns = [
         Message("user" if name == "USER" else "assistant", text.strip())
@@ -127,7 +127,7 @@ def _sharegpt_vicuna(row: Columns) -> Example | None:
 
 
 def _miracl(row: Columns) -> Example | None:
-    """A query, a passage that answers it, and a passage that doesn't."""
+    """Read a query, a passage that answers it, and a passage that doesn't."""
     positive, negative = row["positive_passages"], row["negative_passages"]
     if not positive or not negative:
         return None
@@ -148,7 +148,7 @@ def _mkqa(language: str) -> Callable[[Columns], Example | None]:
 
 
 def _qag_jaquad(row: Columns) -> Example | None:
-    """The first question and the paragraph that answers it."""
+    """Read the first question and the paragraph that answers it."""
     return _pair(row["questions"][0], row["paragraph"]) if row["questions"] else None
 
 

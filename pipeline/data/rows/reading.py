@@ -1,4 +1,4 @@
-"""From data paths to examples: reads each path's rows once and reports unused data."""
+"""Convert data paths to examples: read each path's rows once and report unused data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class PathExamples:
     """The examples of one data path."""
 
     name: str
-    """The path, with its index in the list if it is given twice."""
+    """The path, with its position in the list if it is given more than once."""
 
     weight: float | None
     train: list[Example]
@@ -37,11 +37,11 @@ def read_paths(
 
     Args:
         paths: data paths.
-        fields: names of the rows' columns, by our names for them.
+        fields: names of the rows' columns, keyed by our names for them.
         kept: columns to keep in `extra`.
         step: number of the step that reads them.
         notes: receives notes on what was dropped, and why.
-        optional: whether rows may have our names instead of those in `fields`.
+        optional: whether rows may use our names instead of those in `fields`.
 
     Raises:
         DataError: a path, a row or a column can't be used.
@@ -65,7 +65,7 @@ def read_paths(
 def _convert(
     source: Source, fields: Mapping[str, str], kept: RowColumns, step: int
 ) -> tuple[list[Example], list[Example], list[str]]:
-    """Convert the rows of a source to training and test examples, and notes."""
+    """Convert a source's rows to training and held-out examples; also return notes for the log."""
     schema = None if fields else named_set(source.name)
     if schema is not None and step == 2 and not schema.has_rejected:
         raise DataError(
@@ -91,7 +91,7 @@ def _convert(
     skipped = {reason: count for reason, count in stats.skipped.most_common() if count}
     notes += [f"dropped {format_rows(count)} {reason}" for reason, count in skipped.items()]
     notes += [
-        f"{format_rows(count)} {reason}: not demonstrations; their prompts are for step 3"
+        f"{format_rows(count)} {reason}: not demonstrations; their prompts are used in step 3"
         for reason, count in stats.prompt_only.items()
     ]
     notes += [
@@ -107,5 +107,5 @@ def _convert(
 
 
 def format_rows(count: int) -> str:
-    """A number of rows, for messages."""
+    """Format a number of rows for a message."""
     return f"{count} row{'s' if count != 1 else ''}"

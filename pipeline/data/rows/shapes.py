@@ -1,4 +1,4 @@
-"""From rows to examples: the shapes of preference, chat and instruction data.
+"""Conversion of rows to examples: the shapes of preference, chat and instruction data.
 
 A shape is recognized by its required columns. A row is read by the first shape in `SHAPES` whose
 columns it has.
@@ -61,7 +61,7 @@ class ReadStats:
 
 
 def _make_example(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
-    """Return an example after checking that its prompt has a question and a response may follow."""
+    """Build an example after checking the roles of the turns in its prompt and responses."""
     responses = [turns for turns in (chosen, rejected) if turns]
     if all(turn.role != "user" for turn in question):
         raise SkipRow(NO_ANSWER)
@@ -83,7 +83,7 @@ def _read_preference(row: Row) -> Example:
 
 
 def _read_separate_prompt(row: Row) -> Turns:
-    """Return the prompt of two responses: a column, or a dialogue in LLaMA-Factory's forms."""
+    """Return the prompt of two responses, from a column or from a dialogue as in LLaMA-Factory."""
     if "prompt" in row.columns:
         return read_prompt(row)
     for name in ("conversations", "messages"):
@@ -147,7 +147,7 @@ def _read_messages(row: Row, name: str) -> Example:
 
 
 def _read_instruction(row: Row) -> Turns:
-    """The prompt of Alpaca's columns: earlier turns, then the instruction and its input."""
+    """Read the prompt in Alpaca's columns: earlier turns, then the instruction and its input."""
     history = parse_literal(row.columns.get("history") or [])
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise DataError(
@@ -195,7 +195,7 @@ def drop_revoked(rows: Sequence[Row]) -> list[Row]:
 
 
 def _read_rating(row: Row) -> Example:
-    """A rating from the server's page: a preference, or a single good or bad response."""
+    """Read a rating from the server's page: a preference, an edit, or one good or bad response."""
     if row.columns["schema"] != SCHEMA:
         raise DataError(
             f"{row.origin}: the rating has schema {row.columns['schema']!r}, but only {SCHEMA} is"
@@ -234,7 +234,7 @@ def _read_rating(row: Row) -> Example:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Rows with the same columns."""
+    """A format of rows, recognized by their columns."""
 
     required: tuple[str, ...]
     """Columns that a row of this shape must have."""
@@ -296,7 +296,7 @@ def read_row(
 
     Args:
         row: the columns and their origin.
-        fields: names of the row's columns, by our names for them, such as `{"prompt": "question"}`.
+        fields: names of the row's columns, keyed by our names, such as `{"prompt": "question"}`.
         stats: receives the columns that are read, and the reason if the row is skipped.
         kept: columns to keep in `extra`.
 
@@ -355,7 +355,7 @@ def _read_shape(shape: RowShape, row: Row, stats: ReadStats, kept: RowColumns) -
 
 
 def _read_margin(row: Row) -> float | None:
-    """The column `margin`, else score_chosen - score_rejected, else None."""
+    """Return `margin`, or else score_chosen - score_rejected; None if the row has neither."""
     margin, chosen, rejected = (
         read_number(row, name) if name in row.columns else None for name in _MARGIN_COLUMNS
     )
@@ -365,18 +365,18 @@ def _read_margin(row: Row) -> float | None:
 
 
 _UNCLEAR_LABELS = "0", "1", "-1", "good", "bad", "desirable", "undesirable", "chosen", "rejected"
-"""Labels that may be a response's quality, or a class."""
+"""Labels that may mean the quality of a response, or a class."""
 
 
 def _read_quality(row: Row) -> bool | None:
-    """Return the label of KTO's rows: True for good, False for bad, None if there is none."""
+    """Return the label of a KTO row: True for good, False for bad, None if there is none."""
     name = label_column(row.columns)
     word = str(row.columns.get(name)).strip().lower()
     is_known = word in ("true", "false")
     if word.removesuffix(".0") in _UNCLEAR_LABELS or (name == "kto_tag" and not is_known):
         raise DataError(
             f"{row.origin}: {name} is {word}; with a response it must be true (good) or false"
-            " (bad); rename it if it has another meaning"
+            " (bad); rename the column if it has another meaning"
         )
     return {"true": True, "false": False}.get(word)
 
@@ -387,11 +387,11 @@ def _describe_unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
     for name, value in columns.items():
         item = value[0] if isinstance(value, list) and value else None
         if isinstance(item, dict) and any(item.keys() >= {*shape.required} for shape in SHAPES):
-            return f"{row.origin} is no row, but {name} is a list of rows; save only this list"
+            return f"{row.origin} is not a row, but {name} is a list of rows; save only this list"
     known = ", ".join(" + ".join(shape.required) for shape in SHAPES)
     return (
-        f"{row.origin}: no known row format has the columns {join_names(columns)}; known are"
-        f" {known}:"
+        f"{row.origin}: no known row format has the columns {join_names(columns)}; the known"
+        f" formats are {known};"
         ' map the columns with --fields, such as \'{"prompt": "question"}\''
     )
 
@@ -411,7 +411,7 @@ def check_columns(
             raise DataError(f"fields: {name} is unknown; use one of {join_names(known)}")
         if column not in columns:
             raise DataError(
-                f"fields: no row has the column {column} (for {name}); there are"
+                f"fields: no row has the column {column} (for {name}); the columns are"
                 f" {join_names(columns)}"
             )
     notes: list[str] = []
@@ -419,8 +419,8 @@ def check_columns(
         num_missing = sum(find_column(row, name) is None for row in rows)
         if num_missing == len(rows):
             raise DataError(
-                f"no row has the column {name}, which a reward or environment reads, but only"
-                f" {join_names(columns)}: rename one, or select another column for the reward"
+                f"no row has the column {name}, which a reward or environment reads; the"
+                f" columns are {join_names(columns)}: rename one, or select another for the reward"
             )
         if num_missing:
             notes.append(

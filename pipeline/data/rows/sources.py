@@ -1,4 +1,4 @@
-"""From a data path to rows: local files, directories and Hub data sets.
+"""Read the rows of a data path: a local file, a directory or a Hub data set.
 
 A row is a dictionary of columns and its origin. `shapes` and `named` interpret the columns.
 
@@ -26,7 +26,7 @@ CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""Files of `datasets` and LLaMA-Factory, next to rows but without any."""
+"""Metadata files of `datasets` and LLaMA-Factory, which contain no rows."""
 
 LOCAL_JSONFILE = (Path("data/train.json"), Path("data/eval.json"))
 """Training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
@@ -36,7 +36,7 @@ _SPACE = re.compile(r"[\s\ufeff]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
-"""A name on the Hub, perhaps with its owner and a configuration."""
+"""A name on the Hub, optionally with its owner and a configuration."""
 
 TRAIN = "train"
 TEST_WORDS = ("test", "eval", "validation", "valid", "val", "dev")
@@ -46,7 +46,7 @@ STEP_WORDS = {
     2: ("prefs", "pref", "preference", "preferences", "rm", "reward"),
     3: ("gen", "ppo", "rl", "prompts"),
 }
-"""Suffixes of a step's split, as in train_sft."""
+"""Suffixes of each step's splits, as in train_sft."""
 
 _HUB_ALIASES = {
     "mkqa-Chinese": "apple/mkqa",
@@ -88,7 +88,7 @@ class Source:
     """The rows of its test split; empty if it has none."""
 
     splits: str = ""
-    """The splits read, if there are others: `train_sft, for evaluation test_sft`."""
+    """The splits that are read, if there are others: `train_sft, and test_sft for evaluation`."""
 
 
 def read_source(spec: str, *, step: int | None = None) -> Source:
@@ -114,7 +114,7 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     else:
         splits = _load_hub_splits(name)
     train, test = choose_splits(name, splits, step=step, requested=requested)
-    described = f"{train}, for evaluation {', '.join(test)}" if test else train
+    described = f"{train}, and {', '.join(test)} for evaluation" if test else train
     return Source(
         name,
         weight,
@@ -125,7 +125,7 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
 
 
 def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, Iterator[Row]]:
-    """Rows of a directory's files by split, read lazily.
+    """Return the rows of a directory's files by split, read lazily.
 
     `train_sft-00000-of-00003.parquet` belongs to train_sft, `test/a.jsonl` to test, any other file
     to train. Suffixes that name no step are ignored, as in train_b, unless a split is `requested`.
@@ -162,7 +162,7 @@ def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
 
 
 def is_local_jsonfile(name: str) -> bool:
-    """Whether a data path means `LOCAL_JSONFILE`; a file of that name takes precedence."""
+    """Return whether a data path means `LOCAL_JSONFILE`; a file of that name takes precedence."""
     return name == "local/jsonfile" and not Path(name).exists()
 
 
@@ -198,8 +198,8 @@ def _read_file(path: Path) -> list[Row]:
         rows = list(_read_json(path))
     else:
         raise DataError(
-            f"data path {path}: {path.suffix or 'a file without suffix'} can't be read; use one of"
-            f" {', '.join(SUFFIXES)}"
+            f"data path {path}: {path.suffix or 'a file without a suffix'} can't be read; use one"
+            f" of {', '.join(SUFFIXES)}"
         )
     if not rows:
         raise DataError(f"{path} has no rows")
@@ -256,7 +256,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The JSON values in a text, each with the line on which it starts."""
+    """Yield the JSON values in a text, each with the line on which it starts."""
     position, line = 0, 1
     while True:
         begin = cast("re.Match[str]", _SPACE.match(text, position)).end()
@@ -284,7 +284,7 @@ _DECODER = json.JSONDecoder(  # NaN is a missing value
 
 
 def _parse_value(path: Path, text: str, position: int, line: int) -> tuple[Any, int]:
-    """Return the JSON value at `position`, which is on `line`, and its end."""
+    """Return the JSON value at `position`, which is on `line`, and the position after it."""
     try:
         return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
@@ -302,12 +302,12 @@ def reject_surrogates(value: object, origin: str) -> None:
     match = _SURROGATE.search(value)
     if match:
         raise DataError(
-            f"{origin} has {match[0]!a}, an unpaired surrogate; write the pair or remove it"
+            f"{origin} has {match[0]!a}, an unpaired surrogate; complete the pair or remove it"
         )
 
 
 def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
-    """Rows of a Hub data set by split, read lazily."""
+    """Return the rows of a Hub data set by split, read lazily."""
     import datasets
     from datasets.config import HF_DATASETS_CACHE
 
@@ -317,12 +317,12 @@ def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
     if not cache.is_dir():
         message = f"data path {name} is neither a file or directory here nor in the Hub's cache"
         require_reachable(message, DataError, alternative="a local file")
-    try:  # without a split, the name loads all of them
+    try:  # without a split, this loads all of them
         splits = cast("datasets.DatasetDict", datasets.load_dataset(repository, config))
     # The loader runs many readers, which raise different exceptions.
     except Exception as error:
         raise DataError(
-            f"data path {name} is neither a file or directory here nor a readable data set of the"
+            f"data path {name} is neither a file or directory here nor a readable data set on the"
             f" Hub ({one_line(error)}); check the name and the connection, or use a local"
             " file"
         ) from error
@@ -344,7 +344,7 @@ def choose_splits(
     split, all test splits are read if there is a single training split, and none otherwise.
 
     Raises:
-        DataError: there is no training split, or several and none named for the step.
+        DataError: there is no training split, or there are several and none is named for the step.
     """
     all_train = [split for split in splits if split.startswith(TRAIN)]
     train = [requested] if requested else all_train or (list(splits) if len(splits) == 1 else [])
@@ -360,8 +360,8 @@ def choose_splits(
                 f", none of them for step {step}" if step else ""
             )
         raise DataError(
-            f"data path {name} has {problem}; there are {', '.join(sorted(splits))}: select one,"
-            f" such as {name}@{(all_train or sorted(splits))[0]}"
+            f"data path {name} has {problem}; the splits are {', '.join(sorted(splits))}: select"
+            f" one, such as {name}@{(all_train or sorted(splits))[0]}"
         )
     test = [split for split in splits if re.split(r"[-_.]", split.lower())[0] in TEST_WORDS]
     if train[0] in test:
@@ -376,8 +376,8 @@ def choose_splits(
 def _read_csv(path: Path) -> Iterator[Row]:
     """Read the rows of a CSV file.
 
-    Cells are separated by commas, or if the first line has none by semicolons or tabs (in a .tsv by
-    tabs), and may be quoted as in RFC 4180, line breaks included. Empty cells and NaN are None.
+    Cells are separated by tabs in a .tsv, otherwise by commas, or if the first line has no comma by
+    semicolons or tabs. They may be quoted as in RFC 4180. Empty cells and NaN are None.
     """
     text = _read_text(path)
     first = text.lstrip().partition("\n")[0]
@@ -396,12 +396,12 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 header = [cell.strip() for cell in cells]
                 header[0] = header[0] or "Unnamed: 0"  # the index column of pandas
                 if len(set(header)) < len(header) or not all(header):
-                    raise DataError(f"{origin} is the header: each column needs a unique name")
+                    raise DataError(f"{origin}: the header must give each column a unique name")
                 continue
             if len(cells) != len(header):
                 raise DataError(
                     f"{origin} has {len(cells)} cells, but the header has {len(header)} columns;"
-                    " quote text with separators or line breaks"
+                    " quote text that contains separators or line breaks"
                 )
             values = (None if cell.strip() in ("", "NaN", "nan") else cell for cell in cells)
             yield Row(dict(zip(header, values, strict=True)), origin)

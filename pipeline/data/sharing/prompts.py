@@ -60,7 +60,7 @@ class PromptRecord:
     held_out: Hashes = field(default_factory=lambda: unique_hashes(()))
 
     def __or__(self, other: "PromptRecord") -> "PromptRecord":
-        """The union."""
+        """Return the union of the two records."""
         return PromptRecord(
             np.union1d(self.trained, other.trained), np.union1d(self.held_out, other.held_out)
         )
@@ -121,5 +121,5 @@ def _directories(config: StepConfig) -> Iterator[Path]:
 
 
 def isin(hashes: Sequence[int], known: Hashes) -> list[bool]:
-    """Whether each hash is among `known`."""
+    """Return whether each hash is among `known`."""
     return np.isin(np.array(hashes, np.uint64), known).tolist()

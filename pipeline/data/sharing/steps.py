@@ -31,16 +31,16 @@ from pipeline.system.errors import DataError
 logger = logging.getLogger(__name__)
 
 STEP_USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
-"""The part of a row that each step reads, by its number."""
+"""The part of a row that each step reads, by the step's number."""
 
 NEEDS: Mapping[RowUse, str] = {
     "demonstrations": "a response to train on (chosen, response, output, messages, ...)",
     "pairs": "a chosen and a rejected response",
-    "labels": "a chosen and a rejected response, a label, or labelled steps",
+    "labels": "a chosen and a rejected response, a label, or labeled steps",
     "prompts": "a prompt",
     "responses": "a response, chosen, rejected or with a label",
 }
-"""Data that a row needs for each use, as worded in messages."""
+"""Data that a row needs for each use, in words for messages."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class StepData:
 
     train: list[Example]
     eval: list[Example]
-    """At most `max_eval_rows`. Of a user's prompts, or of rows with a `RowShare`, all: the step
-    first drops those that are too long."""
+    """At most `max_eval_rows` rows. A user's prompts, and rows for a `RowShare`, are not limited,
+    because the step first drops those that are too long."""
 
     notes: list[str]
     """Remarks for the user: columns and rows that are not used, and why."""
@@ -66,7 +66,7 @@ def load_step_rows(config: StepConfig, *, step: int) -> StepData:
     """Load the examples of a running step, the same on every process.
 
     Raises:
-        DataError: as `load_examples`; or the record of an earlier step is damaged.
+        DataError: as for `load_examples`; or the record of an earlier step is damaged.
     """
     mesh = current_mesh()  # other machines may lack the directories
     earlier = mesh.world.gather_objects(read_earlier_prompts(config) if mesh.is_main else None)[0]
@@ -106,7 +106,7 @@ def load_examples(
         earlier: the prompts of earlier steps: those trained on are not held out here, and those
             held out are not trained on.
         kept: columns to keep in `extra`, in addition to the dialogue.
-        share: the rows that the step takes instead of those of its number and kind.
+        share: the rows that the step uses instead of the default for its number.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
@@ -218,7 +218,7 @@ class _RowSelector:
     step: int
 
     share: RowShare
-    """What the step reads of a row, and the parts of `config.split` it takes."""
+    """The part of a row that the step reads, and the parts of `config.split` that it uses."""
 
     uses: Mapping[int, RowUse]
     """The part of a row that each step reads."""
@@ -232,8 +232,8 @@ class _RowSelector:
     def mix(self, paths: Sequence[PathExamples]) -> list[list[Example]]:
         """Return the training rows of each path, in proportion to the weights if there are any.
 
-        No row is repeated: the path that is smallest relative to its weight is used in full, the
-        others in part, in drawn order. Missing weights are 1 if others are given.
+        No row is repeated: the path that is smallest relative to its weight is used in full, and
+        the others are randomly subsampled. If any weight is given, missing ones default to 1.
         """
         if all(path.weight is None for path in paths):
             return [path.train for path in paths]
@@ -251,7 +251,7 @@ class _RowSelector:
         return mixed
 
     def shuffle_by_hash(self, rows: Sequence[Example], purpose: str) -> list[Example]:
-        """Sort the rows into an order that does not depend on the current one."""
+        """Shuffle the rows into an order that does not depend on the current one."""
         seed = self.config.seed
         draws = {
             prompt: draw(prompt, seed=seed, purpose=purpose)
@@ -309,7 +309,7 @@ class _RowSelector:
             train,
             earlier.held_out,
             "whose prompt an earlier step holds out for evaluation",
-            "use other training rows, or start from models that were evaluated on others",
+            "use other training rows, or start from models that held out other prompts",
         )
         return train, held_out
 
@@ -334,8 +334,8 @@ class _RowSelector:
         if not usable:
             raise DataError(
                 f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}): use"
-                " other data, map its columns with --fields, or select steps with --step, without"
-                f" {step}"
+                " other data, map its columns with --fields, or use --step to run only steps other"
+                f" than {step}"
             )
         if others := len(rows) - len(usable):
             tie = ", or with a tie," if any(row.tie for row in rows) else ""
@@ -428,7 +428,7 @@ def _make_record(train: Iterable[Example], held_out: Iterable[Example]) -> Promp
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
-    """Whether the row has the data that this use needs."""
+    """Return whether the row has the data that this use needs."""
     match use:
         case "demonstrations":
             return bool(example.chosen) and not example.tie and example.label is not False
@@ -444,7 +444,7 @@ def is_usable(example: Example, use: RowUse) -> bool:
 
 
 def _split_responses(examples: Sequence[Example], use: RowUse) -> list[Example]:
-    """The examples; each pair becomes two if responses are read separately."""
+    """Split each pair into two single-response examples if `use` is "responses"."""
     if use != "responses":
         return list(examples)
     return [
@@ -458,8 +458,8 @@ def _split_responses(examples: Sequence[Example], use: RowUse) -> list[Example]:
 def draw_held_out(prompts: Collection[int], *, fraction: float, seed: int) -> set[int]:
     """Return the prompts whose draw is below `fraction`.
 
-    If that is none or all of them, as may happen with few rows, return the one with the smallest
-    draw; of a single prompt, none.
+    If that selects none or all of them, as can happen with few rows, return only the prompt with
+    the smallest draw, or nothing if there is only one prompt.
     """
     draws = {prompt: draw(prompt, seed=seed, purpose="held out") for prompt in prompts}
     selected = {prompt for prompt, number in draws.items() if number < fraction}

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
     pack_command = add(pack, "paths and patterns of .jsonl, .jsonl.gz and .txt files")
     show_command, _ = add(show, "token files"), add(verify, "token files")
-    merge_command = add(merge, "token files of one tokenizer")
+    merge_command = add(merge, "token files that have the same tokenizer")
     shuffle_command = add(shuffle, "one token file")
     for command in (pack_command, merge_command, shuffle_command):
         command.add_argument(
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> None:
             help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
         )
     pack_command.add_argument("--tokenizer", required=True, help="model id or local directory")
-    pack_command.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    pack_command.add_argument("--field", default="text", help="field of each row with its text")
+    pack_command.add_argument("--workers", type=int, default=1, help="number of worker processes")
+    pack_command.add_argument("--field", default="text", help="field that holds each row's text")
     pack_command.add_argument(
         "--on-bad-row",
         choices=("stop", "skip"),
@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> None:
         help="stop at a row that can't be used, or log and skip it",
     )
     pack_command.add_argument(
-        "--resume", action="store_true", help="continue an interrupted pack; keep finished pieces"
+        "--resume", action="store_true", help="continue an interrupted run; keep finished pieces"
     )
     show_command.add_argument("--document", type=int, help="print this document, counted from 0")
-    show_command.add_argument("--tokenizer", help="decodes the document; default: the file's")
+    show_command.add_argument("--tokenizer", help="tokenizer for --document; default: the file's")
     shuffle_command.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     options = parser.parse_args(list(argv))
     if "out" in options:
@@ -99,7 +99,7 @@ def pack(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print the size and origin of token files, or with --document N one document."""
+    """Print the size and origin of token files, or one document with --document N."""
     for name in options.files:
         file = TokenFile(name)
         if options.document is not None:
@@ -115,7 +115,7 @@ def show(options: argparse.Namespace) -> None:
 
 def _show_document(file: TokenFile, number: int, name: str | None) -> None:
     if not 0 <= number < file.documents:
-        raise ConfigError(f"--document must be 0 to {file.documents - 1:,}, got {number}")
+        raise ConfigError(f"--document must be from 0 to {file.documents - 1:,}, got {number}")
     name = name or (file.origin.tokenizer if file.origin else None)
     if name is None:
         raise ConfigError(f"{file.path} does not record its tokenizer; pass --tokenizer")
@@ -156,10 +156,10 @@ def _verify_checksums(file: TokenFile) -> None:
 
 
 def merge(options: argparse.Namespace) -> None:
-    """Write the documents of several token files of one tokenizer as one file."""
+    """Write the documents of several token files with the same tokenizer to one file."""
     files = [TokenFile(name) for name in options.files]
     if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
-        raise DataError(f"{' '.join(options.files)} have different tokenizers; use one for all")
+        raise DataError(f"{' '.join(options.files)} have different tokenizers; use the same one")
     with TokenWriter(options.out, _widest_dtype(files)) as writer:
         for file in files:
             for ids, lengths in file.chunks():

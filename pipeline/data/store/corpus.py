@@ -1,7 +1,8 @@
-"""The files of a corpus, and the documents held out.
+"""The files of a corpus, and the documents that are held out.
 
 A document is held out by a hash of its tokens and `data.seed`, regardless of the other documents,
-their order and the file: duplicates are on the same side, and growing the corpus moves none.
+their order and the file: all copies of a document are held out or none, and enlarging the corpus
+moves no document.
 """
 
 import hashlib
@@ -35,11 +36,11 @@ def find_paths(data: TextDataConfig) -> list[CorpusPath]:
         DataError: a path doesn't exist, or is a directory or a file of another kind.
     """
     if not data.path:
-        raise DataError(f"data.path has no corpus; pass token files, {_HOW_TO_PACK}")
+        raise DataError(f"data.path has no corpus; pass token files; {_HOW_TO_PACK}")
     return [_find(spec) for spec in data.path]
 
 
-_HOW_TO_PACK = "which `python -m pipeline.data.store pack` creates from text"
+_HOW_TO_PACK = "create one from text with `python -m pipeline.data.store pack`"
 
 
 def _find(spec: str) -> CorpusPath:
@@ -54,8 +55,7 @@ def _find(spec: str) -> CorpusPath:
         raise DataError(f"data.path {name}: no such file")
     if not all(file.endswith((".bin", ".idx")) for file in names):
         raise DataError(
-            f"data.path {name} is not a token file (Megatron's .bin and .idx); use one,"
-            f" {_HOW_TO_PACK}"
+            f"data.path {name} is not a token file (Megatron's .bin and .idx); {_HOW_TO_PACK}"
         )
     return CorpusPath(weight, tuple(sorted({Path(file).with_suffix(".bin") for file in names})))
 
@@ -72,12 +72,12 @@ class HeldOut:
         return self.draw(document_hash(file, document)) <= self.threshold
 
     def draw(self, number: int) -> float:
-        """Uniform number in (0, 1) for a document's hash."""
+        """Return a uniform number in (0, 1) for a document's hash."""
         return draw(number, seed=self.seed, purpose="held out")
 
 
 def document_hash(file: TokenFile, document: int) -> int:
-    """A 64-bit hash of the document's first `HASHED_TOKENS` tokens alone."""
+    """Return a 64-bit hash of the document's first `HASHED_TOKENS` tokens."""
     start, end = file.span(document)
     ids = file.slice(start, min(end, start + HASHED_TOKENS)).astype("<u4")
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")

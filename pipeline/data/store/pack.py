@@ -1,7 +1,7 @@
 """Tokenize a corpus: split it into pieces, tokenize them in worker processes, and join them.
 
 Each finished piece is a file in X.pieces, so that `--resume` tokenizes only the missing ones. The
-result has the same bytes for any number of workers.
+result is bitwise identical for any number of workers.
 """
 
 import gzip
@@ -60,7 +60,7 @@ class Piece:
     start: int
     end: int
     target: Path
-    """File of the tokens."""
+    """File for the tokens."""
 
 
 def find_sources(patterns: Sequence[str]) -> list[Path]:
@@ -138,7 +138,7 @@ def _skip_or_raise(bad_row: str, count: int, skip: bool) -> None:  # noqa: FBT00
 
 
 def _plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
-    """All inputs that determine the tokens."""
+    """Return all inputs that determine the tokens, as JSON."""
     files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources]
     plan = {"piece": PIECE_BYTES, "tokenizer": vocabulary.hash, "field": field, "files": files}
     return json.dumps(plan)
@@ -148,7 +148,7 @@ def _start_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
     path = directory / "plan.json"
     if path.exists():
         if not resume:
-            raise ConfigError(f"{directory} has an unfinished pack; add --resume, or remove it")
+            raise ConfigError(f"{directory} is from an unfinished run; add --resume, or remove it")
         if path.read_text() != plan:
             raise ConfigError(
                 f"{directory} was started with different source files, tokenizer or field; remove"
@@ -200,7 +200,7 @@ def _encode_pieces(
         yield from pool.map(work, pieces)
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker was killed, probably out of memory; continue with --resume and fewer"
+            "a worker was killed, probably for lack of memory; continue with --resume and fewer"
             " --workers"
         ) from error
     finally:
@@ -222,7 +222,7 @@ def _exit_with_parent() -> None:
 
 @lru_cache(maxsize=1)
 def _load_tokenizer(definition: str) -> "Tokenizer":
-    """The tokenizer; special tokens in a text are read as ordinary text."""
+    """Return the tokenizer, which treats special tokens in a text as ordinary text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(definition)
@@ -233,7 +233,7 @@ def _load_tokenizer(definition: str) -> "Tokenizer":
 
 
 def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
-    """Write a piece's tokens, with eos after each document, unless done; return its summary."""
+    """Write a piece's tokens, with eos after each document, if missing; return its summary."""
     if piece.target.exists():
         with np.load(piece.target) as content:
             return json.loads(str(content["summary"]))
@@ -274,7 +274,7 @@ def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
 
 
 def _read_lines(piece: Piece) -> Iterator[bytes]:
-    """The lines of a piece; a .txt file counts as one line."""
+    """Yield the lines of a piece; a .txt file counts as one line."""
     try:
         if piece.source.suffix == ".txt":
             yield piece.source.read_bytes()
@@ -303,6 +303,6 @@ def _parse_text(line: bytes, piece: Piece, field: str) -> str | None:
         return text
     row = json.loads(text)
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        raise ValueError(f"it has no text in a field {field!r}")  # noqa: TRY004
+        raise ValueError(f"the row has no text in the field {field!r}")  # noqa: TRY004
     row[field].encode()  # raises for lone surrogates
     return row[field]

@@ -38,7 +38,7 @@ class TokenRow:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence."""
+        """Number of tokens in each sequence."""
         return tuple(
             span.end - span.start + (span.is_first and self.bos is not None) for span in self.spans
         )
@@ -52,12 +52,12 @@ class TokenRow:
         return sum(length - 1 for length in self.lengths)
 
     def without(self, is_held_out: Callable[[TokenFile, int], bool]) -> "TokenRow":
-        """The row without spans of held-out documents."""
+        """Return the row without spans of held-out documents."""
         spans = (span for span in self.spans if not is_held_out(self.file, span.document))
         return TokenRow(self.file, tuple(spans), self.bos)
 
     def sequences(self) -> Iterator[NDArray[Any]]:
-        """Tokens of each span."""
+        """Yield the tokens of each sequence."""
         for span in self.spans:
             ids = self.file.slice(span.start, span.end)
             has_bos = span.is_first and self.bos is not None
@@ -82,7 +82,7 @@ class Windows:
         return math.ceil(len(self.file.ids) / self.capacity)
 
     def __getitem__(self, row: int) -> TokenRow:
-        """A row, including held-out documents."""
+        """Return a row, including held-out documents."""
         start = self.capacity * row
         end = min(start + self.capacity, len(self.file.ids))
         spans: list[Span] = []
@@ -96,7 +96,7 @@ class Windows:
         return TokenRow(self.file, tuple(spans), self.bos)
 
     def fill_with(self, documents: Sequence[int]) -> Iterator[TokenRow]:
-        """Rows filled with these documents alone, split at row boundaries."""
+        """Yield rows filled with these documents alone, split at row boundaries."""
         spans, capacity = list[Span](), self.capacity
         for document in documents:
             first, last = self.file.span(document)
@@ -116,7 +116,7 @@ class MixedStream:
     """An endless stream of rows from several files in global batches, the same on every process.
 
     The next row is from the file that is furthest behind its share (Webster's method), so that any
-    range of rows has the mixture. Each file's rows are shuffled, and reshuffled once all are used.
+    range of rows follows the mixture. Each file's rows are reshuffled whenever all have been used.
 
     Args:
         sizes: number of rows in each file.
@@ -142,14 +142,14 @@ class MixedStream:
         return max(1, round(rows * sum(self.weights)))
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:
-        """Number of steps of a run: `max_steps`, or enough for `epochs` times `num_rows`."""
+        """Return `max_steps`, or the number of steps for `epochs` times `num_rows` rows."""
         return max_steps or math.ceil(epochs * self.num_rows / self.batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return self
 
     def __next__(self) -> list[tuple[int, int]]:
-        """The (file, row) pairs of a global batch."""
+        """Return the (file, row) pairs of a global batch."""
         return [self._next_row() for _ in range(self.batch_size)]
 
     def _next_row(self) -> tuple[int, int]:
@@ -159,7 +159,7 @@ class MixedStream:
         return number, self._files[number].next_rows(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows used from each file so far, over all passes."""
+        """Return the number of rows used from each file so far, over all passes."""
         return {"taken": [file.position for file in self._files]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

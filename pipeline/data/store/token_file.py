@@ -6,8 +6,8 @@ X.bin holds the tokens, X.idx the positions of the documents:
     | documents + 1 u64 | lengths in tokens i32 each | offsets in bytes i64 each
     | first sequence of each document i64 each, and the number of sequences
 
-Source: `IndexedDataset` of Megatron-Core; modes, which may follow, are ignored. Files written here
-also have X.json (the tokenizer) and X.sha256 (checksums, as `sha256sum` writes them).
+Reference: `IndexedDataset` in Megatron-Core; modes, which may follow, are ignored. Files written
+here also have X.json (the tokenizer) and X.sha256 (checksums, as `sha256sum` writes them).
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class Origin:
     """SHA-256 of the tokenizer's definition, hexadecimal."""
 
     bad_rows: int = 0
-    """Rows that were skipped."""
+    """Number of bad rows that were skipped."""
 
 
 class TokenFile:
@@ -97,7 +97,7 @@ class TokenFile:
         path: X.bin, X.idx or the prefix X.
 
     Raises:
-        DataError: the file is missing, truncated, empty or of another format.
+        DataError: the file is missing, truncated, empty or in another format.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -121,7 +121,7 @@ class TokenFile:
             raise DataError(f"{index} is not a Megatron index; pack the texts again")
         _, version, code, sequences, documents = _HEADER.unpack_from(content)
         if version != 1 or code not in DTYPES:
-            raise DataError(f"{index} has the unknown version {version} or token type {code}")
+            raise DataError(f"{index} has an unknown version ({version}) or token type ({code})")
         self.dtype = np.dtype(DTYPES[code])
         size = data.stat().st_size
         if len(content) < _HEADER.size + 12 * sequences + 8 * documents:
@@ -146,17 +146,17 @@ class TokenFile:
             self.origin = Origin(**json.loads(origin_file.read_bytes()))
 
     def span(self, document: int) -> tuple[int, int]:
-        """Positions of a document's first token and of the one after its last.
+        """Return the positions of a document's first token and of the one after its last.
 
         Raises:
             IndexError: there is no such document.
         """
         if not 0 <= document < self.documents:
-            raise IndexError(f"{self.path} has {self.documents:,} documents, not {document}")
+            raise IndexError(f"{self.path} has {self.documents:,} documents, no number {document}")
         return int(self.starts[document]), int(self.starts[document + 1])
 
     def tokens(self, document: int) -> NDArray[Any]:
-        """Tokens of a document, a read-only view.
+        """Return the tokens of a document as a read-only view.
 
         Raises:
             IndexError: there is no such document.
@@ -164,22 +164,22 @@ class TokenFile:
         return self.slice(*self.span(document))
 
     def slice(self, start: int, end: int) -> NDArray[Any]:
-        """Tokens `start` to `end` of the concatenated documents, a read-only view."""
+        """Return tokens `start` to `end` of the concatenated documents as a read-only view."""
         return self.ids[start:end]
 
     def document_at(self, token: int) -> int:
-        """Index of the document that contains a token."""
+        """Return the index of the document that contains a token."""
         return int(np.searchsorted(self.starts, token, side="right")) - 1
 
     def chunks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Tokens and lengths of consecutive documents, in file order."""
+        """Yield the tokens and lengths of consecutive documents, in file order."""
         for first in range(0, self.documents, CHUNK):
             starts = self.starts[first : first + CHUNK + 1]
             yield self.slice(int(starts[0]), int(starts[-1])), np.diff(starts)
             self.release()
 
     def fingerprint(self) -> str:
-        """Checksums of the content, or the file's size and modification time if there are none."""
+        """Return the checksums, or the file's size and modification time if there are none."""
         checksums = part_path(self.path, "sha256")
         if checksums.exists():
             return " ".join(line.split()[0] for line in checksums.read_text().splitlines())
@@ -258,17 +258,17 @@ class TokenWriter:
 
 
 def token_dtype(vocabulary: int) -> "np.dtype[Any]":
-    """Token type for a vocabulary of this size."""
+    """Return the token type for a vocabulary of this size."""
     return np.dtype(DTYPES[8 if vocabulary < SMALL_VOCABULARY else 4])
 
 
 def without_suffix(path: Path) -> Path:
-    """The prefix X of X.bin or X.idx; other names are returned unchanged."""
+    """Remove the suffix of X.bin or X.idx; return other names unchanged."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def part_path(prefix: Path, suffix: str) -> Path:
-    """Path of the token file (bin), index (idx), origin (json) or checksums (sha256)."""
+    """Return the path of the token file (bin), index (idx), origin (json) or checksums (sha256)."""
     return Path(f"{prefix}.{suffix}")
 
 

@@ -127,7 +127,7 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
     """Check the weights, without reading them.
 
     Raises:
-        ModelError: a file is missing, a Git-LFS pointer, truncated or damaged.
+        ModelError: a file is missing, a Git LFS pointer, truncated or damaged.
     """
     has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
     if (directory / ADAPTER).is_file():

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# Step 2, the reward model from Llama-2-7B, on all GPUs of one machine.
+# Step 2, training of a reward model from Llama-2-7B, on all GPUs of one machine.
 # Usage: run_7b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
 exec bash "$(dirname "${BASH_SOURCE[0]}")/../../../run.sh" step2_reward llama-2-7b single_node "$@"

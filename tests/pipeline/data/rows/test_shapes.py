@@ -308,7 +308,7 @@ def test_turn_marked_as_untrained_is_not_trained(key: str) -> None:
     assert [turn.trained for turn in example.prompt] == [True, False, True]
     assert example.chosen[0].trained
     assert getattr(read(messages=[ask, {**answer, key: 0}]), "chosen", None) == ()
-    with pytest.raises(DataError, match=f"line 17: messages has a turn of {key} 'no'"):
+    with pytest.raises(DataError, match=f"line 17: messages has a turn with {key} 'no'"):
         read(messages=[ask, {**answer, key: "no"}])
 
 

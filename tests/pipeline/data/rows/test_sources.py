@@ -153,7 +153,7 @@ def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None
     assert [row.columns["text"] for row in (*prefs.train, *prefs.eval)] == [
         *("train_prefs", "test_prefs")
     ]
-    assert prefs.splits == "train_prefs, for evaluation test_prefs"
+    assert prefs.splits == "train_prefs, and test_prefs for evaluation"
     assert "several training splits" in get_error_message(tmp_path / "set")
     plain = read_source(str(tmp_path / "plain"))
     assert [row.columns["text"] for row in plain.train] == ["train_a", "train_b"]

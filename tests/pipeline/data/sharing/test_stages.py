@@ -94,7 +94,7 @@ def test_evaluation_uses_the_test_split(tmp_path: Path) -> None:
     assert sorted(prompts(data.eval)) == [*(f"held{n}" for n in range(5)), "q0", "q1", "q2"]
     assert sorted(prompts(data.train)) == sorted(f"q{n}" for n in range(3, 50))
     assert "dropped 3 rows whose prompt is in the evaluation rows" in data.notes
-    assert f"{tmp_path / 'set'}: step 1 reads the split train, for evaluation test" in data.notes
+    assert f"{tmp_path}/set: step 1 reads the split train, and test for evaluation" in data.notes
 
 
 def test_no_step_trains_on_evaluation_rows_of_another(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_resume_keeps_finished_pieces_and_rejects_changed_sources(tmp_path: Path
         run_pack(bad, tmp_path / "x")
     pieces = sorted((tmp_path / "x.pieces").glob("*.npz"))
     times = [path.stat().st_mtime_ns for path in pieces]
-    with pytest.raises(ConfigError, match="unfinished pack"):
+    with pytest.raises(ConfigError, match="unfinished run"):
         run_pack(bad, tmp_path / "x")
 
     file = run_pack(bad, tmp_path / "x", resume=True, skip_bad_rows=True)

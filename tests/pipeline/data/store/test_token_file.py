@@ -119,8 +119,8 @@ def test_pack_and_show_use_the_tokenizer_in_a_directory(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["show", "c", "--document", "3"], "--document must be 0 to 2, got 3"),
-        (["show", "c", "--document", "-1"], "--document must be 0 to 2, got -1"),
+        (["show", "c", "--document", "3"], "--document must be from 0 to 2, got 3"),
+        (["show", "c", "--document", "-1"], "--document must be from 0 to 2, got -1"),
         (["show", "bare", "--document", "0"], "does not record its tokenizer"),
         (["show", "c", "--document", "2", "--tokenizer", "model"], "not packed with the tokenizer"),
         (["merge", "c", "other", "--out", "o"], "have different tokenizers"),
@@ -131,8 +131,8 @@ def test_pack_and_show_use_the_tokenizer_in_a_directory(
         (["pack", "a.txt", "--tokenizer", "model", "--out", "o"], "neither a.txt .* row with text"),
         (["show", "model"], "token file model can't be read"),
         (["show", "empty"], "empty has no tokens"),
-        (["show", "version"], "unknown version 2 or token type 8"),
-        (["show", "type"], "unknown version 1 or token type 7"),
+        (["show", "version"], "unknown version (2) or token type (8)"),
+        (["show", "type"], "unknown version (1) or token type (7)"),
     ],
 )
 def test_invalid_command_raises(

@@ -60,8 +60,8 @@ def fill(value: float) -> Damage:
 
 
 DAMAGED_FILES: list[tuple[Damage, str]] = [
-    (write(SINGLE, POINTER), "model.safetensors is a Git-LFS pointer"),
-    (write("tokenizer.json", POINTER), "tokenizer.json is a Git-LFS pointer"),
+    (write(SINGLE, POINTER), "model.safetensors is a Git LFS pointer"),
+    (write("tokenizer.json", POINTER), "tokenizer.json is a Git LFS pointer"),
     (lambda d: os.truncate(d / SINGLE, 30_000), "model.safetensors can't be read"),
     (lambda d: (d / SINGLE).write_bytes(b"\x8f" * 5000), "model.safetensors can't be read"),
     (write("config.json", "[" * 5000 + "]" * 5000), "config.json is not JSON"),
@@ -79,7 +79,7 @@ DAMAGED_FILES: list[tuple[Damage, str]] = [
 
 DAMAGED_SHARDS: list[tuple[Damage, str]] = [
     (remove("model-00002-*"), "model-00002-of-00004.safetensors can't be read"),
-    (write("model-00002-of-00004.safetensors", POINTER), "is a Git-LFS pointer"),
+    (write("model-00002-of-00004.safetensors", POINTER), "is a Git LFS pointer"),
     (remove(INDEX), "has no weights"),
     (write(INDEX, "{"), f"{INDEX} is not an index"),
     (write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "which is outside"),
