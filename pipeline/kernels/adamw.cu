@@ -28,7 +28,7 @@ struct Shard {
 };
 struct Scalars {
   double rate;  // multiplies the lr of each shard
-  double beta1_power, beta2_power;  // powers of the step number, from 1
+  double beta1_power, beta2_power;  // beta^t; t is the step number, from 1
   double multiplier;
 };
 struct AdamwParams {

@@ -26,7 +26,7 @@ from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 COPY_DTYPES = (torch.bfloat16, torch.float16)
 
 CHUNK = 65536
-"""Elements that PyTorch steps at once: its temporary tensors fit in a core's cache."""
+"""Elements that PyTorch updates at once, so that temporary tensors fit in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class Weights:
     """The bits of the fp32 master weights that the bf16 `master` lacks, from `split_master`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The vectors that are not None, by name."""
+        """Return the vectors that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def narrow(self, span: slice) -> "Weights":
-        """A range of the elements."""
+        """Return a range of the elements."""
         return Weights(**{name: value[span] for name, value in self.tensors().items()})
 
 
@@ -94,12 +94,12 @@ class Formats(NamedTuple):
 
     @classmethod
     def from_weights(cls, weights: Weights) -> "Formats":
-        """The data types of these vectors."""
+        """Return the data types of these vectors."""
         copy = None if weights.copy is None else weights.copy.dtype
         return cls(weights.exp_avg.dtype, copy, weights.low_bits is not None)
 
     def macros(self, names: Mapping[torch.dtype | None, str]) -> dict[str, str | int]:
-        """Macros for a source that refers to the formats by these names."""
+        """Return the macros for a source that refers to the formats by these names."""
         return {
             "MOMENT": names[self.moments],
             "COPY": names[self.copy],
@@ -109,13 +109,13 @@ class Formats(NamedTuple):
 
 
 def new_moments(like: Float[Tensor, " n"], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Zero moments for a vector, by the names of `Weights`."""
+    """Create zero moments for a vector, named like the fields of `Weights`."""
     return {name: torch.zeros_like(like, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
 
 @torch.no_grad()
 def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
-    """One step of AdamW in PyTorch, in place.
+    """Take one step of AdamW in PyTorch, in place.
 
         g = multiplier * gradient
         m = m + (1 - beta1) * (g - m)
@@ -123,7 +123,7 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
         p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
     Rounding follows the SIMD lanes of PyTorch's fused AdamW, so that both give the same bits: `m`
-    and `v` each end in a fused multiply-add, all else is rounded after each operation. (PyTorch
+    and `v` each end in a fused multiply-add; all else is rounded after each operation. (PyTorch
     rounds the last few elements of a vector differently; this rounds all alike.) Moments in bf16
     are rounded when stored; the step uses them in fp32. Weights are rounded by `round_weights`.
     """
@@ -155,7 +155,7 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
 def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
     """Round fp32 master weights to the nearest value of the model's `dtype`.
 
-    In bf16 ties round away from zero. With ties to even, as in fp16, 2^16 + 1 fp32 values would
+    In bf16, ties round away from zero. With ties to even, as in fp16, 2^16 + 1 fp32 values would
     round to the same even one, and 16 more bits could not distinguish them (`split_master`).
     Infinity and NaN are preserved.
     """
@@ -178,7 +178,7 @@ def split_master(master: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Int1
 
 
 def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The inverse of `split_master`."""
+    """Invert `split_master`."""
     bits = weights.view(torch.int16).int()
     bits <<= 16
     bits += low_bits  # negative where the weight was rounded up
@@ -191,7 +191,7 @@ def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> 
 def adamw_(
     weights: Weights, gradient: Float[Tensor, " n"], step: AdamW, *, kernels: Kernels = "auto"
 ) -> None:
-    """One in-place step of AdamW, as defined by `reference_adamw_`.
+    """Take one in-place step of AdamW, as defined by `reference_adamw_`.
 
     All vectors must be contiguous, of equal length, on one device, and must not share memory. The
     gradient is fp32. With `kernels` off, or auto without a kernel, PyTorch computes the step.
@@ -216,7 +216,7 @@ def adamw_(
 
 
 class FlatAdamW:
-    """AdamW for many vectors, on a GPU with one launch for all of the same formats.
+    """AdamW for many vectors; on a GPU, one launch updates all vectors of the same formats.
 
     Its address tables are kept between steps: as long as no vector moves, a step sends four numbers
     to the GPU.
@@ -227,12 +227,12 @@ class FlatAdamW:
         self._tables: list[ShardTable] = []
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """One in-place step of all shards, each with its own rate and weight decay.
+        """Take one in-place step of all shards, each with its own rate and weight decay.
 
         Each shard's rate is multiplied by that of `step`.
 
         Raises:
-            KernelError: as `adamw_`.
+            KernelError: as raised by `adamw_`.
         """
         addresses = [_addresses(shard) for shard in shards]
         if addresses != self._addresses:
@@ -247,7 +247,7 @@ class FlatAdamW:
             table.step(step_scalars(step, table.gpu.device), step)
 
     def _build_tables(self, shards: Sequence[Shard], kernels: Kernels) -> list[Shard]:
-        """Make a table of the shards of each format on a GPU; return the others."""
+        """Build a table of the shards of each format on a GPU; return the other shards."""
         by_formats: dict[tuple[Gpu, Formats], list[Shard]] = {}
         rest: list[Shard] = []
         for shard in shards:
@@ -263,7 +263,7 @@ class FlatAdamW:
 
 
 def find_kernel(device: torch.device, formats: Formats, kernels: Kernels) -> Library | Gpu | None:
-    """The kernel for vectors on a device, built if necessary; None if PyTorch is used.
+    """Return the kernel for vectors on a device, built if necessary; None if PyTorch is used.
 
     Raises:
         KernelError: the kernel is required and can't be built.
@@ -275,7 +275,7 @@ def find_kernel(device: torch.device, formats: Formats, kernels: Kernels) -> Lib
     elif device.type == "cpu":
         kernel = library(formats)
     else:
-        kernel = f"no kernel supports {device.type}"
+        kernel = f"no kernel supports the device type {device.type}"
     return choice.resolve("AdamW", kernel, kernels)
 
 
@@ -313,7 +313,7 @@ class Scalars(ctypes.Structure):
 
 @functools.cache
 def library(formats: Formats) -> Library | str:
-    """The loop for these formats, or the reason why it can't be built."""
+    """Build the loop for these formats, or return the reason why it can't be built."""
     return build_library(Path(__file__).with_suffix(".cpp"), formats.macros(CPP_NAMES))
 
 
@@ -353,7 +353,7 @@ FACTORS_BYTES = 36
 """Bytes of the struct `Factors` of adamw.cu."""
 
 CUDA_NAMES = DTYPES | {None: "Bf16"}
-"""Names of data types in adamw.cu; if there is no copy, any will do."""
+"""Names of data types in adamw.cu; if there is no copy, any name will do."""
 
 
 class _Shard(ctypes.Structure):
@@ -377,7 +377,7 @@ class _Params(ctypes.Structure):
 
 
 def cuda_macros(formats: Formats) -> dict[str, str | int]:
-    """Preprocessor macros of the kernel."""
+    """Return the preprocessor macros of the kernel."""
     return formats.macros(CUDA_NAMES) | {
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "SHARD_BYTES": ctypes.sizeof(_Shard),
@@ -408,9 +408,9 @@ class ShardTable:
         self.shard_of_block = shard_of_block.to(gpu.device, non_blocking=True)
 
     def step(self, scalars: Float64[Tensor, "4"], step: AdamW) -> None:
-        """One step of all shards, in place, with `step_scalars(step)` and its betas and eps.
+        """Take one in-place step of all shards, with `step_scalars(step)` and its betas and eps.
 
-        The scalars are read on the GPU, so a CUDA graph of the call may be replayed with others.
+        The GPU reads the scalars, so a CUDA graph of the call can be replayed with different ones.
         """
         if self.num_blocks == 0:
             return
@@ -428,7 +428,7 @@ class ShardTable:
 
 
 def _addresses(shard: Shard) -> tuple[int | float, ...]:
-    """Addresses, length and factors of a shard; a table is valid while they are unchanged."""
+    """Return a shard's addresses, length and factors; tables are valid until they change."""
     return (
         *(tensor.data_ptr() for tensor in shard.weights.tensors().values()),
         *(shard.gradient.data_ptr(), len(shard.gradient), shard.lr, shard.weight_decay),
@@ -448,7 +448,7 @@ def _make_row(shard: Shard, first_block: int) -> _Shard:
 
 
 def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
-    """The learning rate, both betas to the power of the step number, and the multiplier."""
+    """Return the learning rate, both betas to the power of the step, and the multiplier."""
     # Python's powers, as in the reference: torch.pow may round differently.
     powers = [beta**step.step for beta in step.betas]
     numbers = [step.lr, *powers, step.multiplier]

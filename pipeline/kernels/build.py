@@ -1,9 +1,9 @@
-"""Building C++ kernels at first use.
+"""Build C++ kernels on first use.
 
 A kernel is a file of plain C++ with one or two C functions, called through `ctypes`: files with
-PyTorch's headers take twenty seconds to compile, these about one. Libraries are cached by a hash of
-source, flags and compiler. Processes that need the same library at the same time each compile it
-and rename the complete file into place.
+PyTorch's headers take twenty seconds to compile, these take about one. Libraries are cached by a
+hash of source, flags and compiler. Processes that need the same library at the same time each
+compile it and rename the complete file into place.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ import torch
 from pipeline.system.errors import KernelError
 
 CACHE = "RLHF_PIPELINE_CACHE"
-"""Environment variable: the directory for compiled kernels."""
+"""Environment variable with the directory for compiled kernels."""
 
 COMPILERS = ("c++", "g++", "clang++")
 """Compilers to try, in this order, if CXX is not set."""
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 def build(
     source: Path, defines: Mapping[str, str | int], flags: Sequence[str] = EXACT
 ) -> Library | str:
-    """The library of a C++ source with these macros, or the reason it can't be built."""
+    """Build the library of a C++ source with these macros, or return the reason why it failed."""
     try:
         arguments = [*FLAGS, *flags, *instruction_flags()]
         arguments += [f"-D{name}={value}" for name, value in defines.items()]
@@ -90,7 +90,7 @@ def _build(command: Sequence[str], source: Path, arguments: Sequence[str]) -> Li
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Context with a temporary file to write, which is flushed and renamed to `path` at the end."""
+    """Context manager for a temporary file, which is flushed and renamed to `path` at the end."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     temporary = Path(name)
     try:
@@ -103,9 +103,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def cache_directory() -> Path | None:
-    """The directory of this user's compiled kernels, created if necessary.
+    """Return the directory of this user's compiled kernels, created if necessary.
 
-    None, with a warning, if it is unusable or others can write there: code is loaded from it.
+    Warn and return None if it is unusable or others can write to it: code is loaded from it.
     """
     configured, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -125,7 +125,7 @@ def cache_directory() -> Path | None:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command: CXX, or the first one installed.
+    """Return the C++ compiler's command: CXX, or the first compiler that is installed.
 
     Raises:
         KernelError: no compiler is installed.
@@ -136,7 +136,7 @@ def compiler() -> list[str]:
             return [path, *arguments[1:]]
     if cxx:
         raise KernelError(f"the compiler set by CXX, {cxx[0]}, was not found")
-    raise KernelError(f"no C++ compiler was found ({', '.join(COMPILERS)}; or set CXX)")
+    raise KernelError("no C++ compiler was found; install g++ or clang++, or set CXX")
 
 
 def run_compiler(command: Sequence[str]) -> str:
@@ -176,7 +176,7 @@ def load(library: Path) -> Library:
 
 
 def instruction_flags() -> tuple[str, ...]:
-    """Flags for the instructions that PyTorch uses on this processor.
+    """Return the flags for the instructions that PyTorch uses on this processor.
 
     Raises:
         KernelError: the kernels don't support the processor.
@@ -193,23 +193,23 @@ def instruction_flags() -> tuple[str, ...]:
 
 
 def bf16_flags() -> tuple[str, ...]:
-    """Flags for instructions that multiply bf16 pairs, if the processor has them."""
+    """Return the flags for instructions that multiply bf16 pairs, if the processor has them."""
     return ("-mavx512bf16",) if has_avx512() and has_avx512_bf16() else ()
 
 
 def has_avx512() -> bool:
-    """Whether PyTorch uses 512-bit vectors here."""
+    """Return whether PyTorch uses 512-bit vectors on this processor."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def is_amd() -> bool:
-    """Whether this is an AMD x86 processor; False on systems other than Linux."""
+    """Return whether this is an AMD x86 processor; False on systems other than Linux."""
     path = Path("/proc/cpuinfo")
     return path.exists() and "AuthenticAMD" in path.read_text()
 
 
 def has_avx512_bf16() -> bool:
-    """Whether an x86 processor has instructions that multiply bf16.
+    """Return whether an x86 processor has instructions that multiply bf16.
 
     `ONEDNN_MAX_CPU_ISA` disables them, as it does in oneDNN.
     """
@@ -221,17 +221,17 @@ def has_avx512_bf16() -> bool:
 
 
 def is_arm() -> bool:
-    """Whether this is a 64-bit ARM processor."""
+    """Return whether this is a 64-bit ARM processor."""
     return platform.machine() in ("aarch64", "arm64")
 
 
 @functools.cache
 def gomp_parallel() -> ctypes.c_void_p | None:
-    """The `GOMP_parallel(function, argument, threads, flags)` of PyTorch's OpenMP runtime.
+    """Return `GOMP_parallel(function, argument, threads, flags)` of PyTorch's OpenMP runtime.
 
     Its threads may still be spinning after PyTorch's last operator, and a second runtime would
-    compete for their cores. The GNU, Intel and LLVM runtimes all have the function. None on systems
-    other than Linux.
+    compete for their cores. The GNU, Intel and LLVM runtimes all have the function. The
+    result is None on systems other than Linux.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

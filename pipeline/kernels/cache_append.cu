@@ -1,8 +1,8 @@
 // Appends the keys and values of new tokens to a slotted cache in one launch.
 // Reference: cache_append.py.
 //
-// states is (head, token, size) with any strides, except 1 for the last; stored is (slot, head,
-// width, size) and contiguous. Rows are treated as bytes: each thread copies 16 of them.
+// states is (head, token, size); its last stride is 1 and the others are arbitrary. stored is (slot,
+// head, width, size) and contiguous. Rows are treated as bytes: each thread copies 16 at a time.
 #include "prelude.cuh"
 
 // Mirrored in cache_append.py.

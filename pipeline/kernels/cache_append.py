@@ -1,6 +1,6 @@
-"""Writes the keys and values of new tokens into a slot cache, on a GPU.
+"""Write the keys and values of new tokens into a slot cache, on a GPU.
 
-Dimension names: S slots, G heads, M tokens of a slot, N new tokens, D and E head sizes.
+Dimension names: S slots, G heads, M tokens per slot, N new tokens, D and E head sizes.
 """
 
 import ctypes
@@ -49,8 +49,8 @@ def reference_append(
 ) -> None:
     """Store the keys and values of each token at index slot * M + position, with PyTorch.
 
-    Tokens with an index outside all slots are skipped. If several have the same index, any one may
-    win.
+    Tokens with an index outside all slots are skipped. If several have the same index, any of
+    them may be stored.
     """
     num_slots, _, width, _ = cache[0].shape
     is_valid = (slot_mapping >= 0) & (slot_mapping < num_slots * width)
@@ -63,7 +63,7 @@ def find_kernel(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> Gpu | None:
-    """The GPU with the kernel for these tensors; None if PyTorch is used.
+    """Return the GPU with the kernel for these tensors; None if PyTorch is used.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -83,12 +83,12 @@ def unsupported_reason(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> str | None:
-    """The reason why the kernel doesn't support these tensors; None if it does."""
+    """Return the reason why the kernel doesn't support these tensors; None if it does."""
     for name, stored, new in zip(("keys", "values"), cache, states, strict=True):
         if stored.dtype != new.dtype:
-            return f"{name} of {new.dtype} for a cache of {stored.dtype}"
+            return f"the {name} are {new.dtype}, but the cache is {stored.dtype}"
         if not stored.is_contiguous():
-            return "a cache that is not contiguous"
+            return "the cache is not contiguous"
         strides = [stride * new.itemsize for stride in new.stride()[:-1]]
         row = new.shape[-1] * new.itemsize
         offsets = [stored.data_ptr(), new.data_ptr(), row, *strides]
@@ -108,9 +108,9 @@ def append_(
     *,
     gpu: Gpu,
 ) -> None:
-    """`reference_append` on a GPU, for tensors that the kernel supports.
+    """Compute `reference_append` on a GPU, for tensors that the kernel supports.
 
-    The host doesn't read the indices, so a CUDA graph of the call may be replayed with others.
+    The host doesn't read the indices, so a CUDA graph of the call can be replayed with new ones.
     """
     num_slots, num_heads, width, _ = cache[0].shape
     keys, values = (_make_args(stored, new) for stored, new in zip(cache, states, strict=True))

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KERNELS_VARIABLE = "RLHF_PIPELINE_KERNELS"
-"""Environment variable: auto, required or off for the kernels of generation."""
+"""Environment variable for the kernels of generation: auto, required or off."""
 
 SelfTest = Callable[[Gpu, Macros], bool]
 """Returns whether a kernel matches its reference on a GPU. It runs once per process, before the
@@ -25,33 +25,33 @@ kernel is used, and waits for the GPU, so it can't be part of a CUDA graph."""
 
 
 def kernel_mode() -> Kernels:
-    """The `kernels` setting for generation.
+    """Return the `kernels` setting for generation.
 
     Raises:
-        ConfigError: the environment variable has another value.
+        ConfigError: the environment variable has an invalid value.
     """
     value = os.environ.get(KERNELS_VARIABLE, "auto")
     for mode in get_args(Kernels):
         if value == mode:
             return mode
     raise ConfigError(
-        f"the environment variable {KERNELS_VARIABLE} must be {', '.join(get_args(Kernels))},"
-        f" got {value!r}"
+        f"the environment variable {KERNELS_VARIABLE} must be one of"
+        f" {', '.join(get_args(Kernels))}, got {value!r}"
     )
 
 
 def use_gpu(device: torch.device) -> bool:
-    """True if an operator of generation uses kernels of the GPU `device`."""
+    """Return whether an operator of generation uses kernels of the GPU `device`."""
     return device.type == "cuda" and kernel_mode() != "off"
 
 
 def resolve(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
-    """Return a kernel; if it is a reason why there is none, log that once and return None.
+    """Return `kernel`; if it is the reason why there is none, log it once and return None.
 
     Args:
         operator: name of the operator in messages.
         kernel: the kernel, or the reason, as a clause.
-        kernels: the setting, by default generation's.
+        kernels: the setting, by default that of generation.
 
     Raises:
         KernelError: kernels are required.
@@ -60,15 +60,15 @@ def resolve(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T
         return kernel
     if (kernels or kernel_mode()) == "required":
         raise KernelError(
-            f"the kernel of {operator} is not available: {kernel}; fix that, or fall back to"
-            f" PyTorch with kernels auto, and {KERNELS_VARIABLE}=auto for generation"
+            f"the kernel for {operator} is not available: {kernel}; fix this, or fall back to"
+            f" PyTorch with kernels auto (for generation, {KERNELS_VARIABLE}=auto)"
         )
     _log_once(operator, kernel)
     return None
 
 
 def load_kernel(device: torch.device, name: str, defines: Macros, self_test: SelfTest) -> Gpu | str:
-    """The GPU with a kernel compiled and tested, or the reason it can't be used."""
+    """Compile and test a kernel; return its GPU, or the reason why it can't be used."""
     return _compile_and_test(device, name, frozenset(defines.items()), self_test)
 
 
@@ -84,7 +84,7 @@ def _compile_and_test(
             return gpu
     except (KernelError, LaunchError) as error:
         return str(error)
-    return f"{name} does not match its reference on this GPU"
+    return f"the kernel {name} does not match its reference on this GPU"
 
 
 @functools.cache

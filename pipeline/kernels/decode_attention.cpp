@@ -24,13 +24,13 @@ struct AttentionParams {  // mirrored in decode_attention.py
     int64_t query_row;       // strides, in elements
     int64_t query_head;
     int64_t pages_row;
-    int64_t max_pages;       // pages of a row
+    int64_t max_pages;       // pages per row
     int32_t window;          // sliding window in keys; 0 for none
     float scaling;
 };
 
 constexpr int BLOCK = 512;          // keys per softmax block
-constexpr int PAGE = 64;            // tokens of a page; mirrored in decode_attention.py
+constexpr int PAGE = 64;            // tokens per page; mirrored in decode_attention.py
 constexpr int MAX_HEAD_SIZE = 256;  // largest head size; mirrored in decode_attention.py
 constexpr int STEP = LANES * Number::NUMBERS;
 
@@ -41,7 +41,7 @@ struct Head {
     Vector sums[MAX_HEAD_SIZE / LANES] = {};
 };
 
-// Scores of LANES keys; only the first `count` are read.
+// Computes the scores of LANES keys; only the first `count` keys are read.
 Vector score_tile(const Stored* query, const Stored* key, int64_t size, int count) {
     Vector sums[LANES] = {};
     int64_t k = 0;
@@ -68,7 +68,7 @@ struct Prefetch {
     }
 };
 
-// Scores of `count` keys; writes a whole number of vectors.
+// Computes the scores of `count` keys; writes a whole number of vectors.
 void compute_scores(const AttentionParams& params, const Stored* query, const Stored* key, int count, float* scores, const Prefetch& prefetch) {
     for (int t = 0; t < count; t += LANES) {
         prefetch.fetch(t * params.size, LANES * params.size);
@@ -77,7 +77,7 @@ void compute_scores(const AttentionParams& params, const Stored* query, const St
     }
 }
 
-// Turns scores into weights; returns the rescaling factor of the earlier sums.
+// Converts scores to weights; returns the factor that rescales the earlier sums.
 float softmax_block(float* scores, int count, Head& head) {
     Vector largest = broadcast(head.largest);
     for (int t = 0; t < count; t += LANES) {
@@ -119,7 +119,7 @@ void add_values(const Stored* value, int64_t size, const float* weights, int cou
     if (bytes > 0) add_values<1>(value + first, size, weights, count, rescale, to + first / LANES, part);
 }
 
-// Attention of the query heads of a row that share a key head.
+// Computes attention for the query heads of a row that share a key/value head.
 void attend(const AttentionParams& params, int64_t row, int64_t kv_head, std::vector<Head>& heads) {
     const int64_t length = params.lengths[row], end = std::min(length, params.max_pages * PAGE);
     const int64_t start = params.window > 0 ? std::max<int64_t>(0, length - params.window) : 0;
@@ -167,7 +167,7 @@ void attend(const AttentionParams& params, int64_t row, int64_t kv_head, std::ve
 
 struct Work {
     const AttentionParams* attention;
-    int64_t next;  // the first key head not yet claimed by a thread
+    int64_t next;  // the first key/value head not yet claimed by a thread
 };
 
 void run(void* argument) {

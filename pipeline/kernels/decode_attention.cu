@@ -2,14 +2,14 @@
 // Reference: decode_attention.py.
 //
 // query and out are (sequence, head, HEAD_SIZE); key and value are (page, kv head, token,
-// HEAD_SIZE); strides are arbitrary, except 1 for the last. A block reads one split of the keys of
+// HEAD_SIZE); the last stride is 1, the others are arbitrary. A block reads one split of the keys of
 // one sequence and kv head, once for all GROUP query heads that share them, so that the kernel is
 // bound by memory bandwidth. A few lanes read a key together and keep their own online softmax
 // (Milakov & Gimelshein 2018). The results of lanes, warps and, in a second kernel, blocks are
 // combined at the end (Flash-Decoding, Dao et al. 2023).
 //
 // Macros: NUMBER is float, Bf16 or F16; HEAD_SIZE; GROUP is the number of query heads per block;
-// PAGE is the number of tokens of a page.
+// PAGE is the number of tokens per page.
 #include "prelude.cuh"
 
 #define WARPS 4

@@ -1,8 +1,7 @@
-"""Attention of one new token of each sequence to a paged cache, with a kernel if there is one.
+"""Attention of each sequence's newest token over a paged cache, with a kernel if there is one.
 
-`reference_attention` defines the operator in PyTorch. Dimension names: B sequences, L pages of a
-sequence, H query heads, G heads of keys and values, P pages and T tokens of a page of the cache,
-D head size.
+`reference_attention` defines the operator in PyTorch. Dimension names: B sequences, L pages per
+sequence, H query heads, G key/value heads, P pages in the cache, T tokens per page, D head size.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ from pipeline.kernels.build import CPP_DTYPES, FUSED, Library, bf16_flags, build
 from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 
 PAGE = 64
-"""Tokens of a page, as in decode_attention.cpp: 16 KiB for a head of 64 fp32 elements, or of 128
+"""Tokens per page, as in decode_attention.cpp: 16 KiB for a head of 64 fp32 elements, or of 128
 16-bit ones. With pages of half the size, attention on a CPU takes 10 to 15 % longer."""
 
 
@@ -30,16 +29,16 @@ class AttentionSpec:
     """The keys that the last token of each of B sequences attends to, and the score scale."""
 
     lengths: Int[Tensor, " B"]
-    """int32. Length of each sequence with the new token: one past the last key it attends to."""
+    """int32. Length of each sequence, including the new token: one past the last visible key."""
 
     pages: Int[Tensor, "B L"]
     """int32. Pages of each sequence, in the order of its tokens; pages past its end aren't read."""
 
     scaling: float
-    """Factor of the product of query and key."""
+    """Factor that scales the products of query and key."""
 
     sliding_window: int | None = None
-    """Number of last keys that a token attends to; None for all."""
+    """Number of most recent keys that a token attends to; None for all."""
 
 
 def gather_pages(
@@ -56,13 +55,13 @@ def reference_attention(
     value: Float[Tensor, "P G T D"],
     spec: AttentionSpec,
 ) -> Float[Tensor, "B H D"]:
-    """Attention of the last token of each sequence in PyTorch.
+    """Compute the attention of each sequence's last token in PyTorch.
 
         out = sum_t softmax_t(scaling * query . key_t) value_t
 
-    over the keys that `spec` allows. A key head serves H / G consecutive query heads. Computed in
-    fp32, or in the dtype of `query` if that is wider; 0 if there is no key. Other keys and values
-    are ignored and may be NaN.
+    over the keys that `spec` allows. A key/value head serves H / G consecutive query heads. The
+    result is computed in fp32, or in the dtype of `query` if that is wider; it is 0 if there is no
+    key. Other keys and values are ignored and may be NaN.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     key, value = (gather_pages(stored, spec.pages) for stored in (key, value))
@@ -90,10 +89,10 @@ def decode_attention(
     longest: int,
     out: Float[Tensor, "B H D"] | None = None,
 ) -> Float[Tensor, "B H D"]:
-    """Attention of the last token of each sequence, as defined by `reference_attention`.
+    """Compute the attention of each sequence's last token, as `reference_attention` defines it.
 
     `longest` is an upper bound on the lengths, from which the CUDA kernel's number of splits is
-    chosen, because the host reads no lengths. Lengths beyond the pages are clamped. The result is
+    chosen, because the host doesn't read them. Lengths beyond the pages are clamped. The result is
     written to `out` if given, which must be contiguous.
 
     Raises:
@@ -123,7 +122,7 @@ def prepare(
     scaling: float,
     sliding_window: int | None,
 ) -> "PreparedAttention | None":
-    """The C++ kernel, prepared for repeated calls on this memory; None if there is none.
+    """Prepare the C++ kernel for repeated calls on this memory; None if there is none.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -137,7 +136,7 @@ def prepare(
 def find_kernel(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Gpu | Library | None:
-    """The kernel for these tensors; None if PyTorch is used.
+    """Find the kernel for these tensors; None if PyTorch is used.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -180,7 +179,7 @@ class Attention(ctypes.Structure):
 
 @functools.cache
 def library(dtype: torch.dtype) -> Library | str:
-    """The kernel for this dtype, or the reason it can't be built."""
+    """Build the kernel for this dtype, or return the reason why it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
     return build(source, {"NUMBER": CPP_DTYPES[dtype]}, (*FUSED, *bf16_flags()))
 
@@ -188,16 +187,16 @@ def library(dtype: torch.dtype) -> Library | str:
 def cpp_unsupported_reasons(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Iterator[str]:
-    """The reasons why the kernel doesn't support these tensors."""
+    """Yield the reasons why the kernel doesn't support these tensors."""
     size = query.shape[2]
     if key.shape[2] != PAGE:
         yield f"pages have {key.shape[2]} tokens"
     if query.dtype not in CPP_DTYPES:
         yield f"it supports fp32 and bf16, not {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
-        yield f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
+        yield f"queries are {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if size != value.shape[3] or size != key.shape[3]:
-        yield f"keys have heads of size {key.shape[3]} and values of {value.shape[3]}"
+        yield f"keys have head size {key.shape[3]} and values {value.shape[3]}, not {size}"
     multiple = 4 // query.element_size() or 1
     if not 0 < size <= MAX_HEAD_SIZE or size % multiple:
         even = "even " if multiple == 2 else ""
@@ -256,10 +255,10 @@ WARPS = 4
 """Warps per block, as in decode_attention.cu."""
 
 MIN_KEYS_PER_SPLIT = 128
-"""Minimum keys per split: combining smaller ones costs more than it saves."""
+"""Minimum number of keys per split: combining smaller splits costs more than they save."""
 
 MAX_SEQUENCES = 65535
-"""Maximum sequences per launch: the largest third dimension of a grid."""
+"""Maximum number of sequences per launch: the largest third dimension of a grid."""
 
 AXES = {3: ("sequence", "head"), 4: ("page", "head", "token")}
 """Axes whose strides the kernel takes, by number of dimensions."""
@@ -286,7 +285,7 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class HeadGrouping:
-    """Distribution over blocks of the query heads that share a key head."""
+    """Distribution over blocks of the query heads that share a key/value head."""
 
     heads_per_kv: int
     head_size: int
@@ -294,19 +293,19 @@ class HeadGrouping:
 
     @property
     def blocks_per_kv(self) -> int:
-        """Blocks that read the same keys, each for different query heads."""
+        """Number of blocks that read the same keys, each for different query heads."""
         # A lane's share of the queries and sums must fit into registers.
         limit = 4 if self.itemsize * self.head_size > 512 else 8
         return -(-self.heads_per_kv // limit)
 
     @property
     def heads_per_block(self) -> int:
-        """Query heads of a block."""
+        """Number of query heads per block."""
         return -(-self.heads_per_kv // self.blocks_per_kv)
 
 
 def cuda_macros(dtype: torch.dtype, grouping: HeadGrouping) -> dict[str, str | int]:
-    """Preprocessor macros of the kernel."""
+    """Return the preprocessor macros of the kernel."""
     return {
         "NUMBER": DTYPES[dtype],
         "HEAD_SIZE": grouping.head_size,
@@ -319,15 +318,15 @@ def cuda_macros(dtype: torch.dtype, grouping: HeadGrouping) -> dict[str, str | i
 def cuda_unsupported_reason(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> str | None:
-    """The reason why the kernel doesn't support these tensors; None if it does."""
+    """Return the reason why the kernel doesn't support these tensors; None if it does."""
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        return f"dtypes {query.dtype}, {key.dtype} and {value.dtype}"
+        return f"queries are {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if query.shape[2] not in HEAD_SIZES or value.shape[3] != query.shape[2]:
-        return f"head sizes {query.shape[2]} and {value.shape[3]}"
+        return f"it doesn't support head sizes {query.shape[2]} and {value.shape[3]}"
     if not key.shape[1] or query.shape[1] % key.shape[1]:
-        return f"{query.shape[1]} query heads for {key.shape[1]} key heads"
+        return f"{query.shape[1]} query heads can't be divided by {key.shape[1]} key/value heads"
     if not 0 < query.shape[0] <= MAX_SEQUENCES or not query.shape[1] or key.shape[2] != PAGE:
-        return f"no heads, no or over {MAX_SEQUENCES} sequences, or pages of {key.shape[2]} tokens"
+        return f"the batch is empty or too large, or pages have {key.shape[2]} tokens, not {PAGE}"
     itemsize = query.dtype.itemsize
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         offsets = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]
@@ -351,11 +350,11 @@ def launch(
     num_splits: int | None = None,
     out: Float[Tensor, "B H D"] | None = None,
 ) -> Float[Tensor, "B H D"]:
-    """`reference_attention` on a GPU, for tensors that the kernel supports.
+    """Compute `reference_attention` on a GPU, for tensors that the kernel supports.
 
-    The host doesn't read the lengths, so a CUDA graph of the call may be replayed with others, up
-    to `longest`. By default the keys are divided into enough splits to fill the GPU. The result is
-    written to `out` if given.
+    The host doesn't read the lengths, so a CUDA graph of the call can be replayed with different
+    lengths, up to `longest`. By default the keys are divided into enough splits to fill the GPU.
+    The result is written to `out` if given.
     """
     batch, heads, size = query.shape
     grouping = HeadGrouping(heads // key.shape[1], size, query.dtype.itemsize)
@@ -400,7 +399,7 @@ def launch(
 
 
 def choose_splits(num_blocks: int, num_keys: int, max_active_blocks: int) -> int:
-    """The number of splits of each sequence's keys that fills the GPU with blocks.
+    """Choose the number of splits of each sequence's keys that fills the GPU with blocks.
 
     `max_active_blocks` is the number of blocks that the GPU runs at once.
     """
@@ -408,7 +407,7 @@ def choose_splits(num_blocks: int, num_keys: int, max_active_blocks: int) -> int
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Test two sequences, in one and in two splits; memory that must not be read is NaN."""
+    """Test two sequences, with one and with two splits; memory that must not be read is NaN."""
     dtype = DTYPES_BY_NAME[str(defines["NUMBER"])]
     size, heads = int(defines["HEAD_SIZE"]), int(defines["GROUP"])
     generator = torch.Generator().manual_seed(0)

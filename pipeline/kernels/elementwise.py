@@ -15,7 +15,7 @@ from pipeline.kernels.build import FUSED, Library, build
 
 @cache
 def library() -> Library | None:
-    """The kernels; None if they can't be built."""
+    """Build the kernels; return None if they can't be built."""
     built = build(Path(__file__).with_suffix(".cpp"), {}, FUSED)
     return choice.resolve("RMSNorm, rotary embedding and SwiGLU", built)
 
@@ -66,5 +66,5 @@ def prepare_rotation(
 
 
 def is_supported(tensor: Tensor) -> bool:
-    """Whether the kernels support a tensor."""
+    """Return whether the kernels support a tensor."""
     return (tensor.dtype, tensor.device.type, tensor.stride(-1)) == (torch.float32, "cpu", 1)

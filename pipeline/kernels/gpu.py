@@ -1,4 +1,4 @@
-"""Compiling CUDA kernels with NVRTC, which CUDA builds of PyTorch include, and launching them.
+"""Compile CUDA kernels with NVRTC, which CUDA builds of PyTorch include, and launch them.
 
 Both use `cuda.bindings`, NVIDIA's Python bindings. Neither nvcc nor CUDA headers are needed.
 """
@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parent
 """Folder with the CUDA sources, one file for each operator."""
 
 PRELUDE = (SOURCES / "include" / "prelude.cuh").read_text()
-"""The header of all sources."""
+"""Header that all sources include."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
 """Compiler options that round each product and sum separately, as on the CPU, unless a kernel calls
@@ -31,7 +31,7 @@ MIN_CAPABILITY = 70
 """The oldest supported compute capability, 7.0."""
 
 LOG_LINES = 5
-"""Lines of the compiler's log in an error."""
+"""Maximum number of lines of the compiler's log in an error message."""
 
 DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 """Names of dtypes in sources."""
@@ -61,7 +61,7 @@ class Kernel:
 
         Raises:
             torch.OutOfMemoryError: the GPU is out of memory.
-            LaunchError: the driver refuses the launch, or an earlier kernel has failed.
+            LaunchError: the driver rejects the launch, or an earlier kernel has failed.
         """
         driver = _bindings("driver")
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
@@ -82,13 +82,13 @@ class Kernel:
         raise LaunchError(f"{message}; {hint}")
 
     def max_active_blocks(self, threads: int, shared_bytes: int) -> int:
-        """Number of blocks that a multiprocessor runs at once, limited by registers and memory."""
+        """Return how many blocks a multiprocessor runs at once, limited by registers and memory."""
         occupancy = _bindings("driver").cuOccupancyMaxActiveBlocksPerMultiprocessor
         return max(1, _check(occupancy(self._function, threads, shared_bytes)))
 
 
 class Gpu:
-    """One GPU and its kernels, which are compiled at first use."""
+    """One GPU and its kernels, which are compiled on first use."""
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
@@ -99,7 +99,7 @@ class Gpu:
         self._kernels: dict[tuple[str, str, frozenset[tuple[str, str | int]]], Kernel] = {}
 
     def kernel(self, name: str, entry: str, defines: Macros) -> Kernel:
-        """The kernel `entry` of an operator's source with these macros, loaded onto the GPU.
+        """Return the kernel `entry` of an operator's source, compiled with these macros and loaded.
 
         Raises:
             KernelError: the kernel can't be compiled or loaded.
@@ -124,7 +124,7 @@ class Gpu:
         return Kernel(function, self.device, entry)
 
     def _get_cubin(self, name: str, defines: Macros) -> bytes:
-        """The machine code of a source, from the cache if possible."""
+        """Return the machine code of a source, from the cache if possible."""
         path = self._cache_path(name, defines)
         if path is not None and path.exists():
             return path.read_bytes()
@@ -152,7 +152,7 @@ class Gpu:
 
 
 def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, str]:
-    """Compile to a cubin, or PTX for a virtual architecture; return it with the compiler's log.
+    """Compile to a cubin, or to PTX for a virtual architecture; return it and the compiler's log.
 
     Raises:
         KernelError: NVRTC can't be loaded, or rejects the source or an option.
@@ -178,7 +178,7 @@ def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, s
 
 
 def architecture(capability: int) -> str:
-    """The target for a GPU: its machine code, or PTX if the GPU is newer than the compiler.
+    """Return a GPU's target: its machine code, or PTX if the GPU is newer than the compiler.
 
     Raises:
         KernelError: the GPU is too old for the compiler.
@@ -197,13 +197,13 @@ def architecture(capability: int) -> str:
 
 @cache
 def supported_capabilities() -> tuple[int, ...]:
-    """Compute capabilities that NVRTC compiles for, such as 90 for 9.0, sorted."""
+    """Return the compute capabilities that NVRTC supports, such as 90 for 9.0, sorted."""
     return tuple(sorted(_check(_nvrtc().nvrtcGetSupportedArchs())))
 
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version."""
+    """Return the major and minor version of NVRTC."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return major, minor
 
@@ -216,7 +216,7 @@ def _nvrtc() -> Any:  # noqa: ANN401
     except (ImportError, RuntimeError) as error:
         raise KernelError(
             f"NVRTC can't be loaded ({error}); install the packages cuda-bindings and"
-            " nvidia-cuda-nvrtc of PyTorch's CUDA version"
+            " nvidia-cuda-nvrtc for PyTorch's CUDA version"
         ) from None
     return nvrtc
 
@@ -227,7 +227,7 @@ def _bindings(module: str) -> Any:  # noqa: ANN401
 
 
 def _check(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """The value returned by a function of the bindings, after its error code."""
+    """Return the value that follows the error code in the result of a function of the bindings."""
     code, *values = result
     if code:
         raise KernelError(code.name)
@@ -236,7 +236,7 @@ def _check(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
 
 @cache
 def get_gpu(device: torch.device) -> Gpu:
-    """The GPU of a PyTorch device with an index.
+    """Return the GPU of a PyTorch device that has an index.
 
     Raises:
         KernelError: kernels can't be compiled for it.

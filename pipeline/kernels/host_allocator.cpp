@@ -1,8 +1,8 @@
 // A CPU allocator for PyTorch that avoids the fragmentation of malloc's heap.
 //
 // Each large tensor gets a separate mapping. A freed mapping is cached for the next tensor of nearly
-// the same size. Before the mappings exceed the peak size of live tensors by more than a fraction,
-// cached ones are unmapped, the last one freed first: steps repeat, and need the oldest one next.
+// the same size. Before mappings exceed the peak size of live tensors by more than a fraction, cached
+// ones are unmapped, the most recently freed first: steps repeat, so the oldest is needed next.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -64,7 +64,7 @@ class HostAllocator final : public c10::Allocator {
     while (unit * 32 < n) unit *= 2;  // rounds sizes up by at most 1/16
     Block block{nullptr, (n + unit - 1) / unit * unit};
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    // Prefer the last one freed, which may still be in the processor's cache.
+    // Prefer the most recently freed one, which may still be in the processor's cache.
     auto it = std::find_if(cached_.rbegin(), cached_.rend(),
                            [&](const Block& cached) { return cached.size == block.size; });
     if (it != cached_.rend()) {

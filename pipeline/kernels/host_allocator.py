@@ -1,4 +1,4 @@
-"""Keeps freed host memory for later tensors instead of returning it to the system."""
+"""Keep freed host memory for later tensors instead of returning it to the system."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ _installed: list[Library] = []
 def keep_freed_memory() -> None:
     """Reuse freed memory for later tensors, in the whole process.
 
-    By default large tensors are returned to the system as soon as they are freed, and every page of
-    the next step's activations is faulted in and zeroed again: a tenth of a step on a CPU. Has no
+    By default, large tensors' memory is returned as soon as they are freed, and every page of the
+    next step's activations is faulted in and zeroed again: a tenth of a step on a CPU. This has no
     effect if `host_allocator.cpp` can't be compiled.
     """
     home = Path(torch.__file__).parent
@@ -26,6 +26,6 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, after a model's weights were copied or before a load."""
+    """Return freed memory to the system, after copying a model's weights or before loading one."""
     for library in _installed:
         library.release()

@@ -31,7 +31,7 @@ struct LinearParams {  // mirrored in linear.py
 inline float widen(float number) { return number; }
 inline float widen(uint16_t number) { return as<float>(uint32_t(number) << 16); }
 
-// A range of inputs of a tile's rows. If packed, vector k of row r is line k * R + r.
+// A range of the inputs of a tile's rows. If packed, vector k of row r is line k * R + r.
 struct Inputs {
     const void* x;
     int64_t first;   // first input
@@ -54,7 +54,7 @@ void pack(const Stored* x, int64_t stride, int64_t inputs, int64_t rows, Line* t
         }
 }
 
-// Adds the products of the remaining inputs, less than a vector, to the sums of a tile.
+// Adds the products of the remaining inputs, which do not fill a vector, to the sums of a tile.
 [[gnu::noinline]] void add_remainder(const Stored* weight, int64_t inputs, int outputs, const Stored* x, int64_t row_stride, int count, int64_t number, float* sums) {
     for (int i = 0; i < count; i++)
         for (int64_t k = 0; k < number; k++)
@@ -108,7 +108,7 @@ void compute_tile(const LinearParams& params, const Inputs& from, int64_t output
     }
 }
 
-// Outputs per tile of few rows: one horizontal sum reduces up to LANES sums.
+// Outputs per tile with few rows: one horizontal sum reduces up to LANES sums.
 constexpr int outputs_for(int rows) { return LANES / rows; }
 
 // Computes all rows at once.

@@ -23,9 +23,9 @@ from pipeline.kernels.build import CPP_DTYPES, FUSED, Library
 
 @functools.cache
 def max_rows(dtype: torch.dtype) -> int:
-    """Maximum rows for which the kernel is faster than PyTorch's BLAS; 0 without a kernel.
+    """Return the most rows for which the kernel is faster than PyTorch's BLAS; 0 without a kernel.
 
-    With many rows the product is compute-bound. MKL reaches that bound on Intel processors only.
+    With many rows the product is compute-bound. MKL reaches that bound only on Intel processors.
     """
     if dtype == torch.float32:
         return 1 << 40 if build.has_avx512() and build.is_amd() else 64
@@ -48,7 +48,7 @@ class Linear:
     library: Library
     params: LinearParams
     rows: int
-    """Rows of x and of the result."""
+    """Number of rows of x and of the result."""
 
     tensors: tuple[Tensor, ...]
     """The tensors whose memory `params` points to, which keep it alive."""
@@ -95,7 +95,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """A linear layer computed by the kernel; None if PyTorch is used, as in `prepare`."""
+    """Compute a linear layer with the kernel; return None if PyTorch is used, as in `prepare`."""
     if not all(type(tensor) in (Tensor, Parameter) for tensor in (x, weight)):
         return None
     out = x.new_empty(*x.shape[:-1], len(weight))
@@ -106,7 +106,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
 
 
 class LinearKernelMode(TorchFunctionMode):
-    """Context in which linear layers without gradients use the kernel where it supports them."""
+    """Context manager that runs linear layers without gradients with the kernel, if supported."""
 
     def __torch_function__(
         self,
@@ -115,7 +115,7 @@ class LinearKernelMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Called by PyTorch for each function."""
+        """Run a function, with the kernel if possible; PyTorch calls this for each function."""
         is_layer = func is F.linear and not kwargs and not torch.is_grad_enabled()
         if is_layer and (out := linear(*args)) is not None:
             return out
@@ -123,7 +123,7 @@ class LinearKernelMode(TorchFunctionMode):
 
 
 def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
-    """Whether this is a linear layer on the CPU with at most `max_rows` rows.
+    """Return whether this is a linear layer on the CPU with at most `max_rows` rows.
 
     `addmm` of a matrix, which looks similar, is not.
     """
@@ -140,28 +140,28 @@ def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
 
 
 def find_problems(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
-    """The reasons why the kernel doesn't support a linear layer."""
+    """Yield the reasons why the kernel doesn't support a linear layer."""
     tensors = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype != x.dtype:
-            yield f"{name} is {tensor.dtype}, x {x.dtype}"
+            yield f"{name} is {tensor.dtype}, but x is {x.dtype}"
         if tensor.data_ptr() % tensor.element_size():
             yield f"{name} is not aligned to its elements"
         if not tensor.is_contiguous():
             yield f"{name} is not contiguous"
     if x.shape[-1] % (4 // x.element_size() or 1):
-        yield f"it supports an even number of inputs, not {x.shape[-1]}"
+        yield f"it supports only an even number of inputs, not {x.shape[-1]}"
 
 
 @functools.cache
 def library(dtype: torch.dtype) -> Library | str:
-    """The kernel for this dtype, or the reason it can't be built."""
+    """Build the kernel for this dtype, or return the reason why it can't be built."""
     source = Path(__file__).with_suffix(".cpp")
     return build.build(source, {"NUMBER": CPP_DTYPES[dtype]}, (*FUSED, *build.bf16_flags()))
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for this dtype."""
+    """Return whether there is a kernel for this dtype."""
     return dtype in CPP_DTYPES and isinstance(library(dtype), Library)

@@ -5,16 +5,16 @@ and its gradient need three more of that size. Here only one tile exists at a ti
 kinds of backward pass:
 
 - `RecomputeLogprobs`: the forward pass computes tiles of the vocabulary and saves each token's
-  log-sum-exp; the backward pass recomputes the tiles: four matrix products instead of
-  three. A tile has all tokens, so that its rows of the weight's gradient are final.
+  log-sum-exp; the backward pass recomputes the tiles, with four matrix products instead of
+  three. A tile contains all tokens, so that its rows of the weight's gradient are final.
 - `FusedGradLogprobs`: the forward pass computes tiles of tokens and their gradients, as if every
   log-probability had weight 1; the backward pass scales them. Nothing is computed twice. It is used
   where the output layer isn't trained, as with adapters, and where all tokens have the same
-  weight, as in fine-tuning; if they differ after all, gradients are computed again on a CPU.
+  weight, as in fine-tuning; if weights turn out to differ, a CPU recomputes the gradients.
 
-`RowLogprobs` does the same for existing logits, a few rows at a time. All is plain PyTorch and
-needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or W tokens
-of a tile.
+`RowLogprobs` does the same for existing logits, a few rows at a time. Everything is plain
+PyTorch and needs no compiler. Dimension names: K targets, d hidden size, V vocabulary; C targets or
+W tokens per tile.
 """
 
 import math
@@ -67,7 +67,7 @@ def compute_logprobs(
     entropy: bool,
     entropy_grad: bool = True,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """Log-probabilities from logits, which `temperature` divides; nats, fp32.
+    """Compute log-probabilities from logits, divided by `temperature`, in nats and fp32.
 
     If `entropy_grad` is false, the entropy has no graph, which would be as large as the logits.
     """
@@ -92,7 +92,7 @@ def linear_logprobs(
     tile: int | None = None,
     vocab_shard: VocabularyShard | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """Log-probability of each target under softmax(hidden @ weight.T + bias), and the entropy.
+    """Compute log-probabilities of targets under softmax(hidden @ weight.T + bias), and entropies.
 
     Args:
         hidden: hidden states that predict the targets, in the dtype of the weights.
@@ -109,10 +109,10 @@ def linear_logprobs(
             collective.
 
     Returns:
-        Log-probabilities and entropies in nats, fp32; None without `entropy`.
-        Logits are rounded to the weights' dtype, as in the model itself; the rest is fp32. With
-            one tile the result is bitwise that of `compute_logprobs`; with several, sums are added
-            in another order.
+        Log-probabilities and entropies (None without `entropy`) in nats, fp32. Logits are rounded
+            to the weights' dtype, as in the model itself; the rest is fp32. With one tile, the
+            result is bitwise identical to that of `compute_logprobs`; with several, sums are added
+            in a different order.
     """
     is_sharded = vocab_shard is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (MAX_UNTILED if tile is None else tile):
@@ -141,18 +141,18 @@ def row_logprobs(
     entropy: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """Log-probability of each target under softmax(logits), and the entropy.
+    """Compute the log-probability of each target under softmax(logits), and the entropy.
 
     Args:
         logits: logits of any dtype, which must not change until the backward pass.
         targets: token ids.
         temperature: divides the logits.
         entropy: whether to compute the entropy of each distribution; it has no graph.
-        chunk_size: maximum logits of the rows computed at once, but at least two rows; by default
-            `ROW_CHUNK`.
+        chunk_size: maximum number of logits computed at once, but always at least two rows; by
+            default `ROW_CHUNK`.
 
     Returns:
-        Log-probabilities and entropies in nats, fp32; None without `entropy`.
+        Log-probabilities and entropies (None without `entropy`) in nats, fp32.
     """
     chunk_size = chunk_size or ROW_CHUNK.get(logits.device.type, ROW_CHUNK["cpu"])
     return RowLogprobs.apply(logits, targets, temperature, entropy, chunk_size)
@@ -163,7 +163,7 @@ class RecomputeLogprobs(torch.autograd.Function):
 
     With a sharded vocabulary, the target's logit, the largest logit and the sum of exponentials are
     combined over the processes as over tiles, so no process has the logits of the full vocabulary.
-    Sums over processes are trees in rank order.
+    Values of processes are added in a tree, in rank order.
     """
 
     @staticmethod
@@ -178,7 +178,7 @@ class RecomputeLogprobs(torch.autograd.Function):
         entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
         vocab_shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities, and entropies with `entropy`."""
+        """Compute log-probabilities, and entropies if `entropy` is true."""
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.tile, ctx.vocab_shard = temperature, tile, vocab_shard
         local = targets if vocab_shard is None else targets - vocab_shard.first
@@ -193,7 +193,7 @@ class RecomputeLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Gradients of hidden states, weight and bias."""
+        """Compute the gradients of hidden states, weight and bias."""
         grad_logprobs, grad_entropy = (None if grad is None else grad[:, None] for grad in grads)
         hidden, weight, bias, targets, max_logits, sum_exp, entropies = ctx.saved_tensors
         grad_hidden, grad_weight, grad_bias = _tile_gradients(
@@ -222,7 +222,7 @@ def _tile_sums(
     *,
     entropy: bool,
 ) -> Float[Tensor, "4 K 1"]:
-    """Logit statistics by tiles of the vocabulary, fp32.
+    """Compute statistics of the logits by tiles of the vocabulary, in fp32.
 
     With z the logits: z of each target, NaN if it is outside this vocabulary range; the largest z;
     the sum of exp(z - largest); and the sum of (z - largest) exp(z - largest), or 0 without
@@ -282,7 +282,7 @@ class FusedGradLogprobs(torch.autograd.Function):
         temperature: float,
         tile: int,
     ) -> Tensor:
-        """Log-probabilities."""
+        """Compute log-probabilities."""
         ctx.temperature, ctx.tile = temperature, tile
         needs_grad = ctx.needs_input_grad
         logprobs = hidden.new_empty(len(targets), 1, dtype=torch.float32)
@@ -315,7 +315,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        """Gradients of hidden states, weight and bias."""
+        """Compute the gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets, max_logits, sum_exp = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
         head_trains = needs_grad[1] or needs_grad[2]
@@ -343,7 +343,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
-    """True if all are equal; on a GPU, which is not waited for, a difference ends the process."""
+    """Return whether all are equal; a GPU isn't waited for, but a difference makes it fail."""
     first = grad[:1]
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))
@@ -364,7 +364,7 @@ def _tile_gradients(
     temperature: float,
     tile: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The required gradients of hidden states, matrix and bias.
+    """Compute the required gradients of hidden states, matrix and bias.
 
     With z the logits, p = softmax(z), H the entropy, t the target, and g and h the gradients of
     log p_t and of H:  dz = g * (1[t] - p) - h * p * (log p + H).
@@ -377,7 +377,7 @@ def _tile_gradients(
         grad_entropy: h and H, or None for zeros.
         needs_grad: whether each of the inputs needs a gradient.
         temperature: divides the logits.
-        tile: logits of a tile.
+        tile: logits per tile.
     """
     hidden, weight, bias = inputs
     max_logits, sum_exp = sums
@@ -425,13 +425,13 @@ def _logits(
     tokens: slice,
     temperature: float,
 ) -> Float[Tensor, "C W"]:
-    """A copy of the logits in fp32."""
+    """Compute logits as a new tensor in fp32."""
     logits = F.linear(hidden, weight[tokens], None if bias is None else bias[tokens]).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _targets_in(targets: Int[Tensor, " K"], tokens: slice) -> tuple[Tensor, Tensor]:
-    """Mask (K, 1) of the targets in this vocabulary range, and their indices in it, else 0."""
+    """Return a mask (K, 1) of targets in this vocabulary range, and their indices in it, or 0."""
     in_tile = ((targets >= tokens.start) & (targets < tokens.stop))[:, None]
     return in_tile, torch.where(in_tile, targets[:, None] - tokens.start, 0)
 
@@ -447,9 +447,9 @@ def _add_product(
 
 
 class RowLogprobs(torch.autograd.Function):
-    """Log-probabilities of existing logits, a few rows at a time; bitwise as `compute_logprobs`.
+    """`compute_logprobs` of existing logits, a few rows at a time, with bit-identical results.
 
-    The logits are saved for the backward pass, which recomputes their softmax: that costs less than
+    The logits are saved for the backward pass, which recomputes their softmax: this costs less than
     writing and reading it.
     """
 
@@ -462,7 +462,7 @@ class RowLogprobs(torch.autograd.Function):
         entropy: bool,  # noqa: FBT001  # autograd passes positional arguments
         chunk_size: int,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities, and entropies with `entropy`."""
+        """Compute log-probabilities, and entropies if `entropy` is true."""
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         logprobs = logits.new_empty(len(targets), dtype=torch.float32)
@@ -483,7 +483,7 @@ class RowLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        """The gradient of the logits."""
+        """Compute the gradient of the logits."""
         if grad is None:
             return (None,) * 5
         logits, targets = ctx.saved_tensors
@@ -515,7 +515,7 @@ def _log_softmax(logits: Float[Tensor, "R V"], temperature: float) -> Float[Tens
 
 
 def _row_chunks(logits: Float[Tensor, "K V"], chunk_size: int) -> list[slice]:
-    """Equal chunks of at least two rows: PyTorch adds a single row in another order."""
+    """Split rows into equal chunks of at least two: PyTorch sums single rows in another order."""
     count, vocabulary = logits.shape
     chunks = max(1, min(math.ceil(count * vocabulary / chunk_size), count // 2))
     return [

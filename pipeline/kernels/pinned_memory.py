@@ -1,6 +1,6 @@
 """Pinned host memory without rounding up its size.
 
-PyTorch rounds pinned allocations up to powers of two, which can double the optimizer's states.
+PyTorch rounds pinned allocations up to powers of two, which can double the memory of the optimizer.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ class PinnedMemory:
     """Locked pages of one process.
 
     Freed pages are kept for the next tensor of their size: locking takes a fifth of a second per
-    GB, and gradients are allocated in every step. Copies to a tensor must end before it is freed.
+    GB, and gradients are allocated in every step. A tensor may be freed once copies to it finish.
 
     Args:
         register: locks pages, given their address, bytes and flags; returns 0 on success.
@@ -41,7 +41,7 @@ class PinnedMemory:
         self._lock = threading.RLock()  # any thread may free a tensor
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized vector.
+        """Allocate an uninitialized vector.
 
         Raises:
             OSError: memory ran out, or the driver can't lock more pages.
@@ -91,7 +91,7 @@ def _address(pages: mmap.mmap) -> int:
 
 
 def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """A vector in pinned memory; PyTorch's pinned memory if the driver can't lock pages.
+    """Allocate a pinned vector, with PyTorch's allocator if the driver can't lock pages.
 
     Raises:
         RuntimeError: there is no memory to pin.
@@ -113,4 +113,4 @@ def _memory() -> PinnedMemory:
 
 @functools.cache
 def _log_fallback(reason: str) -> None:
-    logger.warning("PyTorch allocates pinned memory, rounded up to powers of two: %s", reason)
+    logger.warning("PyTorch pins memory, in sizes rounded up to powers of two: %s", reason)

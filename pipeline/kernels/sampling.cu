@@ -1,12 +1,12 @@
 // Samples the next token of each sequence from its logits.
 // Reference: sampling.py.
 //
-// logits is (row, word) with any row stride; one block per row. Nothing is sorted. Each word's
-// distance below the highest score, in units of 2^-27 nats, and its weight are integers, so that
-// sums don't depend on their order and comparisons are exact. The words kept are those below a
-// threshold distance and the first ones at it. The threshold is found by radix selection: a
-// histogram of the next 8 bits of the words that match the bits found so far. Weights are summed
-// over segments of 128 consecutive words: the draw finds the segment first, then the word in it.
+// logits is (row, word) with any row stride; words are the vocabulary's tokens. One block samples one
+// row. Nothing is sorted. Each word's distance below the highest score, in units of 2^-27 nats, and
+// its weight are integers, so that sums don't depend on their order and comparisons are exact. The
+// words kept are those below a threshold distance and the first ones at it. The threshold is found by
+// radix selection: a histogram of the next 8 bits of the words that match the bits found so far.
+// Weights are summed over segments of 128 words: the draw finds the segment, then the word in it.
 //
 // Macros: NUMBER, the dtype of the logits, is float, Bf16 or F16.
 #include "prelude.cuh"
@@ -92,7 +92,7 @@ DEVICE T prefix_sum(T value LINE) {
   return value;
 }
 
-// Finds the highest score and its first word; returns false for NaN or an infinite highest score.
+// Finds the highest score and the first word with it; returns false if any is NaN or it is infinite.
 DEVICE bool find_highest(Row& row, int& first) {
   float highest = MINUS_INFINITY;
   bool is_number = true;
@@ -124,7 +124,7 @@ DEVICE bool find_highest(Row& row, int& first) {
   return is_number && highest > MINUS_INFINITY && highest < -MINUS_INFINITY;
 }
 
-// Computes the weights of the segments under a threshold, and returns their sum.
+// Computes the weight of each segment under a threshold, and returns the sum of all weights.
 DEVICE u64 compute_weights(const Row& row, const Threshold& threshold) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int segment = warp; segment < row.num_segments; segment += WARPS) {
@@ -167,7 +167,7 @@ DEVICE u64 compute_weights(const Row& row, const Threshold& threshold) {
 }
 
 // Returns the distance at which the words, by increasing distance, reach `wanted` in number or in
-// weight; `above` becomes the amount of those below that distance.
+// weight; sets `above` to the number or weight of the words below that distance.
 DEVICE u32 find_distance(const Row& row, u64 wanted, bool by_weight, u64& above) {
   Shared* shared = row.shared;
   u32 found = 0;

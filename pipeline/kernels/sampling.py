@@ -28,11 +28,11 @@ class Draw:
     """Divides the logits; 0 is greedy, with the first token in case of ties."""
 
     top_k: int | None = None
-    """Keep this number of most likely tokens, and ties with the last of them; None keeps all."""
+    """Keep this many of the most likely tokens, and ties with the last one; None keeps all."""
 
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens with this fraction of the remaining probability
-    (Holtzman et al. 2020); of equally likely tokens, those with lower ids."""
+    (Holtzman et al. 2020); among equally likely tokens, lower ids take precedence."""
 
     min_p: float = 0.0
     """Minimum probability of a kept token, relative to the most likely token."""
@@ -41,7 +41,7 @@ class Draw:
 def reference_sample(
     logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"], draw: Draw
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Token ids, and their log-probabilities before any filter, fp32.
+    """Sample token ids; return them and their log-probabilities before any filter, in fp32.
 
     A row's token is the one at which the cumulative weight of the kept tokens, in the order of
     their ids, exceeds the fraction `uniform_numbers(seed, key, position)` of the total, in float64.
@@ -62,7 +62,7 @@ def reference_sample(
 
 
 def filter_weights(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "B V"]:
-    """The weights of the tokens that may be drawn, 0 for the others."""
+    """Return the weights of the tokens, set to 0 for those that may not be drawn."""
     if draw.top_k is not None:
         threshold = weights.topk(min(draw.top_k, weights.shape[-1]), dim=-1).values[:, -1:]
         weights = weights * (weights >= threshold)
@@ -77,10 +77,10 @@ def filter_weights(weights: Float[Tensor, "B V"], draw: Draw) -> Float[Tensor, "
 def uniform_numbers(
     seed: int, keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
+    """Compute a number in [0, 1) per key and position: a pure function of (seed, key, position).
 
-    There is no stream state, so a row's numbers do not depend on other rows. Three rounds of
-    SplitMix64 (Steele et al. 2014), whose 64-bit words are int64 here.
+    There is no stream state, so a row's numbers do not depend on other rows. Each takes
+    three rounds of SplitMix64 (Steele et al. 2014), whose 64-bit words are stored as int64.
     """
     state = _mix(torch.zeros_like(keys) + _to_int64(seed))
     state = _mix(state ^ keys)
@@ -89,7 +89,7 @@ def uniform_numbers(
 
 
 def _mix(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """One round of SplitMix64: a bijection of 64-bit words."""
+    """Apply one round of SplitMix64, a bijection of 64-bit words."""
     state = state + _to_int64(GOLDEN_GAMMA)
     state = (state ^ _shift_right(state, 30)) * _to_int64(0xBF58476D1CE4E5B9)
     state = (state ^ _shift_right(state, 27)) * _to_int64(0x94D049BB133111EB)
@@ -97,18 +97,18 @@ def _mix(state: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
 
 
 def _shift_right(state: Int[Tensor, " B"], bits: int) -> Int[Tensor, " B"]:
-    """Logical right shift."""
+    """Shift right, filling with zeros."""
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
 def _to_int64(word: int) -> int:
-    """A 64-bit word as int64."""
+    """Convert a 64-bit word to int64."""
     word %= UINT64_RANGE
     return word - UINT64_RANGE if word >= UINT64_RANGE // 2 else word
 
 
 def find_kernel(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
-    """The GPU with the kernel for these logits; None if PyTorch is used.
+    """Return the GPU with the kernel for these logits; None if PyTorch is used.
 
     `reason` is an additional reason why the kernel can't be used, as a clause.
 
@@ -158,13 +158,13 @@ class Params(ctypes.Structure):
 
 
 def unsupported_reason(logits: Float[Tensor, "B V"]) -> str | None:
-    """The reason why the kernel doesn't support these logits; None if it does."""
+    """Return the reason why the kernel doesn't support these logits; None if it does."""
     if logits.dtype not in DTYPES:
-        return f"logits of {logits.dtype}"
+        return f"it doesn't support logits of {logits.dtype}"
     if logits.shape[1] > MAX_VOCABULARY:
-        return f"a vocabulary of {logits.shape[1]:,} words"
+        return f"it doesn't support a vocabulary of {logits.shape[1]:,} tokens"
     if logits.stride(1) != 1 or logits.data_ptr() % logits.itemsize:
-        return "logits that are not contiguous or not aligned"
+        return "the logits are not contiguous or not aligned"
     return None
 
 
@@ -177,12 +177,12 @@ def launch(
     gpu: Gpu,
     out: tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None = None,
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """`reference_sample` on a GPU, for logits that the kernel supports, into `out` if given.
+    """Compute `reference_sample` on a GPU, for supported logits; write to `out` if given.
 
-    The host doesn't read keys or positions, so a CUDA graph of the call may be replayed with
-    others. The uniform numbers are bitwise the reference's. Scores are fp32, their distances to the
-    highest are truncated to 2^-27 nats, and weights to 2^-44 of the highest: a token differs only
-    if the uniform number is that close to a boundary between two tokens.
+    The host doesn't read keys or positions, so a CUDA graph of the call can be replayed with
+    different ones. The uniform numbers are bit-identical to the reference's. Scores are in fp32;
+    their distances to the highest score are truncated to 2^-27 nats, and weights to 2^-44 of the
+    highest: a token differs only if its uniform number is that close to a boundary.
     """
     batch, vocabulary_size = logits.shape
     tokens, logprobs = out or (
@@ -213,7 +213,7 @@ def launch(
 
 
 def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
-    """Preprocessor macros of the kernel."""
+    """Return the preprocessor macros of the kernel."""
     return {
         "NUMBER": DTYPES.get(dtype, ""),
         "PARAMS_BYTES": ctypes.sizeof(Params),
@@ -222,7 +222,7 @@ def cuda_macros(dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Whether greedy and random samples of four sequences agree with `reference_sample`."""
+    """Return whether greedy and random samples of four sequences match `reference_sample`."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 300, generator=generator)
     logits = logits.to(DTYPES_BY_NAME[str(defines["NUMBER"])])

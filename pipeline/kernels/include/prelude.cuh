@@ -63,7 +63,7 @@ DEVICE u16 load2(const void* p) {
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
-// For data that the launch doesn't write and reads once: may bypass the L1 cache.
+// For data that the launch doesn't write and reads only once: it may bypass the L1 cache.
 DEVICE uint4 load16_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"

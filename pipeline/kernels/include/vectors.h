@@ -101,15 +101,15 @@ struct BFloat16 {
 using Number = NUMBER;
 using Stored = Number::Stored;
 
-// Shuffles two vectors; indices from LANES on select from the second one.
+// Shuffles two vectors; indices of at least LANES select from the second one.
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Bits{__VA_ARGS__})
 #endif
 
-// Interleave elements 0, 1 or 2, 3 of each 128-bit lane of both vectors, singly or in pairs; or select the even
-// or odd 128-bit lanes of both.
+// These interleave elements 0 and 1, or 2 and 3, of each 128-bit lane of both vectors, singly or in pairs, or
+// select the even or odd 128-bit lanes of both.
 #ifdef __AVX512F__
 inline Vector low(Vector a, Vector b) { return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
 inline Vector high(Vector a, Vector b) { return SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
