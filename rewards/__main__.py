@@ -1,7 +1,7 @@
 """Try reward sources on a file of rows, without a model: `python -m rewards`.
 
-Each row's own response is scored: its demonstration or chosen response, else its answer. A source
-that compares with the answer should give each of them reward 1.
+Each row's own response is scored: its demonstration or chosen response, or its answer if it has
+neither. A source that compares responses with the answer should give each a reward of 1.
 """
 
 import math
@@ -22,7 +22,7 @@ from rewards.sampling import ScoringConfig
 from rewards.sources import read_sources, row_columns
 
 CHUNK = 256
-"""Rows submitted together."""
+"""Number of rows submitted at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class VerifyConfig(ScoringConfig):
 
     reward: tuple[str, ...] = ()
     """Sources: file.py:function; a kind (math, exact, code, ...); a kind with its first setting
-    (regex:PATTERN, length:256); or all settings, '{kind: math, column: solution}'."""
+    (regex:PATTERN, length:256); or settings in braces, '{kind: math, column: solution}'."""
 
     data_path: str = ""
     """A .json, .jsonl, .csv, .tsv or .parquet file, a directory, or a Hub name."""
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         VerifyConfig,
         argv,
         usage=f"{MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
-        about="Score the responses that rows have, without a model, and print how the sources did.",
+        about="Score the responses in a file of rows, without a model, and summarize the results.",
     )
     configs = read_specs(config.reward)
     kept = row_columns(read_sources(configs))  # checks the sources before reading rows
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
 def _read_response(
     row: Row, config: VerifyConfig, column: str | None, kept: RowColumns
 ) -> Episode | None:
-    """The row's response as an episode; None if it has none."""
+    """Return the row's response as an episode; None if the row has no response."""
     example = read_row(row, config.fields)
     if example is None:
         return None
@@ -103,7 +103,7 @@ def _read_response(
 
 
 def _table(results: dict[str, SourceResults]) -> Iterator[str]:
-    """One line per source: fractions of responses by reward, and the mean reward."""
+    """Yield the table's lines: for each source, fractions of responses by reward, and the mean."""
     width = max(len("source"), *map(len, results))
     headings = ("= 1", "= 0", "None", "failed", "mean")
     yield "  ".join([f"{'source':{width}}", *(f"{heading:>7}" for heading in headings)])
@@ -118,7 +118,7 @@ def _table(results: dict[str, SourceResults]) -> Iterator[str]:
 
 
 def _first_rows(origins: Sequence[str], results: dict[str, SourceResults]) -> Iterator[str]:
-    """The first rows on which each source fails, does not apply, or gives less than 1."""
+    """Yield the first rows on which each source fails, does not apply, or returns less than 1."""
     for name, scored in results.items():
         first_rows: dict[str, str] = {}
         for origin, value, failure in zip(origins, scored.values, scored.failures, strict=True):

@@ -34,16 +34,16 @@ DEFAULT_SCALE = (0.0, 10.0)
 
 @dataclass(frozen=True)
 class _KindSpec:
-    """Settings and column that a kind of source reads."""
+    """Settings of a kind of source, and the column that it reads."""
 
     settings: tuple[str, ...] = ()
-    """Settings of the kind; others are rejected. In KIND:VALUE, the value is for the first one."""
+    """Settings of the kind; others are rejected. In KIND:VALUE, VALUE sets the first one."""
 
     required: tuple[str, ...] = ()
     """Settings without a default."""
 
     column: str | None = None
-    """Column that it reads by default."""
+    """Column that the kind reads by default."""
 
 
 _REQUEST_SETTINGS = ("attempts", "key_variable", "insecure")
@@ -64,7 +64,7 @@ KINDS: dict[str, _KindSpec] = {
         required=("path", "model"),
     ),
 }
-"""What each `kind` reads; the scoring functions are in `rewards.sources`."""
+"""Settings and column of each `kind`; the scoring functions are in `rewards.sources`."""
 
 _MINIMUMS = {
     **dict.fromkeys(("memory_mb", "concurrency", "attempts"), 1),
@@ -74,69 +74,67 @@ _MINIMUMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """A reward source, which gives each response a number, and its weight."""
+    """A reward source, which returns a number for each response, and its weight."""
 
     name: str
     """Name in metrics and messages."""
 
     kind: Kind
     """model: step 3's reward model; environment: the environment's reward; function: your own
-    Python function; math, exact, regex, length: programs that read the response; verifier: the
-    embedded task's, 1 for a response that is correct and polite, else 0; code: tests that run the
-    program in the response; remote: a service; judge: a language model behind an OpenAI-compatible
-    endpoint."""
+    Python function; math, exact, regex, length: built-in checks; verifier: the embedded task's
+    check, 1 for a correct and polite response, else 0; code: unit tests for the program in the
+    response; remote: a web service; judge: an LLM behind an OpenAI-compatible endpoint."""
 
     weight: float = 1.0
-    """Weight in the sum; a source of weight 0 is only measured."""
+    """Weight in the sum; a source with weight 0 is only measured."""
 
     path: str | None = None
-    """model: its directory, by default step 2's; function: file.py:name; remote, judge: an
-    address."""
+    """model: its directory (default: step 2's); function: file.py:name; remote, judge: a URL."""
 
     pattern: str = ""  # not `str | None`: YAML reads "####" as a comment, thus None
-    """regex: what the response must contain, where `.` also matches newlines; exact: finds the
-    answer in the response, as the first group of the last match."""
+    """regex: the expression to find in the response, where `.` also matches newlines; exact:
+    extracts the answer from the response, as the first group of the last match."""
 
     column: str | None = None
-    """Column of the rows to compare with: the answer, label or tests."""
+    """Column of the rows that the source reads: the answer, label or tests."""
 
     form: Form = "auto"
     """function: form of its parameters; auto detects it from their names."""
 
     max_tokens: int | None = None
-    """length: maximum tokens in a response before a penalty applies."""
+    """length: number of tokens in a response above which a penalty applies."""
 
     buffer_tokens: int = 0
-    """length: tokens beyond that over which the reward falls from 0 to -1."""
+    """length: number of tokens beyond max_tokens over which the reward falls from 0 to -1."""
 
     seconds: float = 5.0
-    """code: time limit of the program with all tests of a row."""
+    """code: time limit of the program for all tests of a row."""
 
     memory_mb: int = 512
-    """code: address space of the program."""
+    """code: limit on the program's address space in MiB."""
 
     sandbox: Literal["namespaces", "process"] = "namespaces"
-    """code: namespaces isolates the program from files, network and other processes by kernel
-    features; process does not, if the kernel doesn't support it: only for programs that you
-    trust."""
+    """code: namespaces uses kernel features to isolate the program from files, the network and
+    other processes; process does not isolate it, so it works on any kernel, but use it only for
+    programs that you trust."""
 
     model: str | None = None
     """judge: the model's name at the endpoint."""
 
     template: str | None = None
-    """judge: a text file with {prompt}, {response} and columns in braces; null uses ours."""
+    """judge: a text file with {prompt}, {response} and columns in braces; null uses a default."""
 
     scale: tuple[float, float] = DEFAULT_SCALE
-    """judge: its lowest and highest score, which are mapped to 0 and 1."""
+    """judge: the lowest and highest score, which are mapped to 0 and 1."""
 
     concurrency: int = 8
     """judge: concurrent requests."""
 
     attempts: int = 4
-    """remote, judge: maximum attempts of a request, with growing pauses between them."""
+    """remote, judge: maximum attempts per request, with increasing pauses between them."""
 
     key_variable: str | None = None
-    """remote, judge: name of the environment variable that holds the key."""
+    """remote, judge: name of the environment variable that holds the API key."""
 
     insecure: bool = False
     """remote, judge: allow http:// to other machines."""
@@ -144,20 +142,20 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(
             re.fullmatch(r"[A-Za-z]\w*", self.name) is not None,
-            f"rewards: a source's name must be letters, digits and _, got {self.name!r}",
+            f"rewards: a source's name must consist of letters, digits and _, got {self.name!r}",
         )
         where = f"rewards.{self.name}"
         for field in fields(self):
             kinds = [kind for kind, reads in KINDS.items() if field.name in reads.settings]
             require(
                 not kinds or self.kind in kinds or getattr(self, field.name) == field.default,
-                f"{where}.{field.name} is a setting of kind {', '.join(sorted(kinds))};"
-                f" {self.kind} does not read it",
+                f"{where}.{field.name} is not a setting of kind {self.kind}, only of"
+                f" {', '.join(sorted(kinds))}",
             )
         for name in KINDS[self.kind].required:
             require(
                 getattr(self, name) not in (None, ""),
-                f"{where}.{name} is missing: kind {self.kind} needs it",
+                f"{where}.{name} is missing: kind {self.kind} requires it",
             )
         for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
@@ -168,11 +166,11 @@ class RewardConfig:
         require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
         require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
         low, high = self.scale
-        require(low < high, f"{where}.scale must be a low and a higher score, got {low} {high}")
+        require(low < high, f"{where}.scale must be a lower and a higher score, got {low} {high}")
 
     @property
     def resolved_column(self) -> str | None:
-        """The column that the source reads: the setting, else its kind's default; None without."""
+        """The column that the source reads: the setting or its kind's default; None if neither."""
         return self.column or KINDS[self.kind].column
 
 
@@ -181,14 +179,14 @@ def read_spec(
 ) -> RewardConfig:
     """Parse a source from an option's value.
 
-    `file.py:name` is a function; `math`, `exact`, ... a kind; `regex:PATTERN`, `length:256` a kind
-    with its first setting; `{kind: length, max_tokens: 256, buffer_tokens: 64}` has all settings.
+    The value is a function, `file.py:name`; a kind, such as `math`; a kind with its first setting,
+    `length:256`; or settings in braces, `{kind: length, max_tokens: 256, buffer_tokens: 64}`.
 
     Args:
         spec: the value.
         used_names: names of other sources; a source without a name is named after its function or
             kind, with a number if that name is in use.
-        option: the command's option, for messages.
+        option: name of the option, for messages.
 
     Raises:
         ConfigError: the value is not a valid source.
@@ -224,12 +222,12 @@ def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
     if kind.endswith(".py"):
         return {"kind": "function", "path": spec}
     names = KINDS.get(kind, _KindSpec()).settings
-    require(not colon or kind not in KINDS or bool(names), f"{option} {spec}: write {kind}")
+    require(not colon or kind not in KINDS or bool(names), f"{option} {spec}: pass only {kind}")
     return {"kind": kind, **({names[0]: value} if colon and names else {})}
 
 
 def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
-    """Parse the sources of several values, with distinct names."""
+    """Parse several values as sources, and give them distinct names."""
     sources: list[RewardConfig] = []
     for spec in specs:
         sources.append(read_spec(spec, [source.name for source in sources]))

@@ -23,14 +23,14 @@ class Episode:
     """The response; in an environment, the last one."""
 
     turns: tuple[Message, ...] = ()
-    """In an environment, the turns between `prompt` and `response`: earlier responses,
+    """In an environment, the turns between `prompt` and `response`: earlier responses and
     observations."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns of the row: answer, label, tests, ..."""
 
     stopped: bool = True
-    """Whether the response ended with the end token, not at the token limit."""
+    """Whether the response ended with an end token rather than at the token limit."""
 
     num_tokens: int = 0
     """Number of tokens in the response; in an environment, of all responses."""
@@ -44,30 +44,30 @@ class Outcome:
     """Result of one source for one episode."""
 
     value: float | None = None
-    """The reward; None if the source does not apply, or failed."""
+    """The reward; None if the source does not apply or failed."""
 
     failure: str | None = None
-    """A message if the source failed."""
+    """Error message; None if the source did not fail."""
 
     @classmethod
     def failed(cls, message: str) -> "Outcome":
-        """A failure, with its message on one line of at most 500 characters."""
+        """Return a failure whose message is one line of at most 500 characters."""
         return cls(None, " ".join(message.split())[:500])
 
 
 @dataclass(frozen=True)
 class SourceResults:
-    """Results of one source for all episodes, in their order."""
+    """Results of one source for all episodes, in the order of the episodes."""
 
     values: list[float | None]
-    """Rewards; None if the source does not apply, or failed."""
+    """Reward of each episode; None if the source does not apply or failed."""
 
     failures: list[str | None]
-    """For each episode, a message if the source failed, else None."""
+    """Error message of each episode; None if the source did not fail."""
 
     @property
     def num_failed(self) -> int:
-        """Number of episodes on which it failed."""
+        """Number of episodes on which the source failed."""
         return sum(message is not None for message in self.failures)
 
     @property
@@ -92,7 +92,7 @@ def parse_outcomes(returned: object, count: int) -> list[Outcome]:
 
 
 def parse_outcome(result: object) -> Outcome:
-    """Convert one result: None or a finite number, also NumPy's or a one-element tensor."""
+    """Convert one result: None or a finite number (also a NumPy scalar or one-element tensor)."""
     if result is None:
         return Outcome()
     if isinstance(result, str | bytes) or not hasattr(result, "__float__"):
@@ -109,7 +109,7 @@ def parse_outcome(result: object) -> Outcome:
 
 
 def single_answer(value: object) -> object:
-    """The answer in a column, which may be the only item of a list.
+    """Return the answer in a column, unwrapping a list with a single item.
 
     Raises:
         TypeError: the answer is an object or a longer list, which can't be compared.
@@ -122,12 +122,12 @@ def single_answer(value: object) -> object:
 
 
 def fail_all(message: str, count: int) -> list[Outcome]:
-    """The same failure for all episodes of a call."""
+    """Return the same failure for all episodes of a call."""
     return [Outcome.failed(message)] * count
 
 
 def describe_value(value: object) -> str:
-    """Type and truncated text of a value, for messages."""
+    """Return the type and the truncated repr of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
@@ -137,5 +137,5 @@ Scorer = Callable[[Sequence[Episode]], list[Outcome]]
 
 
 def per_episode_scorer(score: Callable[[Episode], float | None]) -> Scorer:
-    """Make a scorer from a function of one episode."""
+    """Make a scorer from a function that scores one episode."""
     return lambda episodes: [parse_outcome(score(episode)) for episode in episodes]

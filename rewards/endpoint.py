@@ -1,4 +1,4 @@
-"""HTTP endpoints: POST of JSON with retries, and remote reward services."""
+"""HTTP endpoints: JSON POST requests with retries, and remote reward services."""
 
 import http.client
 import ipaddress
@@ -29,11 +29,11 @@ _RETRYABLE_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 class EndpointError(Exception):
-    """An endpoint gave no usable reply; the message is a sentence."""
+    """An endpoint returned no usable reply."""
 
 
 class _TransientError(EndpointError):
-    """An error that may not occur on another attempt."""
+    """An error that a retry may resolve."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class _TransientError(EndpointError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Request address and limits of an endpoint."""
+    """URL and limits of an endpoint."""
 
     url: str
     timeout_seconds: float
@@ -55,7 +55,7 @@ class Endpoint:
         """Send JSON and return the JSON of the reply.
 
         Raises:
-            EndpointError: the last attempt failed, or one failed in a way that retrying won't fix.
+            EndpointError: the last attempt failed, or retrying an attempt would not help.
         """
         for attempt in range(1, self.attempts + 1):
             try:
@@ -119,11 +119,11 @@ class Endpoint:
 
 
 def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
-    """The endpoint of a source.
+    """Return the endpoint of a source.
 
     Raises:
-        ConfigError: the address is invalid or would send data unencrypted over a network, or the
-            environment variable of the key is not set.
+        ConfigError: the URL is invalid, data would be sent unencrypted over a network, or the API
+            key's environment variable is not set.
     """
     where = f"rewards.{config.name}"
     parts = urllib.parse.urlsplit(url)
@@ -132,10 +132,10 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
         is_loopback = is_local(parts.hostname or "") and (parts.port or 1) > 0
     except ValueError:
         is_valid = is_loopback = False
-    require(is_valid, f"{where}.path must be an address such as https://HOST/PATH, got {url}")
+    require(is_valid, f"{where}.path must be a URL such as https://HOST/PATH, got {url}")
     require(
         parts.username is None,
-        f"{where}.path contains a password; set key_variable to an environment variable",
+        f"{where}.path contains credentials; name an environment variable in key_variable instead",
     )
     require(
         parts.scheme == "https" or is_loopback or config.insecure,
@@ -149,7 +149,7 @@ def make_endpoint(config: RewardConfig, url: str, timeout_seconds: float) -> End
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address is this machine."""
+    """Return whether a host name or address refers to this machine."""
     if host == "localhost":
         return True
     try:
@@ -159,10 +159,10 @@ def is_local(host: str) -> bool:
 
 
 def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
-    """Score all episodes of a call with one request.
+    """Return a scorer that scores all episodes of a call with one request.
 
-    `query` has prompts with responses, `prompts` the prompts, `labels` the rows' column. The reply
-    is {"rewards": [...]}, where null means no reward.
+    The request has `query` (prompts with their responses), `prompts`, and `labels` (values of the
+    column). The reply is {"rewards": [...]}, where null means no reward.
     """
     column = config.resolved_column or ""
 

@@ -1,4 +1,4 @@
-"""User reward functions: read without running them, and called in worker processes."""
+"""User reward functions, which are read without being run, and called in worker processes."""
 
 import ast
 import asyncio
@@ -35,7 +35,7 @@ _FORM_PARAMETERS = {
 """Parameters by form, without TRL's columns."""
 
 _ANSWER_COLUMNS = {"openrlhf": {"labels": "label"}, "verl": {"ground_truth": "ground_truth"}}
-"""By form, the parameter that gets the setting `column`, and its default column."""
+"""By form, the parameter whose column is the setting `column`, and its default."""
 
 _COMPUTED_PARAMETERS = {"episodes", "prompts", "completions", "queries", "solution_str"}
 """Parameters whose values are not columns of the rows."""
@@ -48,12 +48,12 @@ _TRL_TRAINER_ARGUMENTS = {
     *("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments"),
     *("log_extra", "log_metric"),
 }
-"""Arguments of TRL's trainer that are not passed to functions here."""
+"""Arguments that TRL's trainer passes to functions, but this project doesn't."""
 
 
 @dataclass(frozen=True)
 class UserFile:
-    """A definition in a user's file; the text read at the start is what runs."""
+    """A function or class in a user's file; it runs from the text that was read at startup."""
 
     file: str
     name: str
@@ -61,7 +61,7 @@ class UserFile:
 
     @property
     def sha256(self) -> str:
-        """The hash of the file."""
+        """SHA-256 of the file's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def load(self) -> Any:  # noqa: ANN401
@@ -85,7 +85,7 @@ class FunctionFile(UserFile):
     """A function, read from its file."""
 
     form: Form
-    """The form, never auto."""
+    """The form that was set or detected; never auto."""
 
     parameters: tuple[str, ...]
     optional: frozenset[str]
@@ -98,7 +98,7 @@ class FunctionFile(UserFile):
     """Whether the function has **parameters."""
 
     def column(self, parameter: str, config: RewardConfig) -> str:
-        """The column that a parameter receives."""
+        """Return the name of the column whose values a parameter receives."""
         default = _ANSWER_COLUMNS.get(self.form, {}).get(parameter)
         return parameter if default is None else config.column or default
 
@@ -106,15 +106,15 @@ class FunctionFile(UserFile):
 def read_definition(
     path: str, where: str, kinds: tuple[type[Definition], ...]
 ) -> tuple[UserFile, Definition]:
-    """Read the definition that a path FILE.py:NAME names, without running the file.
+    """Read the function or class at FILE.py:NAME, without running the file.
 
     Args:
-        path: the path.
-        where: the setting that has it, for messages.
-        kinds: allowed kinds of definition, as syntax tree nodes.
+        path: the path, FILE.py:NAME.
+        where: name of the setting that contains the path, for error messages.
+        kinds: allowed AST node types of the definition.
 
     Raises:
-        ConfigError: the file or definition doesn't exist, or the file is not Python.
+        ConfigError: the file or definition doesn't exist, or the file is not valid Python.
     """
     keyword = "class" if ast.ClassDef in kinds else "def"
     file, colon, name = path.rpartition(":")
@@ -137,7 +137,7 @@ def read_definition(
 
 
 def read_text(path: Path, where: str) -> str:
-    """The text of a file that the setting `where` names."""
+    """Read the text file that the setting `where` names."""
     try:
         return path.expanduser().read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -150,8 +150,8 @@ def read_function(config: RewardConfig) -> FunctionFile:
     """Read the function that `config.path` names.
 
     Raises:
-        ConfigError: the file or function doesn't exist, is not Python, or has parameters of no
-            known form.
+        ConfigError: the file or function doesn't exist, the file is not valid Python, or the
+            function's parameters match no form.
     """
     where = f"rewards.{config.name}.path"
     file, node = read_definition(config.path or "", where, _FUNCTION_NODES)
@@ -165,15 +165,16 @@ def read_function(config: RewardConfig) -> FunctionFile:
         unknown &= _TRL_TRAINER_ARGUMENTS
     if form is None or unknown or arguments.posonlyargs:
         raise ConfigError(
-            f"{where}: {node.name}({', '.join(names)}) of {file.file} has parameters that no reward"
-            f" function interface has ({', '.join(sorted(unknown)) or 'all'}); write (episodes), or"
-            f" use {', '.join(FORMS[form] for form in ('trl', 'openrlhf', 'verl'))}"
+            f"{where}: {node.name}({', '.join(names)}) in {file.file} has parameters that no reward"
+            f" function interface defines ({', '.join(sorted(unknown)) or 'all'}); declare"
+            f" {node.name}(episodes), or use"
+            f" {', '.join(FORMS[form] for form in ('trl', 'openrlhf', 'verl'))}"
         )
     used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
     required = tuple(name for name in names if name in used - optional - _COMPUTED_PARAMETERS)
     if family == "trl" and arguments.kwarg:
         text, kwarg = ast.unparse(node), arguments.kwarg.arg
-        # Otherwise it handles a missing column.
+        # A function with `try` or `in` handles a missing column.
         if not re.search(rf"try:| in {kwarg}\b(?!\[|\.pop)", text):
             columns = re.findall(rf"\b{kwarg}(?:\[|\.pop\()'(\w+)'[\])]", text)
             required += tuple(sorted({*columns} - _TRL_TRAINER_ARGUMENTS))
@@ -182,14 +183,14 @@ def read_function(config: RewardConfig) -> FunctionFile:
 
 
 def optional_parameters(signature: ast.arguments) -> set[str]:
-    """The parameters with a default."""
+    """Return the names of the parameters that have a default."""
     positional = zip(reversed(signature.args), reversed(signature.defaults), strict=False)
     pairs = [*positional, *zip(signature.kwonlyargs, signature.kw_defaults, strict=True)]
     return {argument.arg for argument, default in pairs if default is not None}
 
 
 def _detect_form(names: Collection[str], function: ast.stmt) -> Form | None:
-    """The form of a function, by its parameter names; None if none matches."""
+    """Detect the form of a function from its parameter names; return None if no form matches."""
     if "episodes" in names:
         return "episodes"
     if {"queries", "labels"} <= set(names):
@@ -204,7 +205,7 @@ def _detect_form(names: Collection[str], function: ast.stmt) -> Form | None:
 
 
 def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:
-    """Score episodes with a user's function: all at once, or one by one in verl's form."""
+    """Return a scorer that calls a user's function: with all episodes, or one in verl's form."""
     function = file.load()
     family = file.form.partition("_")[0]
     result_keys = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())
@@ -264,5 +265,5 @@ def _make_arguments(
 
 
 def prompt_text(prompt: Sequence[Message]) -> str:
-    """A prompt as plain text: its turns, with a blank line between them."""
+    """Return a prompt as plain text: its turns, separated by blank lines."""
     return "\n\n".join(message.content for message in prompt)

@@ -1,6 +1,6 @@
-r"""Grade mathematical answers: numbers as exact rationals, others with `rewards.symbolic`.
+r"""Grade mathematical answers: numbers as exact fractions, others with `rewards.symbolic`.
 
-The answer of a response is its last \boxed{...}, else what follows its last ####, else its last
+The answer in a response is its last \boxed{...}, else the text after its last ####, else its last
 number. Numbers may be written in the usual ways: 0.5, 1/2 and \frac{1}{2} are equal.
 A percent sign is a unit: 20% is 20, as in GSM8K (Cobbe et al. 2021) and MATH (Hendrycks et al.
 2021), and not 0.2.
@@ -15,7 +15,7 @@ from rewards.config import RewardConfig
 from rewards.contract import Episode, Scorer, per_episode_scorer, single_answer
 
 MAX_LENGTH = 300
-"""Maximum characters in an answer, and the largest power of ten of a number."""
+"""Maximum number of characters in an answer, and maximum exponent of a power of ten."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _LATEX = r"\\frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d)\s*(\d))"
@@ -31,7 +31,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
-"""A number in a text; a dot that ends a sentence is not followed by digits."""
+"""A number within a text, which no word character or dot precedes."""
 
 _FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
@@ -58,7 +58,7 @@ _LATEX_REPLACEMENTS = (
     (re.compile(r"[\u2212\u2013]"), "-"),
     (re.compile(r"\*\*(?!\w)|(?<!\w)\*\*"), ""),
 )
-"""Regular expressions of notation around numbers, and their replacements."""
+"""Regular expressions for notation around numbers, with their replacements."""
 
 _UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*[23]\s*\}|[23])")
 """The exponent of a unit."""
@@ -68,13 +68,13 @@ _FORMULA_REPLACEMENTS = (
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
 )
-"""Regular expressions of notation in formulas that is not LaTeX, and their replacements."""
+"""Regular expressions for non-LaTeX notation in formulas, with their replacements."""
 
 _PROSE = re.compile(r"[A-Za-z]{2,}\s+(?!(?:or|and)\b)[A-Za-z]{2,}")
 
 
 def math_scorer(config: RewardConfig) -> Scorer:
-    """1 if the response has the row's answer, else 0.
+    """Return a scorer: 1 if the response's final answer matches the row's answer, else 0.
 
     A row without an answer, or whose answer is a sentence, has no reward.
     """
@@ -96,7 +96,7 @@ def math_scorer(config: RewardConfig) -> Scorer:
 
 
 def gold_answer(gold: object) -> Fraction | None:
-    r"""The number in a row's answer: in its last \boxed{}, after ####, or all of it; else None."""
+    r"""Return the number in a row's answer: in its last \boxed{}, after ####, or all of it."""
     if gold is None or isinstance(gold, bool):
         return None
     text = str(gold)
@@ -104,18 +104,18 @@ def gold_answer(gold: object) -> Fraction | None:
 
 
 def response_answer(response: str) -> Fraction | None:
-    """The answer in a response; None if there is none."""
+    """Return the number that a response gives as its answer; None if there is none."""
     return last_number(response) if _extract_marked(response) is None else marked_answer(response)
 
 
 def marked_answer(response: str) -> Fraction | None:
-    r"""The number in the last \boxed{...}, else after the last ####; None if there is none."""
+    r"""Return the number in the last \boxed{...}, else after the last ####; None without either."""
     marked = _extract_marked(response)
     return None if marked is None else parse_number(marked)
 
 
 def is_same_formula(gold: str, answer: str) -> bool:
-    """Whether two formulas or words have the same text or are mathematically equivalent."""
+    """Return whether two formulas or words are the same text or mathematically equivalent."""
     gold, answer = (_normalize(text, _FORMULA_REPLACEMENTS) for text in (gold, answer))
     if "".join(gold.split()).lower() == "".join(answer.split()).lower():
         return True
@@ -123,7 +123,7 @@ def is_same_formula(gold: str, answer: str) -> bool:
 
 
 def extract_formula(response: str) -> str:
-    r"""The marked answer, else the last formula in $...$, \(\) or \[\], else the last line."""
+    r"""Return the marked answer, else the last $...$, \(...\) or \[...\], else the last line."""
     marked = _extract_marked(response)
     if marked is not None:
         return marked
@@ -132,13 +132,13 @@ def extract_formula(response: str) -> str:
 
 
 def last_number(response: str) -> Fraction | None:
-    """The last number in a response, marked or not."""
+    """Return the last number in a response, marked or not."""
     numbers = [match.group() for match in _NUMBER_IN_TEXT.finditer(_normalize(response))]
     return parse_number(numbers[-1]) if numbers else None
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number in `text`, which may have a unit or a left-hand side: `x = 3 1/2 cm`."""
+    """Parse the number in `text`, which may have a unit or a left-hand side: `x = 3 1/2 cm`."""
     left, _, right = _UNIT_EXPONENT.sub("", _normalize(text)).rpartition("=")
     if _EQUATION_SIDE.search(left):
         return None
@@ -178,7 +178,7 @@ def _normalize(text: str, extra: Sequence[tuple[re.Pattern[str], str]] = ()) -> 
 
 
 def _extract_marked(text: str) -> str | None:
-    r"""The content of the last \boxed{...}, else the rest of the line after the last ####."""
+    r"""Return the content of the last \boxed{...}, else the line's rest after the last ####."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start >= 0:
         start = text.index("{", start) + 1

@@ -15,9 +15,9 @@ GOLD = "gold"
 
 
 class Rewards:
-    """Scores episodes in worker processes; a context manager that ends them at exit.
+    """Scores episodes in worker processes; a context manager that stops them on exit.
 
-    Call `submit` as responses end, and `results` once all are submitted.
+    Call `submit` as responses are completed, and `results` once all are submitted.
 
     Args:
         sources: the reward sources.
@@ -54,7 +54,7 @@ class Rewards:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of the sources' files, by name, which must not change during a run."""
+        """SHA-256 of the sources' files, by source name; they must not change during a run."""
         fingerprints = {source.name: source.fingerprint for source in self._sources}
         return {name: value for name, value in fingerprints.items() if value is not None}
 
@@ -84,7 +84,7 @@ class Rewards:
         """Wait for the rewards of all episodes submitted since the last call.
 
         Returns:
-            For each source in the order of the settings, `gold` last, the results ordered by slot.
+            The results of each source, ordered by slot; `gold` is the last source.
         """
         while self._calls:
             for reply in self._workers.receive(wait=True):
@@ -101,10 +101,10 @@ class Rewards:
         }
 
     def checked_results(self) -> dict[str, SourceResults]:
-        """`results` for a command, which ends if a source failed on too many responses.
+        """Return the results, for a command that stops if a source failed on too many responses.
 
         Raises:
-            RewardError: a source failed on a larger fraction than `max_failures`.
+            RewardError: a source failed on a larger fraction of the responses than `max_failures`.
         """
         results = self.results()
         check_failures(
@@ -117,7 +117,7 @@ class Rewards:
         return results
 
     def close(self) -> None:
-        """End all worker processes."""
+        """Stop all worker processes."""
         self._workers.close()
 
     def __enter__(self) -> "Rewards":
@@ -130,7 +130,7 @@ class Rewards:
 def _make_groups(
     sources: Sequence[Source], workers: int
 ) -> tuple[dict[int, int], list[WorkerGroup]]:
-    """The group index of each source, and the groups.
+    """Return the group index of each source, and the groups.
 
     Compute-bound sources share a group with all workers. Every other source has a group with one
     worker, so that computation never waits for a network.
@@ -180,7 +180,7 @@ def check_failures(
         failed: number of responses on which each source failed, over all processes.
         num_rows: number of responses in the batch.
         first_failures: each source's first failure message.
-        max_failures: the fraction that may fail.
+        max_failures: fraction of the responses on which a source may fail.
         setting: the setting's name, for the message.
 
     Raises:
@@ -221,9 +221,9 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
 
 
 def mask_failures(sources: Sequence[SourceResults], weights: Sequence[float]) -> list[Values]:
-    """The values of each source, with None for responses on which a weighted source failed.
+    """Return each source's values, with None for responses on which a weighted source failed.
 
-    A partial sum is not a reward: such a response has none from any source.
+    Such a response gets no reward from any source, because a partial sum is not a reward.
     """
     weighted = [source for source, weight in zip(sources, weights, strict=True) if weight != 0]
 

@@ -30,13 +30,13 @@ class ScoringConfig:
     """Column names if they differ from the usual ones: prompt=question."""
 
     limit: int | None = None
-    """Rows to read, from the first; null reads all."""
+    """Maximum number of rows to read; null reads all."""
 
     timeout_seconds: float = 10.0
     """Maximum seconds per source call or request; longer ones fail."""
 
     workers: int = 2
-    """Processes in which programs compute rewards."""
+    """Number of worker processes that compute rewards."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_new_tokens", "batch_size"):
@@ -66,13 +66,13 @@ class SamplingConfig(ScoringConfig):
     """Maximum tokens per response."""
 
     batch_size: int = 32
-    """Responses in a batch; does not affect them."""
+    """Number of responses sampled at once; does not affect the results."""
 
     seed: int = 0
     """The same seed draws the same responses."""
 
     max_failures: float = 0.1
-    """Fraction of the responses on which a source may fail; more failures end the command."""
+    """Fraction of the responses on which a source may fail; more failures stop the command."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class SamplingConfig(ScoringConfig):
 def read_prompts(
     config: SamplingConfig, columns: RowColumns, *, held_out: bool = False
 ) -> list[Example]:
-    """The rows that have a prompt, with the columns that reward sources read.
+    """Read the rows that have a prompt, with the columns that reward sources read.
 
     Args:
         config: the data path and its limit.

@@ -1,13 +1,13 @@
-"""Rewards from programs: the tests of a row, run in a sandbox.
+"""Rewards from unit tests: programs in responses, run in a sandbox.
 
 A program runs in separate namespaces (no network, no other processes, as nobody), in an empty
-directory in memory, with all other mounts read-only, Landlock hiding all files except Python's, an
-empty environment, and limits on memory, CPU time, processes, files and output. At the deadline the
-kernel kills every process that the program has started. `sandbox_child.py` runs inside. Kernel
-vulnerabilities remain, so keep the machine's kernel up to date.
+in-memory directory, with all other mounts read-only, Landlock denying access to all files except
+Python's, a minimal environment, and limits on memory, CPU time, processes, files and output. At the
+deadline the kernel kills every process that the program has started. `sandbox_child.py` runs inside
+the sandbox. A program can still exploit a kernel vulnerability, so keep the kernel up to date.
 
-A program that fails, hangs or runs out of memory is wrong: its reward is 0. Only a sandbox that
-can't be built, and tests that can't be read, are failures.
+A program that crashes, hangs or runs out of memory does not pass the test. The source itself fails
+only if the sandbox can't be built or the tests can't be read.
 """
 
 import ast
@@ -36,10 +36,10 @@ PROCESSES = 16
 """Maximum processes and threads of a program."""
 
 DISK_MB = 64
-"""Size limit of a program's directory, and of any file, including its output."""
+"""Size limit in MiB of a program's directory, and of each of its files, including its output."""
 
 OUTPUT_BYTES = 1 << 20
-"""Maximum bytes of output; a program that writes more is wrong."""
+"""Maximum bytes of output; a program that writes more does not pass the test."""
 
 _MOUNT_POINTS = ("/mnt", "/srv", "/media", "/tmp")
 _READABLE = (
@@ -77,7 +77,7 @@ class ProgramResult:
 
 
 def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limits) -> ProgramResult:
-    """Run `main`, one of `files`, in a directory with the others.
+    """Run the file `main` in a directory that contains all `files`.
 
     Raises:
         SandboxError: the machine doesn't support the isolation.
@@ -153,16 +153,17 @@ def _make_job(
 
 
 def _interpreter() -> str:
-    """Python without installed packages: programs have only the standard library."""
+    """Return the path of Python outside any virtual environment, without installed packages."""
     return os.path.realpath(sys.executable)
 
 
 def _find_mount_point() -> str:
-    """Return an existing directory without Python in it, over which an empty one is mounted."""
+    """Return an existing directory without Python, over which an empty one is mounted."""
     for mount_point in _MOUNT_POINTS:
         if Path(mount_point).is_dir() and not sys.base_prefix.startswith(f"{mount_point}/"):
             return mount_point
-    raise SandboxError(f"the sandbox needs one of {', '.join(_MOUNT_POINTS)}, without Python in it")
+    names = ", ".join(_MOUNT_POINTS)
+    raise SandboxError(f"the sandbox needs an existing directory without Python: one of {names}")
 
 
 def _temporary_directory() -> "tempfile.TemporaryDirectory[str]":
@@ -170,7 +171,7 @@ def _temporary_directory() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _terminate(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the program and its descendants, for which its outermost process waits."""
+    """Kill the program and its descendants, then wait for the outermost process."""
     if process.poll() is None:
         kill_tree(process.pid, include_self=False)
         try:
@@ -194,16 +195,16 @@ def run():
     os.write(1, token.encode())
 run()
 """
-"""Runs a solution and its tests; a program that exits before the tests never writes the token."""
+"""Runs a solution and its tests; if it exits before the tests end, the token is never written."""
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
-    """The fraction of a row's tests that the program in the response passes, from 0 to 1.
+    """Return a scorer: the fraction of a row's tests that the program in the response passes.
 
-    The program is the last fenced block of the response, else the whole response. The tests of a
-    row are Python code (or a list of lines) with assertions that must all hold, or cases:
-    `[{"input": "1 2", "output": "3"}, ...]`, or `{"inputs": [...], "outputs": [...]}`, also as text
-    in CSV files; lines are compared without trailing whitespace. A row without tests has no reward.
+    The program is the last fenced block of the response, else the whole response. Tests are Python
+    code (or a list of lines) with assertions that must all hold, or input/output pairs,
+    `[{"input": "1 2", "output": "3"}, ...]` or `{"inputs": [...], "outputs": [...]}`, or either
+    as a string. Trailing whitespace in outputs is ignored. A row without tests has no reward.
     """
     column = config.resolved_column or ""
 
@@ -225,10 +226,10 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def check_sandbox(config: RewardConfig) -> None:
-    """Check that a program that does nothing runs in the sandbox.
+    """Check that a trivial program runs in the sandbox.
 
     Raises:
-        ConfigError: the machine can't isolate programs as in the settings.
+        ConfigError: the machine can't isolate programs as the settings require.
     """
     limits = _make_limits(config, 20.0)
     try:
@@ -249,21 +250,21 @@ def check_sandbox(config: RewardConfig) -> None:
 
 
 def extract_program(response: str) -> str:
-    """The last fenced Python block of a response, closed or not; else the full response."""
+    """Return the last fenced Python block of a response, closed or not; else the full response."""
     blocks = _CODE_BLOCK.findall(response)
     return blocks[-1] if blocks else response
 
 
 def parse_cases(tests: object) -> list[tuple[str, str]] | None:
-    """Inputs and outputs of the tests; None if the tests are code.
+    """Parse the tests as input/output pairs; return None if they are code.
 
     Raises:
-        ValueError: the tests are neither cases nor code.
+        ValueError: the tests are neither code nor such pairs.
     """
     if isinstance(tests, str):
         return None
     if isinstance(tests, Mapping) and tests.get("fn_name"):
-        raise ValueError("tests that call a function (fn_name) can't be read; write assertions")
+        raise ValueError("tests that call a function (fn_name) are not supported; use assertions")
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if len(inputs) == len(outputs):
@@ -274,7 +275,7 @@ def parse_cases(tests: object) -> list[tuple[str, str]] | None:
         isinstance(case, Mapping) and {"input", "output"} <= case.keys() for case in tests
     ):
         return [(_join_lines(case["input"]), _join_lines(case["output"])) for case in tests]
-    raise ValueError("the tests are neither code nor inputs and outputs")
+    raise ValueError("the tests must be code or input/output pairs")
 
 
 _DEFINITIONS = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)
@@ -282,7 +283,7 @@ _NON_TEST_NODES = (*_DEFINITIONS, ast.AnnAssign, ast.Assign, ast.Constant, ast.P
 
 
 def require_assertions(code: str) -> None:
-    """Raise ValueError for tests that every program or no program would pass."""
+    """Raise ValueError if the tests are not valid Python, or if they test nothing."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
@@ -310,7 +311,7 @@ def _passes_tests(program: str, tests: str, limits: Limits) -> bool:
 
 
 def _pass_rate(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
-    """The fraction of cases that the program passes, within `config.seconds` in total."""
+    """Return the fraction of cases that the program passes, within `config.seconds` in total."""
     deadline = time.monotonic() + config.seconds
     num_passed = 0
     for stdin, expected in cases:

@@ -2,13 +2,13 @@
 
 Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may have
 threads can't safely run Python between fork and exec. JOB is a file descriptor with the settings;
-STATUS is one for an error message if the sandbox can't be built, and is closed once it is built.
+STATUS is another, which gets an error message if the sandbox can't be built, and is then closed.
 
 There are four processes: this one, outside the namespaces; a member of the new namespaces; their
-first process, on whose exit the kernel kills all others in them; and the program. Each waits for
+init process, on whose exit the kernel kills all others in them; and the program. Each waits for
 the next.
 
-It runs for every program, and importing json or signal would double its startup time.
+The script runs for every program; importing json or signal would double its startup time.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import resource
 import sys
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""Mounts, host name, System V IPC, users, processes, network: from linux/sched.h."""
+"""Mount, UTS, IPC, user, PID and network namespaces: flags from linux/sched.h."""
 
 NOBODY = 65534
 
@@ -31,10 +31,10 @@ MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445,
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ, READ_WRITE = 0b1101, 0b111
-"""Landlock rights: execute, read files and directories; execute, write and read files."""
+"""Landlock rights: execute, read files, list directories; execute, write files, read files."""
 
 ACCESS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of access rights that each version of Landlock has; from 5 on there are 16."""
+"""Number of access rights in each version of Landlock; versions 5 and above have 16."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -80,7 +80,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _run_isolated(job: dict, status: int) -> int:
-    """Run in new namespaces, whose users this process maps; return the exit code."""
+    """Run the program in new namespaces, whose users this process maps; return the exit code."""
     parent, unshared, mapped = os.getpid(), os.pipe(), os.pipe()
     member = os.fork()
     if member == 0:
@@ -126,7 +126,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _run(job: dict, status: int) -> int:
-    """Start the namespace's first process and wait for it; return its exit code."""
+    """Start the namespace's init process and wait for it; return its exit code."""
     reader, writer = os.pipe()
     first = os.fork()
     if first:
@@ -186,7 +186,7 @@ def _prepare(job: dict) -> None:
         )
         # Mount at a path the program's user can access; home directories may be private.
         python = job["python"].encode()
-        os.mkdir(python)  # noqa: PTH102 - pathlib takes as long as all of this
+        os.mkdir(python)  # noqa: PTH102 - importing pathlib takes as long as the rest
         check_syscall(
             "mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None)
         )

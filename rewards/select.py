@@ -32,14 +32,14 @@ class SelectConfig(SamplingConfig):
     """Settings of sampling, scoring and writing responses."""
 
     path: str = ""
-    """Model that responds: a directory, such as OUT/step1_sft, or Hub id."""
+    """Model to sample from: a directory, such as OUT/step1_sft, or a Hub id."""
 
     reward: tuple[str, ...] = ()
-    """Reward sources: file.py:function (--reward-function), a kind (math, verifier, ...), or all
-    settings, '{kind: model, path: OUT/step2_reward}' for a reward model."""
+    """Reward sources: file.py:function (--reward-function), a kind (math, verifier, ...), or
+    settings in braces, such as '{kind: model, path: OUT/step2_reward}' for a reward model."""
 
     best_of: int = 16
-    """Responses per prompt. One truncated at max_new_tokens is never chosen."""
+    """Responses per prompt; those truncated at max_new_tokens are never chosen."""
 
     write: Literal["demonstrations", "pairs"] = "demonstrations"
     """demonstrations: the best response to each prompt, for step 1; pairs: the best and the worst,
@@ -49,11 +49,11 @@ class SelectConfig(SamplingConfig):
     """Output file for the rows; an existing one is replaced."""
 
     min_reward: float | None = None
-    """Minimum reward of a chosen response; null always takes the best one."""
+    """Minimum reward of a chosen response; null sets no minimum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.path), "--path is missing: pass the model that responds")
+        require(bool(self.path), "--path is missing: pass the model to sample from")
         require(
             bool(self.reward), "--reward is missing: pass file.py:function, or a kind such as math"
         )
@@ -61,7 +61,7 @@ class SelectConfig(SamplingConfig):
         require(
             self.temperature > 0,
             f"--temperature must be above 0, got {self.temperature}: at 0, all {self.best_of}"
-            " responses are equal",
+            " responses would be identical",
         )
 
     @property
@@ -133,8 +133,8 @@ class Candidate:
     """The reward; None if no source applies, or if one failed."""
 
     stopped: bool = True
-    """Whether the response ended with the end token. A truncated one is never chosen, because
-    training would teach the model to end there."""
+    """Whether the response ended with an end token. A truncated one is never chosen, because
+    training would teach the model to stop there."""
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -143,9 +143,9 @@ class Candidate:
 
 
 def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None]:
-    """The responses with the highest and the lowest reward, the first among equals.
+    """Return the responses with the highest and the lowest reward; the first ones if tied.
 
-    The best is None if none is eligible, the worst if it equals the best in reward or text.
+    The best is None if none is eligible; the worst is None if its reward or text equals the best's.
     """
     rewarded = [(c.reward, c) for c in candidates if c.reward is not None and c.text.strip()]
     eligible = [pair for pair in rewarded if pair[1].stopped]
@@ -174,7 +174,7 @@ def select_rows(
             rows.append({"messages": [*prompt, best.turn], **tools, "reward": best.reward})
         elif worst is None:
             skipped["no response with a lower reward"] += 1
-        else:  # no margin: rewards have no unit
+        else:  # no margin, since rewards have no fixed scale
             rows.append(
                 {
                     "prompt": prompt,
@@ -195,7 +195,7 @@ def summarize(
     rows: Sequence[dict[str, Any]],
     skipped: Mapping[str, int],
 ) -> list[str]:
-    """Summary lines: samples, rewards and written rows."""
+    """Return the lines of the summary: samples, rewards and written rows."""
     n = config.best_of
     num_responses = sum(map(len, candidates))
     num_truncated = sum(not c.stopped for group in candidates for c in group)
@@ -215,7 +215,7 @@ def summarize(
     lines += [f"skipped     {number:,} with {reason}" for reason, number in skipped.items()]
     if rows:
         # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only lower it.
-        caveat = "; more if prompts are skipped" if len(rows) < len(candidates) else ""
+        caveat = ", or more, since prompts were skipped" if len(rows) < len(candidates) else ""
         bound = f"log {n} - {n - 1}/{n} = {math.log(n) - (n - 1) / n:.3f} nats{caveat}"
         lines.append(f"KL          at most {bound}")
     return lines

@@ -44,11 +44,11 @@ class Source:
 
     @property
     def is_batched(self) -> bool:
-        """Whether one call scores all episodes submitted together, instead of one."""
+        """Whether one call scores all episodes submitted together rather than a single one."""
         return self.uses_network or (self.function is not None and self.function.form != "verl")
 
     def call_timeout(self, count: int) -> float:
-        """The time limit of a call with `count` episodes."""
+        """Return the time limit, in seconds, of a call with `count` episodes."""
         if self.config.kind == "code":
             # A program that hangs is incorrect, not a failure of the source.
             return self.config.seconds + self.timeout_seconds
@@ -63,7 +63,7 @@ class Source:
         """The endpoint of a remote service or judge.
 
         Raises:
-            ConfigError: as `make_endpoint`.
+            ConfigError: see `make_endpoint`.
         """
         url = self.config.path or ""
         if self.config.kind == "judge":
@@ -82,7 +82,7 @@ class Source:
 
     @property
     def fingerprint(self) -> str | None:
-        """SHA-256 of its file; None if it has none."""
+        """SHA-256 of the source's file; None if it has no file."""
         if self.function is not None:
             return self.function.sha256
         return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
@@ -97,7 +97,7 @@ class Source:
 
 
 def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Source:
-    """Read a source, and check without running user code that it can be used.
+    """Read a source, and check that it can be used, without running user code.
 
     Raises:
         ConfigError: a file, function or pattern can't be used.
@@ -121,7 +121,7 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
 
 
 def read_sources(configs: Sequence[RewardConfig], *, timeout_seconds: float = 10.0) -> list[Source]:
-    """The sources of a run, with distinct names."""
+    """Read the sources of a run, whose names must be distinct."""
     names = [config.name for config in configs]
     for name in names:
         require(names.count(name) == 1, f"rewards: two sources are named {name}; rename one")
@@ -129,7 +129,7 @@ def read_sources(configs: Sequence[RewardConfig], *, timeout_seconds: float = 10
 
 
 def row_columns(sources: Sequence[Source]) -> RowColumns:
-    """Columns of the rows that the sources read in addition to the dialogue."""
+    """Return the columns of the rows that the sources read in addition to the dialogue."""
     required = frozenset[str]().union(*(source.columns for source in sources))
     return RowColumns(required, all=any(source.function is not None for source in sources))
 

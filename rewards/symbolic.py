@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection
 import psutil
 
 TIMEOUT_SECONDS, MEMORY_BYTES = 3.0, 2**30
-"""Deadline of a comparison, and the bytes that it may allocate."""
+"""Limits of a comparison: time, and memory that it may allocate."""
 
 
 def are_equivalent(gold: str, answer: str) -> bool:
-    """Whether two answers mean the same; False if time or memory runs out first."""
+    """Return whether two answers are equivalent; False if time or memory runs out first."""
     _preload()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

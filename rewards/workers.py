@@ -31,7 +31,7 @@ from pipeline.system.installation import ROOT
 from pipeline.system.signals import INTERRUPTS, STOP_SIGNALS
 
 LOAD_SECONDS = 120.0
-"""Seconds within which a worker must load its code, whose imports may be large."""
+"""Seconds within which a worker must load its code, whose imports may be slow."""
 
 CLOSE_SECONDS = 10.0
 """Seconds within which the supervisor must kill its descendants after it is closed."""
@@ -126,7 +126,7 @@ class Workers:
         return self._num_calls
 
     def receive(self, *, wait: bool) -> list[CallReply]:
-        """Replies that have arrived since the last call; at least one with `wait`.
+        """Return the replies that have arrived since the last call; with `wait`, at least one.
 
         Raises:
             RewardError: the supervisor has exited.
@@ -139,7 +139,7 @@ class Workers:
         return replies
 
     def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         self._connection.close()
         try:
             self._process.wait(CLOSE_SECONDS)
@@ -274,7 +274,7 @@ class _Worker:
                 self._start()  # restart before taking a call that another worker could run now
 
     def _fail_all(self, call: _Call, failure: str) -> None:
-        """Fail a call and all waiting ones: another worker would fail to start as well."""
+        """Fail a call and all queued ones, since another worker would also fail to start."""
         with contextlib.suppress(Empty):
             while True:
                 self.results.put((call.call_id, None, failure))
@@ -310,12 +310,12 @@ class _Worker:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-            failure = f"{name} terminated its process, with code {self.process.returncode}"
+            failure = f"{name} terminated its process with exit code {self.process.returncode}"
         self._stop()
         return None, failure
 
     def _stop(self) -> None:
-        """End the worker and its descendants."""
+        """Kill the worker and its descendants."""
         if self.process is None:
             return
         kill_tree(self.process.pid)

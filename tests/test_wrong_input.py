@@ -127,7 +127,7 @@ nonsense | 'nonsense' | options start with --
 --reward math --data-path good.jsonl | column answer | chosen, prompt, rejected
 --reward regex:( | rewards.regex.pattern | not a regular expression
 --reward-function none.py:check | no such file: none.py | rewards.check.path
---reward-function score.py:odd | parameters that no reward function interface has | write (episodes)
+--reward-function score.py:odd | that no reward function interface defines | odd(episodes)
 --reward verifier --ppo.score_clip 3 | ppo.score_clip | reward model's score
 --guards strict --save-every null | ppo.guards | set save_every to a number
 --ppo.guards '[{"signal":"lenght","limit":2}]' | ppo.guards.signal | 'response_length'

@@ -1,1 +1,1 @@
-"""Environments, in worker processes: they respond to a model's turns and reward it."""
+"""Environments, which respond to a model's turns and reward it, in worker processes."""

@@ -1,7 +1,7 @@
 """A user's environment, read from its file without running it.
 
-A missing class or method is therefore reported before any model is loaded. The text read at the
-start is what runs, so editing the file during a run has no effect.
+A missing class or method is therefore reported before any model is loaded. The text that was read
+at startup is what runs, so editing the file during a run has no effect.
 """
 
 import ast
@@ -32,17 +32,17 @@ class EnvironmentFile(UserFile):
     """A class, read from its file."""
 
     defines_reward: bool
-    """Whether the class defines a reward; for tools, a function may provide it instead."""
+    """Whether the class defines a reward; for tools, another source may provide it instead."""
 
     columns: frozenset[str]
     """Columns of the rows that its `reset` requires."""
 
 
 def read_environment(path: str) -> EnvironmentFile:
-    """The class that `path` names, as FILE.py:CLASS or one of `BUILT_IN`.
+    """Read the class that `path` names, as FILE.py:CLASS or one of `BUILT_IN`.
 
     Raises:
-        ConfigError: the file or class doesn't exist, is not Python, or lacks a method.
+        ConfigError: the file or class doesn't exist, is not valid Python, or lacks a method.
     """
     where = "ppo.environment"
     if ":" not in path:
@@ -73,7 +73,7 @@ def read_environment(path: str) -> EnvironmentFile:
 
 
 def _required_columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
-    """The parameters of a tool class's `reset` without a default, and keys that index the row."""
+    """Return the columns that `reset` indexes, or for tools takes as required parameters."""
     signature, text = reset.args, ast.unparse(reset)
     row_arguments = signature.args[1:2] if takes_row else [signature.kwarg]
     row = next((argument.arg for argument in row_arguments if argument), "")
@@ -86,5 +86,5 @@ def _required_columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[s
 
 
 def is_tool(name: str) -> bool:
-    """Whether the method of a tool class with this name is a tool."""
+    """Return whether a tool class's method of this name is a tool."""
     return not name.startswith("_") and name not in (*METHODS, *REWARD_NAMES)

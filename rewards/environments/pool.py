@@ -36,7 +36,7 @@ class CallResult:
     """The return value of reset or step; None if the episode has ended."""
 
     failure: str | None = None
-    """A message if the environment failed, which ends its episode."""
+    """Error message if the environment failed, which ends its episode."""
 
     reward: EnvironmentReward | None = None
     """The return value of reward."""
@@ -110,7 +110,7 @@ class EnvironmentPool:
         self._pending[call_id] = call.episode
 
     def receive(self, *, wait: bool) -> list[CallResult]:
-        """Results of the calls since the last call; at least one with `wait`.
+        """Return the results that have arrived since the last call; with `wait`, at least one.
 
         Raises:
             RewardError: the workers' supervisor has exited.
@@ -129,7 +129,7 @@ class EnvironmentPool:
         return results
 
     def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         self._workers.close()
 
 
@@ -152,7 +152,7 @@ class _EnvironmentWorker:
     def __call__(
         self, call: _EnvironmentCall, restart_deadline: Callable[[], None]
     ) -> tuple[Message, ...] | EnvironmentReward | None:
-        """Run a call; first replay an unknown episode, with a full deadline for each response."""
+        """Run a call; first replay an episode that is not here, with a full deadline per step."""
         try:
             if call.method == "reset":
                 return parse_messages("reset", self._reset(call))
@@ -178,7 +178,7 @@ class _EnvironmentWorker:
 
 
 ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
-"""Role names as plain strings, in place of instances of a subclass of str."""
+"""Role names as plain strings, to replace instances of subclasses of str."""
 
 
 def parse_messages(method: str, returned: object) -> tuple[Message, ...]:
@@ -193,9 +193,9 @@ def parse_messages(method: str, returned: object) -> tuple[Message, ...]:
         )
     messages = tuple(_parse_message(method, message) for message in returned)
     if not messages or messages[-1].role != "user":
-        raise InvalidReturnError(f"{method} did not return a user message at the end")
+        raise InvalidReturnError(f"{method} must return messages that end with a user message")
     if method == "step" and any(message.role == "assistant" for message in messages):
-        raise InvalidReturnError("step returned an assistant message, which only the model writes")
+        raise InvalidReturnError("step returned an assistant message; only the model writes those")
     return messages
 
 

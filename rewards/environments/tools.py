@@ -1,7 +1,7 @@
 """A class whose public methods are tools, as an environment.
 
-A call is a JSON object in the response, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}
-</tool_call>`, in any number; results come in the next user turn, in the same order, each in
+A response calls tools with JSON objects: `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
+2}}</tool_call>`. The next user turn contains the results in the same order, each in
 `<tool_response>...</tool_response>`. A response without a call ends the episode. An invalid call,
 or one whose tool raises ValueError, is answered with the error message; any other exception fails
 the episode.
@@ -42,7 +42,7 @@ class ToolEnvironment:
         self._types = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
-        """The row's dialogue after a system message about the tools, with the text of `reset`."""
+        """Return the row's dialogue, with a system message about tools and the text of `reset`."""
         arguments = {**row, "seed": seed}
         parameters = inspect.signature(self._instance.reset).parameters
         if all(item.kind is not inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
@@ -65,7 +65,7 @@ class ToolEnvironment:
         return [*before, last]
 
     def step(self, response: str) -> list[Message] | None:
-        """The results of the calls in a response; None if it has none."""
+        """Return the results of the calls in a response; None if it has no call."""
         results = [self._run_call(text) for text in _CALL_PATTERN.findall(response)]
         if not results:
             return None
@@ -75,7 +75,7 @@ class ToolEnvironment:
         return [Message("user", "\n".join(lines))]
 
     def reward(self) -> float | Mapping[str, float] | None:
-        """The value of the method or attribute `get_reward` or `reward`; None without either."""
+        """Return the value of the method or attribute `get_reward` or `reward`; None if neither."""
         for name in REWARD_NAMES:
             if hasattr(self._instance, name):
                 reward: Any = getattr(self._instance, name)
@@ -84,10 +84,10 @@ class ToolEnvironment:
         return None
 
     def _run_call(self, text: str) -> str:
-        """The result of a call, or the reason it is invalid."""
+        """Return the result of a call, or the reason why it is invalid."""
         try:
             call = json.loads(text)
-        except (ValueError, RecursionError) as error:  # such as huge numbers, deep nesting
+        except (ValueError, RecursionError) as error:  # such as huge numbers or deep nesting
             return f"error: the call is not JSON: {error}"
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return 'error: a call is an object with "name" and "arguments"'
@@ -105,10 +105,10 @@ class ToolEnvironment:
 
 
 def find_tools(cls: type) -> dict[str, Callable[..., object]]:
-    """The tools of a class, by name.
+    """Return the tools of a class, by name.
 
     Raises:
-        TypeError: a tool has no docstring, or an argument without a type.
+        TypeError: a tool has no docstring, or an argument has no type annotation.
     """
     tools = {name: getattr(cls, name) for name in dir(cls) if is_tool(name)}
     tools = {name: tool for name, tool in tools.items() if inspect.isroutine(tool)}
@@ -123,14 +123,14 @@ def find_tools(cls: type) -> dict[str, Callable[..., object]]:
 
 
 def describe_tool(tool: Callable[..., object]) -> str:
-    """Description of a tool for the model: signature and docstring."""
+    """Describe a tool to the model: its signature and docstring."""
     return f"{tool.__name__}{inspect.signature(tool)}: {inspect.getdoc(tool) or ''}"
 
 
 def argument_error(
     tool: Callable[..., object], arguments: object, hints: Mapping[str, Any]
 ) -> str | None:
-    """The reason why a tool can't be called with these arguments; None if it can."""
+    """Return the reason why a tool can't be called with these arguments; None if it can."""
     if not isinstance(arguments, dict):
         return f'"arguments" must be an object, got {json.dumps(arguments)}'
     signature = inspect.signature(tool)
@@ -146,7 +146,7 @@ def argument_error(
 
 
 def matches_annotation(value: object, annotation: Any) -> bool:  # noqa: ANN401
-    """Whether a JSON value matches a type annotation; types that JSON lacks match any value."""
+    """Return whether a JSON value matches an annotation; types that JSON lacks match any value."""
     try:
         TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
@@ -157,7 +157,7 @@ def matches_annotation(value: object, annotation: Any) -> bool:  # noqa: ANN401
 
 
 def as_text(result: object) -> str:
-    """A tool's return value as text: strings are unchanged, other values are JSON."""
+    """Convert a tool's return value to text: strings are unchanged, other values become JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -179,19 +179,19 @@ class Calculator:
         """Do nothing: calls are independent."""
 
     def add(self, a: float, b: float) -> float:
-        """The sum a + b."""
+        """Return the sum a + b."""
         return a + b
 
     def subtract(self, a: float, b: float) -> float:
-        """The difference a - b."""
+        """Return the difference a - b."""
         return a - b
 
     def multiply(self, a: float, b: float) -> float:
-        """The product a * b."""
+        """Return the product a * b."""
         return a * b
 
     def divide(self, a: float, b: float) -> float:
-        """The quotient a / b."""
+        """Return the quotient a / b."""
         if b == 0:
             raise ValueError("the divisor is 0")
         try:

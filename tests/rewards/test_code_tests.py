@@ -55,8 +55,8 @@ def test_hanging_program_fails_its_test_and_invalid_tests_raise() -> None:
 
     assert outcome == Outcome(0.5)
     for tests, reason in (
-        ({"question": "?"}, "neither code nor inputs and outputs"),
-        ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "write assertions"),
+        ({"question": "?"}, "code or input/output pairs"),
+        ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "use assertions"),
         ("def check(candidate):\n    assert candidate(1) == 2", "only define functions; call"),
         ("if __name__ == '__main__':\n    assert add(1) == 2", "only define functions; call"),
         ("assert add(1 == 2", "not valid Python"),

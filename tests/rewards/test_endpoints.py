@@ -135,11 +135,11 @@ def test_busy_server_is_retried_after_its_retry_after() -> None:
         ('{"score": 10}', 1.0),
         ('{"score": 1} no: ```json\n{"score": 5, "why": "x"}\n```', 0.5),
         ('{"score": 2.5} {"note": "done"}', 0.25),
-        ('{"score": 11}', "the judge returned 11, outside 0 to 10"),
-        ('{"score": "9"}', "no JSON with a score"),
-        ('{"score": true}', "no JSON with a score"),
-        ("9/10", "no JSON with a score"),
-        ("", "no JSON with a score"),
+        ('{"score": 11}', "the judge's score 11 is not between 0 and 10"),
+        ('{"score": "9"}', "no JSON object with a score"),
+        ('{"score": true}', "no JSON object with a score"),
+        ("9/10", "no JSON object with a score"),
+        ("", "no JSON object with a score"),
     ],
 )
 def test_judge_reply_without_a_score_on_the_scale_raises(text: str, score: float | str) -> None:

@@ -94,7 +94,7 @@ def test_each_episode_has_its_own_state(tmp_path: Path) -> None:
     ("response", "message"),
     [
         ("hang", "step took longer than 1 s"),
-        ("exit", "step terminated its process, with code 7"),
+        ("exit", "step terminated its process with exit code 7"),
         ("raise", "step raised ValueError: no"),
     ],
 )

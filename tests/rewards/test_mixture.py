@@ -74,7 +74,7 @@ def test_result_that_is_not_a_number_fails_only_its_response() -> None:
         "float('nan')": "it returned nan, which is not finite",
         "float('-inf')": "it returned -inf, which is not finite",
         "1 / 0": "the call raised ZeroDivisionError: division by zero",
-        "exit(3)": "the call terminated its process, with code 3",
+        "exit(3)": "the call terminated its process with exit code 3",
     }
 
     with Rewards([function("evaluate")], workers=1) as rewards:
@@ -108,7 +108,7 @@ def test_worker_that_dies_or_hangs_is_replaced() -> None:
         rewards.submit(episodes("exit", "spin", "", "exit", ""))
         scored = rewards.results()["misbehave"]
 
-    exited = "the call terminated its process, with code 3"
+    exited = "the call terminated its process with exit code 3"
     late = "the call took longer than 0.3 s"
     assert scored == SourceResults([None, None, 1.0, None, 1.0], [exited, late, None, exited, None])
 

@@ -152,9 +152,9 @@ FAILURES = {
     "long": "reset returned .* tokens, more than ppo.max_prompt_length 24",
     "step": "step raised KeyError: 'lost'",
     "hang": "step took longer than 1 s",
-    "exit": "step terminated its process, with code 3",
+    "exit": "step terminated its process with exit code 3",
     "text": "step returned str 'higher', not a list of messages",
-    "assistant": "step returned an assistant message|did not return a user message",
+    "assistant": "step returned an assistant message|must return messages that end with",
     "nan": "it returned nan, which is not finite",
     "word": "it returned str 'good' instead",
 }
