@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
         EvaluationConfig,
         argv,
         usage=f"{MODULE} evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
-        about="How well a model does on tasks that programs check: docs/evaluation.md.",
+        about="Evaluate a model on tasks that programs grade (docs/evaluation.md).",
     )
     check_writable(config.output, option="--output")
     tasks = get_tasks(config.tasks, config.paths, setting="--data")
@@ -71,13 +71,13 @@ def main(argv: Sequence[str]) -> None:
     text = json.dumps(make_document(metrics, config, weights_hash=weights_hash(model)), indent=2)
     output = {config.output: f"{text}\n", config.responses: "".join(lines)}
     write_output(output, option="--output")
-    print_output(f"\nWith all settings in {config.output}, and all responses in {config.responses}")
+    print_output(f"\nsettings and metrics: {config.output}\nresponses: {config.responses}")
 
 
 def _format_record(
     task: Task, question: Question, responses: Sequence[str], grades: Sequence[Grades]
 ) -> dict[str, Any]:
-    """A line of the file of responses."""
+    """Return a line of the file of responses."""
     messages = [{"role": message.role, "content": message.content} for message in question.messages]
     return {"task": task.name, "prompt": messages, "responses": responses, "grades": grades}
 
@@ -89,7 +89,7 @@ def _respond(
     chat: "ChatFormat",
     config: EvaluationConfig,
 ) -> list[list[str]]:
-    """The responses to each question; shows the progress."""
+    """Generate the responses to each question, and show the progress."""
     from evaluation.evaluate import generate_texts
     from inference.settings import Sampling
     from pipeline.system.logs import Progress

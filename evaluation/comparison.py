@@ -13,7 +13,7 @@ from numpy import ndarray
 from pipeline.report.figures import Interval, change_interval
 
 NEWTON_STEPS = 50
-"""Number of Newton steps of a fit, each of length at most 2; fewer are enough to converge."""
+"""Number of Newton steps of a fit, each of length at most 2; it converges in fewer."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Match:
 
     model: int
     opponent: int
-    """Indices of the models."""
+    """Indices of the two models."""
 
     points: Float[ndarray, " P"]
-    """1 if ours is better, 0.5 for a tie, else 0; NaN if unknown."""
+    """1 if `model` wins, 0.5 for a tie, 0 if `opponent` wins; NaN without a verdict."""
 
     length_difference: Float[ndarray, " P"]
-    """Length of our response minus that of theirs, in characters."""
+    """Length of the model's response minus that of the opponent's, in characters."""
 
     @property
     def verdicts(self) -> Float[ndarray, " K"]:
@@ -37,12 +37,12 @@ class Match:
 
     @property
     def win_rate(self) -> float:
-        """Mean of our points; NaN if no verdict is known."""
+        """Mean of the points; NaN if there is no verdict."""
         return float(self.verdicts.mean()) if len(self.verdicts) else math.nan
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Our wins, losses and ties."""
+        """The model's wins, losses and ties."""
         verdicts = self.verdicts
         return int((verdicts == 1).sum()), int((verdicts == 0).sum()), int((verdicts == 0.5).sum())
 
@@ -55,20 +55,20 @@ class Match:
 
     @property
     def length_controlled(self) -> float:
-        """The win rate that responses of equal length would have, by `length_controlled`."""
+        """Win rate expected for responses of equal length; see the function `length_controlled`."""
         is_known = ~np.isnan(self.points)
         return length_controlled(self.points[is_known], self.length_difference[is_known])
 
 
 def length_controlled(points: Float[ndarray, " P"], differences: Float[ndarray, " P"]) -> float:
-    """The win rate with the effect of response length removed.
+    """Return the win rate with the effect of response length removed.
 
         P(win) = sigma(theta + phi tanh(d / std(d)))
 
     is fitted to the points by logistic regression, d being the difference in length; at d = 0 it is
     sigma(theta) (Dubois et al. 2024, arXiv:2404.04475, eq. 1, without the prompt-difficulty term,
     which needs many models to fit). phi has a Gaussian prior of variance 1, and half a win and half
-    a loss at d = 0 are added, so that one-sided verdicts stay finite.
+    a loss at d = 0 are added, so that the fit stays finite if one model always wins.
     """
     spread = float(differences.std()) if len(differences) else 0.0
     effect = np.tanh(differences / spread) if spread > 0 else np.zeros_like(differences)

@@ -17,7 +17,7 @@ class TaskSettings:
     """Tasks (docs/evaluation.md) that evaluations include: gsm8k, embedded, ..."""
 
     eval_task_data: dict[str, str] = field(default_factory=dict)
-    """Rows of tasks, as {"gsm8k": "FILE_OR_NAME"}."""
+    """Data paths of tasks, as {"gsm8k": "FILE_OR_NAME"}."""
 
     eval_task_rows: int = 256
     """Maximum questions per task."""
@@ -27,10 +27,10 @@ class TaskSettings:
 
 
 def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
-    """Each task, with its questions.
+    """Read the questions of each task.
 
     Raises:
-        DataError: rows of a task are missing or wrong.
+        DataError: rows of a task are missing or invalid.
     """
     paths = settings.eval_task_data
     return [
@@ -58,7 +58,7 @@ class EvaluationConfig:
     """The model, the tasks, and how responses are sampled."""
 
     path: str = ""
-    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id."""
+    """Model directory, such as OUT/step3_ppo/actor, a run's output directory, or a Hub id."""
 
     method: str | None = None
     """Method whose model is taken from a run's output directory: ppo, grpo, ..."""
@@ -88,19 +88,19 @@ class EvaluationConfig:
     """Demonstrations before each question of gsm8k, as earlier turns of the dialogue."""
 
     instruction: str = ""
-    """Text below each question of gsm8k; empty leaves questions as in training."""
+    """Text appended to each question of gsm8k; empty leaves questions as in training."""
 
     limit: int | None = None
-    """Questions per task, from the first; null uses all."""
+    """Maximum number of questions per task; null uses all."""
 
     threads: int | None = None
-    """CPU threads; null uses RLHF_THREADS, else one per core."""
+    """CPU threads; null uses RLHF_THREADS or, if that is unset, one per core."""
 
     seed: int = 0
     """The same seed draws the same responses."""
 
     batch_size: int = 32
-    """Responses in a batch; does not affect the results."""
+    """Number of responses sampled at once; does not affect the results."""
 
     output: Path = Path("evaluation.json")
     """JSON file for all metrics and their settings; the responses with their grades are written
@@ -141,7 +141,7 @@ class EvaluationConfig:
         return parse_paths(self.data, setting="--data")
 
     def read_options(self, task: Task) -> ReadOptions:
-        """The rows of a task to read."""
+        """Return the options with which the rows of a task are read."""
         return ReadOptions(
             path=self.paths.get(task.name),
             limit=self.limit,

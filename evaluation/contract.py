@@ -25,19 +25,19 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """The rows of a task to read."""
+    """Which rows of a task to read, and how to turn them into questions."""
 
     path: str | None = None
-    """A data path; None uses the task's own rows, if it has some."""
+    """A data path; None uses the task's built-in rows, if it has any."""
 
     limit: int | None = None
-    """Number of questions, from the first; None uses all."""
+    """Maximum number of questions; None uses all."""
 
     shots: int = 0
     """Demonstrations before each question, as earlier turns of the dialogue."""
 
     instruction: str = ""
-    """Text below each question."""
+    """Text appended to each question."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Task:
     """Grades one response. The metrics are the same for all questions."""
 
     max_new_tokens: int
-    """Maximum tokens per response, unless the settings have another number."""
+    """Default of the maximum number of tokens per response."""
 
     needs_path: bool = False
     """Whether the task needs a path to its rows."""
@@ -63,10 +63,10 @@ class Task:
 
 
 def read_task_rows(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row], list[Row]]:
-    """Rows of questions, and rows to show as demonstrations.
+    """Read the rows of questions, and the rows to show as demonstrations.
 
     If the data path has a test split, its rows are the questions and the first training rows are
-    the demonstrations. Otherwise the first `shots` rows are demonstrations and the rest questions.
+    the demonstrations. Otherwise the first `shots` rows are demonstrations, the others questions.
 
     Raises:
         DataError: there are too few rows for the demonstrations and a question.
@@ -85,10 +85,10 @@ def read_task_rows(path: str, limit: int | None, *, shots: int = 0) -> tuple[lis
 
 
 def get_column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
-    """A row's value in the column.
+    """Return a row's value in the column.
 
     Raises:
-        DataError: there is no such column, or the value has another type.
+        DataError: the column is missing or empty, or the value has a different type.
     """
     value = row.columns.get(name)
     if value is None:

@@ -1,4 +1,4 @@
-"""Evaluation of a model on tasks: by command, and during training."""
+"""Evaluation of a model on tasks, from the command line and during training."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from pipeline.system.logs import Progress
 def encode_questions(
     questions: Sequence[Question], chat: ChatFormat, *, task: str, context: int
 ) -> list[list[int]]:
-    """Token ids of the questions, for a model with a context of `context` tokens.
+    """Return the questions' token ids, for a model with a context of `context` tokens.
 
     Raises:
         DataError: a question leaves no room for a response.
@@ -51,17 +51,17 @@ def generate_texts(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> list[list[str]]:
-    """`num_samples` responses to each question, the same on any number of processes.
+    """Generate `num_samples` responses to each question, the same on any number of processes.
 
     Samples depend only on the seed and the indices of question and sample. A collective: each
     process generates its share and gets all responses. `progress` counts the share.
 
     Raises:
-        DataError: as `encode_questions`.
+        DataError: see `encode_questions`.
     """
     prompts = encode_questions(questions, chat, task=task, context=context_length(model))
     data = current_mesh().data
-    # All processes take the same number; the last ones are padded with the first questions.
+    # All processes take the same number; the last ones repeat the first questions.
     share = math.ceil(len(prompts) / data.size)
     rows = [(data.rank + i * data.size) % len(prompts) for i in range(share)]
     keys = [(row, sample) for row in rows for sample in range(num_samples)]
@@ -88,7 +88,7 @@ def generate_texts(
 def grade_responses(
     task: Task, questions: Sequence[Question], responses: Sequence[Sequence[str]]
 ) -> list[list[Grades]]:
-    """The grades of the responses to each question."""
+    """Grade the responses to each question."""
     return [
         [task.grade(question, response) for response in texts]
         for question, texts in zip(questions, responses, strict=True)
@@ -105,7 +105,7 @@ class TaskEvaluations:
     The rows are read here, so that errors in them are reported before training.
 
     Raises:
-        DataError: rows of a task are missing or wrong.
+        DataError: rows of a task are missing or invalid.
     """
 
     def __init__(self, settings: TaskSettings, chat: ChatFormat, generating: Generating) -> None:
@@ -116,7 +116,7 @@ class TaskEvaluations:
         self._last: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the current model by name, such as `gsm8k_strict`. A collective.
+        """Compute the current model's metrics by name, such as `gsm8k_strict`. A collective.
 
         Raises:
             DataError: a question is too long for the model.
@@ -137,7 +137,7 @@ class TaskEvaluations:
     def summary(
         self, before: Mapping[str, float], *, changed: bool
     ) -> dict[str, dict[str, dict[str, float]]]:
-        """The tasks' part of `eval` in the result; empty without tasks. A collective.
+        """Return the tasks' part of `eval` in the result; empty without tasks. A collective.
 
         Args:
             before: the metrics of the model that the step began with.

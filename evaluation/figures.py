@@ -37,7 +37,7 @@ class TaskMetric:
 
     @property
     def name(self) -> str:
-        """`gsm8k_strict`, or `gsm8k_strict_pass@4`."""
+        """Full name, such as `gsm8k_strict` or `gsm8k_strict_pass@4`."""
         return f"{self.task}_{self.metric}{'' if self.k == 1 else f'_pass@{self.k}'}"
 
     @property
@@ -51,10 +51,10 @@ class TaskMetric:
 
 
 def pass_at_k(count: int, right: int, k: int) -> float:
-    """Probability that at least one of k responses is right, if `right` of `count` are.
+    """Estimate the probability that at least one of k responses is correct.
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1),
-    computed exactly.
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) with n = `count` and c = `right` (Chen et al.
+    2021, arXiv:2107.03374, eq. 1), computed exactly.
 
     Raises:
         ValueError: k is larger than the number of responses.
@@ -90,7 +90,7 @@ def _group_by_item(question_grades: Sequence[Grades], metric: str) -> list[tuple
 
 
 def format_table(metrics: Sequence[TaskMetric]) -> list[str]:
-    """One line per figure, with its 95 % interval."""
+    """Format the metrics as a table, with their 95 % intervals."""
     header = ("task", "metric", "value", "95 % interval", "questions")
     rows = [
         (
@@ -116,7 +116,7 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
 def make_document(
     metrics: Sequence[TaskMetric], config: EvaluationConfig, *, weights_hash: int
 ) -> dict[str, Any]:
-    """The metrics, with the weights, settings and versions they were computed with."""
+    """Return the metrics, with the weights, settings and versions they were computed with."""
     return {
         "path": config.path,
         "weights_hash": weights_hash,

@@ -52,15 +52,15 @@ def encode_prompts(
     setting: str,
     max_prompts: int | None = None,
 ) -> list[Prompt]:
-    """The first `max_prompts` prompts of at most `limit` tokens; longer ones are dropped.
+    """Encode the first `max_prompts` prompts of at most `limit` tokens; drop longer ones.
 
     Args:
         examples: the rows.
         chat: the actor's chat format.
         limit: maximum tokens of a prompt.
         name: name of the prompts in messages, such as "held-out".
-        setting: the setting of the limit, such as "ppo.max_prompt_length".
-        max_prompts: maximum number of prompts; None returns all.
+        setting: name of the limit's setting, such as "ppo.max_prompt_length".
+        max_prompts: maximum number of prompts; None encodes all.
 
     Raises:
         DataError: all prompts are too long.
@@ -92,11 +92,11 @@ class HeldOutPrompts(ABC):
     Args:
         prompts: all prompts, on every process.
         chat: converts dialogues to tokens, and tokens to text.
-        generating: context that provides the current model for generation.
+        generating: context manager that provides the current model for generation.
         seed: seed of the sampled responses.
         temperature: temperature of the sampled responses.
         max_new_tokens: maximum tokens per response.
-        batch_size: prompts that a process answers at once.
+        batch_size: number of prompts that a process responds to at once.
     """
 
     def __init__(
@@ -117,34 +117,34 @@ class HeldOutPrompts(ABC):
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
-        # All processes take the same number; the last ones are padded with the first prompts.
+        # All processes take the same number; the last ones repeat the first prompts.
         data = self.data = current_mesh().data
         share = math.ceil(len(self.prompts) / data.size)
         self.rows = [(data.rank + i * data.size) % len(self.prompts) for i in range(share)]
 
     @abstractmethod
     def with_prompts(self, prompts: Sequence[Prompt]) -> Self:
-        """The same evaluation with different prompts."""
+        """Return the same evaluation with different prompts."""
 
     @abstractmethod
     def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
-        """Texts and scores of the responses of all processes, in the order of the prompts.
+        """Return the texts and scores of all processes' responses, in the order of the prompts.
 
         Raises:
-            RewardError: rewards fail and `strict` is on.
+            RewardError: too many rewards failed, and `strict` is true.
         """
 
     @abstractmethod
     def compute_kl(self, responses: Sequence[Response]) -> float:
-        """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
+        """Return the mean log pi - log pi_ref of responses sampled from the actor, in nats."""
 
     def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
-        """Greedy and sampled responses of the current actor.
+        """Generate and score greedy and sampled responses of the current actor.
 
         Raises:
-            RewardError: as `score_all`.
+            RewardError: see `score_all`.
         """
         with self.generating() as actor:
             sampled = self.respond(actor, temperature=self.temperature)
@@ -156,7 +156,7 @@ class HeldOutPrompts(ABC):
         )
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
-        """Responses of a model to this process's prompts; temperature 0 is greedy."""
+        """Generate a model's responses to this process's prompts; temperature 0 is greedy."""
         prompts = [self.prompts[row] for row in self.rows]
         return self._respond(
             model, prompts, temperature=temperature, seed=self.seed + 1, keys=self.rows
@@ -183,7 +183,7 @@ class HeldOutPrompts(ABC):
         )
 
     def merge_responses(self, local: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-        """Responses of all processes, in the order of the prompts; `local` are this process's."""
+        """Merge all processes' responses, in the order of the prompts; `local` are this one's."""
         gathered = self.data.gather_objects(dict(zip(self.rows, local, strict=True)))
         merged = {row: response for responses in gathered for row, response in responses.items()}
         return [merged[row] for row in range(len(self.prompts))]
@@ -195,7 +195,7 @@ class HeldOutPrompts(ABC):
         return [rank + index * size < len(self.prompts) for index in range(len(self.rows))]
 
     def verdicts(self, responses: Sequence[ScoredResponse]) -> list[bool | None]:
-        """Whether each response is correct and polite; None if the prompt is not from the task."""
+        """Return whether each response is correct and polite; None for prompts outside the task."""
         verdicts = [
             verify(prompt.messages[-1].content, response.text)
             if len(prompt.messages) == 1 and not response.opening
@@ -217,7 +217,7 @@ T = TypeVar("T")
 
 
 def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
-    """Name in metrics of the model at `path` that step 3 started from: base, its step, or start."""
+    """Return the metrics' name for step 3's initial model at `path`: base, its step, or start."""
     if path == base.path:
         return "base"
     name = Path(str(path)).name
@@ -225,11 +225,11 @@ def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
 
 
 def respond_with_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> HeldOutResponses | None:
-    """Responses of the model before step 1, loaded in full on every process.
+    """Return the responses of the model before step 1, loaded in full on every process.
 
-    Greedy responses are only to the report's prompts. None if no base is named, its vocabulary
-    differs from the actor's, it can't be loaded, or it doesn't fit in memory: a failed comparison
-    must not lose a finished run.
+    Only the report's prompts get greedy responses. Returns None if no base is named, its vocabulary
+    doesn't match the actor's, it can't be loaded, or it doesn't fit in memory, because a failed
+    comparison must not discard a finished run.
     """
     if base.path is None:
         return None
@@ -253,7 +253,7 @@ def _try_on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
     reason = next(filter(None, current_mesh().world.gather_objects(reason)), "")
     if not reason:
         return result
-    logger.warning("%s is not part of the comparison: %s", base.path, reason)
+    logger.warning("%s is excluded from the comparison: %s", base.path, reason)
     return None
 
 
@@ -272,7 +272,7 @@ def _check_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
     for device_name, free in available.items():
         if needed > free:
             raise ModelError(
-                f"its weights take {needed:,} bytes, but {device_name} has only {free:,}"
+                f"its weights need {needed:,} bytes, but {device_name} has only {free:,} free"
             )
     return True
 
@@ -280,7 +280,7 @@ def _check_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
 def _respond(
     held_out: HeldOutPrompts, subset: HeldOutPrompts, base: FrozenModelConfig
 ) -> tuple[list[Response], list[Response]]:
-    """The base's sampled responses to this process's prompts, and greedy ones to the `subset`."""
+    """Sample the base's responses to this process's prompts; return greedy ones to `subset` too."""
     model = load_causal_lm(base, device=local_device(), seed=held_out.seed)
     add_tokens(model, held_out.chat.tokenizer, seed=held_out.seed)
     sampled = held_out.respond(model, temperature=held_out.temperature)
@@ -291,11 +291,11 @@ NUM_SAMPLES = 12
 """Number of held-out prompts whose responses the report shows."""
 
 RESPONSES_PER_PROMPT = 5
-"""Responses per hand-written prompt."""
+"""Number of responses per hand-written prompt."""
 
 
 def measure_talk(held_out: HeldOutPrompts) -> float:
-    """Rate of correct and polite responses to the hand-written prompts, sampled as in chat.py."""
+    """Measure the pass rate on the hand-written prompts, with sampling as in chat.py."""
     prompts = [
         Prompt(messages, held_out.chat.encode_prompt(messages), {"answer": written.answer})
         for written in HAND_WRITTEN
@@ -328,7 +328,7 @@ def judge_samples(
 def compute_pass_rates(
     held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses]
 ) -> dict[str, object]:
-    """Pass rates of sampled responses under the embedded task's verifier; empty for other data.
+    """Compute the pass rates of sampled responses on the embedded task; empty for other data.
 
     Args:
         held_out: the prompts.
@@ -379,13 +379,13 @@ def write_samples(
 def _describe_prompt(
     prompt: Prompt, responses: Sequence[ScoredResponse]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the prompt as JSON, or the start of its environment."""
+    """Return the prompt as JSON, or the opening of its environment."""
     opening = next((response.opening for response in responses if response.opening), None)
     return [turn.turn for turn in prompt.messages] if opening is None else opening
 
 
 def describe_response(question: str, response: ScoredResponse) -> dict[str, Any]:
-    """A response as JSON, with the judge's verdict if the prompt is from the embedded task."""
+    """Return a response as JSON, with the verdict if the prompt is from the embedded task."""
     record: dict[str, Any] = {
         "text": response.text,
         "score": response.score,

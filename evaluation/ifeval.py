@@ -59,7 +59,7 @@ RELATIONS = ("at least", "less than")
 
 
 def satisfies(count: int, relation: str, bound: int) -> bool:
-    """Whether a count is at least, or less than, a limit."""
+    """Return whether a count is at least, or less than, a bound."""
     return count >= bound if relation == "at least" else count < bound
 
 
@@ -135,10 +135,10 @@ SCRIPTS = {
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether most letters are in the language's script and its frequent words are the most common.
+    """Return whether a text is in a language, by the script of its letters and its frequent words.
 
-    Among languages that share a script, the one with the most frequent words in the text wins; a
-    text without any counts as English.
+    Most letters must be in the language's script. Among languages that share it, the one whose
+    frequent words occur most often in the text wins; a text without any counts as English.
     """
     letters = Counter(unicodedata.name(char, "").split(" ")[0] for char in text if char.isalpha())
     script = SCRIPTS[language]
@@ -154,7 +154,7 @@ def is_language(text: str, language: str) -> bool:
 
 @functools.cache
 def frequent_words() -> dict[str, frozenset[str]]:
-    """The frequent words of each language."""
+    """Read the frequent words of each language."""
     text = (Path(__file__).parent / "function_words.txt").read_text(encoding="utf-8")
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
     return {language: frozenset(words) for language, *words in rows}
@@ -189,7 +189,7 @@ STARTERS = re.compile(
 
 
 def num_sentences(text: str) -> int:
-    """Number of sentences according to Punkt's rules (Kiss and Strunk 2006).
+    """Count sentences according to Punkt's rules (Kiss and Strunk 2006).
 
     A dot in an abbreviation, an initial or an ellipsis doesn't end a sentence unless a capitalized
     frequent word follows, nor does a dot between a number and a lowercase letter, nor a line break.
@@ -203,7 +203,7 @@ def num_sentences(text: str) -> int:
 
 
 def _ends_sentence(word: str, following: str) -> bool:
-    """Whether a word's final punctuation ends the sentence, given the next word."""
+    """Return whether a word's final punctuation ends the sentence, given the next word."""
     bare = word.lower().rstrip(".").lstrip("\"'([{*")
     begins = following[:1].isupper() and STARTERS.match(following.lower()) is not None
     if not word.endswith("."):
@@ -225,7 +225,7 @@ def _has_num_words(text: str, arguments: Arguments) -> bool:
 
 
 def split_pieces(text: str, separator: str) -> list[str]:
-    """Pieces of a text between separators, without empty ones at the ends."""
+    """Split a text at a separator; drop empty pieces at the beginning and the end."""
     pieces = [piece.strip() for piece in text.split(separator)]
     return pieces[not pieces[0] : len(pieces) - (len(pieces) > 1 and not pieces[-1])]
 
@@ -236,7 +236,7 @@ def _has_num_paragraphs(text: str, arguments: Arguments) -> bool:
 
 
 def _has_first_word(text: str, arguments: Arguments) -> bool:
-    """Whether there is this number of paragraphs and the given one begins with a word."""
+    """Return whether the number of paragraphs and the first word of the nth are as required."""
     pieces = [piece.strip() for piece in text.split("\n\n")]
     number, count = int(arguments["nth_paragraph"]), sum(map(bool, pieces))
     if count != int(arguments["num_paragraphs"]) or not 1 <= number <= count:
@@ -273,7 +273,7 @@ def _has_placeholders(text: str, arguments: Arguments) -> bool:
 
 
 def _has_postscript(text: str, arguments: Arguments) -> bool:
-    """Whether the marker is anywhere, in any case; a space may follow its dots."""
+    """Return whether the text contains the marker, in any case; a space may follow its dots."""
     marker = re.escape(arguments["postscript_marker"].strip().lower())
     return re.search(re.sub(r"(?<=\.)(?=\w)", r"\\s?", marker), text.lower()) is not None
 
@@ -287,7 +287,7 @@ def _has_option(text: str, _: Arguments) -> bool:
 
 
 def _has_highlights(text: str, arguments: Arguments) -> bool:
-    """Whether there are enough passages between single or double asterisks."""
+    """Return whether there are enough passages between single or double asterisks."""
     spans = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(span.strip("* \t")) for span in spans) >= int(arguments["num_highlights"])
 
@@ -358,10 +358,10 @@ INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}
 
 
 def read_ifeval(options: ReadOptions) -> list[Question]:
-    """The prompts of a data path.
+    """Read the prompts of a data path.
 
     Raises:
-        DataError: a row lacks a column, or names an unknown instruction or argument.
+        DataError: a row lacks a column, or has an unknown instruction or invalid arguments.
     """
     assert options.path is not None
     rows, _ = read_task_rows(options.path, options.limit)
@@ -377,8 +377,8 @@ def read_ifeval(options: ReadOptions) -> list[Question]:
 def grade_ifeval(question: Question, response: str) -> Grades:
     """Return whether each instruction is followed, and whether all are: strict and loose.
 
-    In the loose reading, an instruction is followed if the response follows it without its first or
-    last line or without asterisks: introductions, closing sentences and bold text break many
+    The loose grades also accept a response that follows the instruction without its first or last
+    line or without asterisks, because introductions, closing sentences and bold text break many
     checks.
     """
     instructions: list[tuple[str, Arguments]] = question.extra["instructions"]
@@ -396,12 +396,12 @@ def grade_ifeval(question: Question, response: str) -> Grades:
 
 
 def follows(response: str, name: str, arguments: Arguments) -> bool:
-    """Whether a response follows an instruction; an empty response follows none."""
+    """Return whether a response follows an instruction; an empty response follows none."""
     return bool(response.strip()) and INSTRUCTIONS[name].follows(response, arguments)
 
 
 def variants(response: str) -> Iterator[str]:
-    """The response, also without its first line, last line or both; each also without asterisks."""
+    """Yield the response with and without its first and last lines, each also without asterisks."""
     lines = response.split("\n")
     shorter = ("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))
     for text in (response, *shorter):
@@ -416,8 +416,8 @@ def _parse_instructions(row: Row) -> list[tuple[str, Arguments]]:
     assert isinstance(all_kwargs, list)
     if not names or len(names) != len(all_kwargs):
         raise DataError(
-            f"{row.origin}: instruction_id_list has {len(names)} instructions and kwargs"
-            f" {len(all_kwargs)}; each instruction needs its own, which may be empty"
+            f"{row.origin}: instruction_id_list has {len(names)} entries, but kwargs has"
+            f" {len(all_kwargs)}; each instruction needs a mapping, which may be empty"
         )
     return [_parse_instruction(row, *pair) for pair in zip(names, all_kwargs, strict=True)]
 

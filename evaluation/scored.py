@@ -13,7 +13,7 @@ class ScoredResponse:
     text: str
     """The response; for an episode, all its turns."""
     score: float | None
-    """The score as defined by `ResponseRewards.score`: a reward model's score, else the reward;
+    """The score as defined by `ResponseRewards.score`: a reward model's score, or else the reward;
     None if unknown."""
     length: int
     """Length in tokens, including the end-of-turn token."""
@@ -24,7 +24,7 @@ class ScoredResponse:
     """Messages with which an episode's environment began; empty without an environment."""
     raw_score: float | None = None
     """The reward model's own score, without the bound on unfinished responses that `score` has;
-    None if sources give the reward."""
+    None if the reward comes from sources."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class HeldOutResponses:
     greedy: list[ScoredResponse]
     sampled: list[ScoredResponse]
     kl: float
-    """KL to the reference in nats per sampled response; NaN for the base, where it is not
-    measured."""
+    """KL divergence from the reference in nats per sampled response; NaN for the base, for which it
+    is not measured."""
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "HeldOutResponses":
@@ -48,14 +48,14 @@ class HeldOutResponses:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN if empty."""
+    """Return the mean; NaN if there are no values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def scored_pairs(
     new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
 ) -> list[tuple[float, float]]:
-    """Scores of both models on the prompts where both are known."""
+    """Return both models' scores on the prompts where both are known."""
     return [
         (a.score, b.score)
         for a, b in zip(new, old, strict=True)
@@ -64,14 +64,14 @@ def scored_pairs(
 
 
 def win_rate(new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]) -> float:
-    """Fraction of prompts on which the new response scores higher; ties count half."""
+    """Return the fraction of prompts on which the new response scores higher; ties count half."""
     return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
 
 
 def compare_scores(
     new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
 ) -> dict[str, int | float]:
-    """The win rate, with the prompts, wins and losses that give its uncertainty."""
+    """Return the win rate, and the numbers of prompts, wins and losses for its uncertainty."""
     pairs = scored_pairs(new, old)
     return {
         "win_rate": win_rate(new, old),
@@ -82,12 +82,12 @@ def compare_scores(
 
 
 def mean_score(responses: Sequence[ScoredResponse]) -> float:
-    """Mean score of the responses whose score is known."""
+    """Return the mean score of the responses whose score is known."""
     return mean([response.score for response in responses if response.score is not None])
 
 
 def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Mean reward of each source that gave rewards, by the name of its metric."""
+    """Return the mean reward of each source that gave rewards, by the name of its metric."""
     names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
         name: [value for response in responses if (value := response.rewards.get(name)) is not None]
@@ -97,19 +97,19 @@ def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
 
 
 def mean_length(responses: Sequence[ScoredResponse]) -> float:
-    """Mean length in tokens."""
+    """Return the mean length in tokens."""
     return sum(response.length for response in responses) / len(responses)
 
 
 def stop_rate(responses: Sequence[ScoredResponse]) -> float:
-    """Fraction of responses that end with the end token."""
+    """Return the fraction of responses that end with an end token."""
     return sum(response.stopped for response in responses) / len(responses)
 
 
 def summarize(
     before: HeldOutResponses, after: HeldOutResponses, *, name: str = "score"
 ) -> dict[str, int | float]:
-    """The `eval` object of step 3, on greedy responses except for `kl` and `sampled_*`.
+    """Return the `eval` object of step 3, on greedy responses except for `kl` and `sampled_*`.
 
     Args:
         before: responses of the model that step 3 started from.

@@ -21,7 +21,7 @@ from rewards.math_answers import gold_answer, last_number, marked_answer, respon
 
 
 def read_gsm8k(options: ReadOptions) -> list[Question]:
-    """The problems of a data path, each preceded by the requested demonstrations.
+    """Read the problems of a data path, each preceded by the requested demonstrations.
 
     Raises:
         DataError: a row lacks its question, or its answer has no number.
@@ -50,7 +50,7 @@ def read_gsm8k(options: ReadOptions) -> list[Question]:
 
 
 def grade_gsm8k(question: Question, response: str) -> Grades:
-    """Whether a response's marked number, and its last number, are correct."""
+    """Return whether a response's marked number, and its last number, are correct."""
     gold = gold_answer(question.extra["answer"])
     return {
         "strict": (marked_answer(response) == gold,),
@@ -59,7 +59,7 @@ def grade_gsm8k(question: Question, response: str) -> Grades:
 
 
 def read_embedded(options: ReadOptions) -> list[Question]:
-    """The prompts in wordings not used for training, in a fixed order of kinds.
+    """Return the prompts whose wordings are not used for training, in a fixed order of kinds.
 
     Raises:
         ConfigError: a data path is given, which the embedded task doesn't use.
@@ -78,13 +78,13 @@ def read_embedded(options: ReadOptions) -> list[Question]:
 
 
 def grade_embedded(question: Question, response: str) -> Grades:
-    """Whether a response is the correct sentence, whether it is polite, and both."""
+    """Return whether a response is the correct sentence, whether it is polite, and both."""
     result = verdict(question.extra["kind"], question.extra["answer"], response)
     return {"both": (result.both,), "correct": (result.correct,), "polite": (result.polite,)}
 
 
 def read_arithmetic(options: ReadOptions) -> list[Question]:
-    """The sums of a data path, or the default held-out ones.
+    """Read the sums of a data path, or make the default held-out ones.
 
     Raises:
         DataError: a row has no prompt or no answer.
@@ -105,7 +105,7 @@ def read_arithmetic(options: ReadOptions) -> list[Question]:
 
 
 def grade_arithmetic(question: Question, response: str) -> Grades:
-    """Whether the response has the correct sum."""
+    """Return whether the response's answer is the correct sum."""
     return {"correct": (response_answer(response) == gold_answer(question.extra["answer"]),)}
 
 
@@ -119,12 +119,12 @@ TASKS = {task.name: task for task in (GSM8K, IFEVAL, EMBEDDED, ARITHMETIC)}
 
 
 def get_tasks(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -> list[Task]:
-    """The tasks with these names.
+    """Return the tasks with these names.
 
     Args:
         names: names of tasks.
         paths: data paths, by the name of the task that reads them.
-        setting: the setting with the paths, for error messages.
+        setting: name of the setting with the paths, for error messages.
 
     Raises:
         ConfigError: a task is unknown, named twice, or lacks its data path.
@@ -145,10 +145,10 @@ def get_tasks(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -
 
 
 def parse_paths(values: Sequence[str], *, setting: str) -> dict[str, str]:
-    """Data paths by task, parsed from words such as `gsm8k=rows.jsonl`.
+    """Return data paths by task, parsed from arguments such as `gsm8k=rows.jsonl`.
 
     Raises:
-        ConfigError: a word is not of the form TASK=PATH.
+        ConfigError: an argument is not of the form TASK=PATH.
     """
     paths: dict[str, str] = {}
     for value in values:

@@ -30,15 +30,15 @@ from rewards.sources import read_sources, row_columns
 
 @dataclass(frozen=True, kw_only=True)
 class WinrateConfig(SamplingConfig):
-    """Compared models, their prompts and their judge."""
+    """The models to compare, the prompts, and the judge."""
 
     paths: tuple[str, ...] = ()
     """Two or more model directories or Hub ids."""
 
     judge: str = ""
-    """The judge: '{kind: model, path: OUT/step2_reward}', a reward model; file.py:function, or a
-    kind such as math, programs whose numbers are compared; '{kind: judge, path: https://HOST/v1,
-    model: NAME}', a language model that scores each response."""
+    """The judge: a reward model, '{kind: model, path: OUT/step2_reward}'; a program,
+    file.py:function or a kind such as math; or an LLM that scores each response, '{kind: judge,
+    path: https://HOST/v1, model: NAME}'."""
 
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
@@ -69,12 +69,12 @@ class WinrateConfig(SamplingConfig):
         )
         require(
             self.source.weight == 1.0,
-            f"--judge: weight has no meaning for one judge, got {self.source.weight}; omit it",
+            f"--judge: weight {self.source.weight} has no effect on a single judge; omit it",
         )
 
     @property
     def source(self) -> RewardConfig:
-        """The source of rewards that `judge` describes."""
+        """The reward source that `judge` describes."""
         return read_spec(self.judge, option="--judge")
 
     @property
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=f"{MODULE} evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
         " [--SETTING VALUE ...]",
-        about="How often a model's responses are better than another's: docs/evaluation.md.",
+        about="Compare the responses of models, and print their win rates (docs/evaluation.md).",
     )
     check_writable(config.output, option="--output")
 
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> None:
     print_output("\n".join(_format_table(matches, config)))
     text = json.dumps(_make_document(matches, config), indent=2)
     write_output({config.output: f"{text}\n"}, option="--output")
-    print_output(f"\nWith all settings in {config.output}")
+    print_output(f"\nsettings and metrics: {config.output}")
 
 
 def compare_models(responses: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
@@ -151,14 +151,14 @@ def compare_models(responses: Sequence[Sequence[Episode]], config: WinrateConfig
 
 
 def _judge(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
-    """The judge's rewards of a model's responses; NaN if unknown."""
+    """Return the judge's rewards for a model's responses; NaN if unknown."""
     _, results = score_episodes([config.source], [list(responses)], config)
     (scored,) = results.values()
     return np.array(scored.values, dtype=float)
 
 
 def _compute_points(model: np.ndarray, opponent: np.ndarray) -> np.ndarray:
-    """Return 1 where our reward is higher, 0.5 for a tie, else 0; NaN if one is unknown."""
+    """Return 1 where the model's reward is higher, 0.5 for a tie, else 0; NaN if unknown."""
     points = (model > opponent) + 0.5 * (model == opponent)
     return np.where(np.isnan(model) | np.isnan(opponent), np.nan, points)
 
