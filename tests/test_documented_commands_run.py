@@ -65,7 +65,7 @@ ELSEWHERE = {
     "--judge score.py:check": "tests/evaluation/test_winrate.py",
     "https://HOST/v1": "tests/rewards/test_endpoints.py",
     "rewards.select": "tests/rewards/test_select.py, as a model that knows nothing chooses nothing",
-    "--data-path right.jsonl": "a run on the rows of the command before",
+    "--data-path correct.jsonl": "a run on the rows of the command before",
     "ratings.jsonl": "tests/inference/test_ratings.py, as a run has none yet",
     "inference.serve": "tests/inference/serve/test_command.py, as a server does not end",
     "--config arithmetic-grpo.yaml": "minutes; as a dry run in tests/test_train_cli.py",
