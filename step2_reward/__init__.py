@@ -1,1 +1,1 @@
-"""Step 2: a reward model from pairs of responses."""
+"""Step 2: train a reward model on pairs of responses or on labels."""

@@ -1,4 +1,4 @@
-"""Settings of step 2, and of the laboratory."""
+"""Settings of step 2, and of `python -m step2_reward.lab`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,14 +39,14 @@ class RewardConfig(LabelSettings, EarlyStopping):
     """The initial model; by default step 1's output."""
 
     margin: bool = False
-    """Subtract the data's margin inside the loss (Touvron et al. 2023, eq. 2)."""
+    """Subtract each pair's margin from its score difference (Touvron et al. 2023, eq. 2)."""
 
     center_coef: float = 0.0
     """Weight of (score_chosen + score_rejected)^2, which keeps scores near 0."""
 
     best_by: Literal["accuracy", "loss"] = "accuracy"
-    """Criterion for the best weights, on held-out rows: accuracy (pairs in the right order, or
-    rows in the right class), or loss."""
+    """Criterion for the best weights, on held-out rows: accuracy (correctly ordered pairs or
+    correctly classified rows), or loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,17 +67,17 @@ class RewardConfig(LabelSettings, EarlyStopping):
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]
     ) -> tuple[list[Example], list[Example]]:
-        """The rows with the kind of label that the settings, or the rows' columns, determine."""
+        """Return the rows with the kind of label that is set, or else detected from the columns."""
         return select_rows(self, train, held_out)
 
     @property
     def sequences_per_row(self) -> int:
-        """Maximum dialogues per row; two if only the rows determine the labels."""
+        """Maximum dialogues per row; two if the kind of label depends on the rows."""
         known = {"classes": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:
-        """The work of training a scorer on rows."""
+        """Return the workload of training a scorer on rows."""
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -97,17 +97,17 @@ class RewardConfig(LabelSettings, EarlyStopping):
 
 @dataclass(frozen=True, kw_only=True)
 class LabConfig:
-    """Settings of the laboratory: the model, and the rows to evaluate it on."""
+    """The reward model to measure, and the rows to measure it on."""
 
     path: str = ""
     """The reward model: OUT/step2_reward, or any sequence classifier."""
 
     data_path: str = EMBEDDED
-    """Labelled rows: a file, directory or Hub name, of which the test split is used if there is
-    one; `embedded` is the built-in task's held-out pairs."""
+    """Labeled rows: a file, directory or Hub name, whose test split is used if there is one;
+    `embedded` is the embedded task's held-out pairs."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names if they differ from the usual ones: prompt=question label=category."""
+    """Column names that differ from the usual ones: prompt=question label=category."""
 
     rows: int = 1000
     """Maximum number of rows to measure."""

@@ -1,4 +1,4 @@
-"""Scores of single responses by a reward model, printed like DeepSpeed-Chat's rw_eval.py."""
+"""Score single responses with a reward model, with output like DeepSpeed-Chat's rw_eval.py."""
 
 import sys
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class EvaluateConfig:
     """A reward model, and the responses to score."""
 
     path: str = ""
-    """Reward model, such as OUT/step2_reward, or Hub id."""
+    """Reward model: a directory, such as OUT/step2_reward, or a Hub id."""
 
     prompt: str | None = None
     """Prompt of the responses; null scores three examples."""
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
         EvaluateConfig,
         argv,
         usage=f"{MODULE} step2_reward.evaluate --path DIR [--prompt TEXT --answer TEXT [TEXT ...]]",
-        about="Scores of responses; without any, of three examples. step2_reward.lab scores files.",
+        about="Score responses, by default three examples; to score a file, use step2_reward.lab.",
         aliases={"model_name_or_path": "path"},  # DeepSpeed-Chat's name
     )
     from inference.reward_model import score_responses

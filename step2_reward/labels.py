@@ -32,24 +32,24 @@ class LabelSettings:
     """Labels that a reward model is trained on."""
 
     labels: Literal["auto", LabelKind] = "auto"
-    """Kind of labels of the rows (docs/reward_models.md): pairs, classes, numbers (scalar),
-    or steps; auto detects it from the rows' columns."""
+    """Kind of the rows' labels (docs/reward_models.md): pairs, classes, numbers (scalar), or
+    steps; auto detects it from the rows' columns."""
 
     loss: Literal["auto", Loss] = "auto"
-    """The loss for the labels; auto uses the default loss of each kind. Others are focal (pairs,
+    """The loss; auto uses the default for the kind of label. The alternatives are focal (pairs,
     classes) and bce (numbers from 0 to 1)."""
 
     focal_gamma: float = 2.0
     """Exponent of the focal loss: a row is weighted by (1 - p)^gamma, p being the probability of
-    its label; 0 is the usual loss."""
+    its label; 0 gives the unweighted loss."""
 
     class_list: tuple[str, ...] = ()
     """Names of the classes in the model's order; empty uses those in the rows, in ascending
     order."""
 
     class_values: tuple[float, ...] = ()
-    """Value of each class: RL's score is the expected value. Empty uses labels that are numbers, or
-    false and true as 0 and 1; named classes then have no value and give no score."""
+    """Value of each class; the score for RL is the expected value. Empty uses numeric labels, and
+    false and true as 0 and 1; named classes then have no values, and the model gives no score."""
 
     class_weights: tuple[float, ...] = ()
     """Weight of each class in the loss; empty weights all rows equally."""
@@ -58,14 +58,14 @@ class LabelSettings:
     """Separator between the steps of a response, in training and in RL."""
 
     step_score: Literal["min", "product", "last"] = "min"
-    """RL's score of a response in steps: the log-odds of the worst step or of the last one, or the
-    log-probability that all are right (product)."""
+    """Score of a response in steps for RL: log-odds of the worst step (min) or of the last step,
+    or log-probability that all steps are right (product)."""
 
     def check_labels(self) -> None:
         """Raise ConfigError for invalid or contradictory settings."""
         require(
             self.labels == "auto" or self.loss == "auto" or self.loss in LOSSES[self.labels],
-            f"loss {self.loss} does not learn from labels {self.labels}; choose"
+            f"loss {self.loss} can't be used with labels {self.labels}; choose"
             f" {' or '.join(LOSSES.get(self.labels, ()))}",
         )
         require(self.focal_gamma >= 0, f"focal_gamma must not be below 0, got {self.focal_gamma}")
@@ -93,7 +93,7 @@ MAX_AUTO_CLASSES = 20
 """Maximum number of distinct integers that `labels: auto` treats as classes."""
 
 SINGLE_KINDS = ("classes", "scalar")
-"""Kinds that label one response."""
+"""Kinds of label that apply to a single response."""
 
 REQUIRED = {
     "pairs": "a chosen and a rejected response",
@@ -106,7 +106,7 @@ REQUIRED = {
 
 @dataclass(frozen=True)
 class Labels:
-    """The kind of label of a run, and properties of all its rows."""
+    """A run's kind of label, and properties of all its rows."""
 
     kind: LabelKind
     loss: Loss
@@ -132,19 +132,19 @@ class Labels:
         return self.kind != "classes" or bool(self.values)
 
     def class_index(self, example: Example) -> int:
-        """The index of the row's class."""
+        """Return the index of the row's class."""
         return self.classes.index(class_name(example.label))
 
 
 def class_name(label: Label | None) -> str:
-    """The name of a class: `true`, `3`, `spam`."""
+    """Return the name of a class: `true`, `3`, `spam`."""
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
 def select_rows(
     config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
 ) -> tuple[list[Example], list[Example]]:
-    """The training and held-out rows with the kind of label chosen by `labels`.
+    """Return the training and held-out rows with the kind of label chosen by `labels`.
 
     Raises:
         DataError: there are no such rows, all have one class, or one has an unlisted class.
@@ -164,7 +164,7 @@ def select_rows(
 
 
 def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
-    """`config.labels`, or if that is auto, the kind that the rows have."""
+    """Return `config.labels`, or, if that is auto, the kind that the rows have."""
     if config.labels != "auto":
         return config.labels
     if any(row.steps for row in rows):
@@ -184,7 +184,7 @@ def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
 
 
 def has_label_kind(kind: LabelKind, row: Example) -> bool:
-    """Whether a row has labels of this kind."""
+    """Return whether a row has labels of this kind."""
     if kind == "steps":
         return any(label is not None for label in row.step_labels)
     if kind in SINGLE_KINDS:
@@ -205,7 +205,7 @@ def resolve_labels(
     loss = LOSSES[kind][0] if config.loss == "auto" else config.loss
     if loss not in LOSSES[kind]:
         raise ConfigError(
-            f"reward.loss {loss} does not learn from {kind}, which the rows have; choose"
+            f"reward.loss {loss} can't be used with {kind}, which the rows contain; choose"
             f" {' or '.join(LOSSES[kind])}"
         )
     if kind == "steps":
@@ -213,8 +213,8 @@ def resolve_labels(
         right = sum(label >= 0.5 for label in labels)
         if right in (0, len(labels)):
             raise DataError(
-                f"all {len(labels)} labelled steps of the training rows are"
-                f" {'right' if right else 'wrong'}; a step-level reward model needs both"
+                f"all {len(labels)} labeled steps of the training rows are"
+                f" {'right' if right else 'wrong'}; a step-level reward model needs some of each"
             )
     if kind == "scalar":
         return _resolve_numbers(loss, train, held_out)
@@ -236,7 +236,7 @@ def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Ex
     mean = sum(numbers) / len(numbers)
     std = math.sqrt(sum((number - mean) ** 2 for number in numbers) / len(numbers))
     if std == 0:
-        raise DataError(f"all {len(numbers)} training rows have the label {mean:g}")
+        raise DataError(f"all {len(numbers)} training rows have the label {mean:g}; use others")
     return Labels("scalar", loss) if loss == "bce" else Labels("scalar", loss, mean=mean, std=std)
 
 
@@ -258,7 +258,7 @@ def _resolve_classes(
     counts = Counter(class_name(row.label) for row in train)
     if len(counts) < 2:
         raise DataError(
-            f"all {len(train)} training rows are of the class {next(iter(counts))}; a classifier"
+            f"all {len(train)} training rows have the class {next(iter(counts))}; a classifier"
             " needs at least two classes"
         )
     if missing := [name for name in classes if not counts[name]]:
@@ -273,6 +273,6 @@ def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) 
     for row in rows:
         if class_name(row.label) not in classes:
             raise DataError(
-                f"{row.origin}: label {class_name(row.label)} is none of {owner},"
+                f"{row.origin}: label {class_name(row.label)} is not one of {owner},"
                 f" {', '.join(classes)}; add it, or remove the row"
             )

@@ -1,6 +1,6 @@
 """The losses of step 2, by kind of label; each is a sum over rows.
 
-Pairs, classes, numbers; pure functions of tensors.
+Pure functions of tensors, for pairs, classes and numbers.
 Dimension names: B rows, C classes.
 """
 
@@ -18,7 +18,7 @@ def pairwise_loss(
     center_coef: float = 0.0,
     focal_gamma: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """-log sigmoid(r_chosen - r_rejected - margin), summed over pairs.
+    """Return -log sigmoid(r_chosen - r_rejected - margin), summed over pairs.
 
     Ouyang et al. 2022, eq. 1; the margin as in Touvron et al. 2023, eq. 2. `center_coef` adds
     center_coef * (r_chosen + r_rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023,
@@ -45,7 +45,7 @@ def cross_entropy(
     weights: Float[Tensor, " C"] | None = None,
     focal_gamma: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """alpha_y (1 - p_y)^gamma (-log p_y), summed over rows.
+    """Return alpha_y (1 - p_y)^gamma (-log p_y), summed over rows.
 
     Lin et al. 2017 (1708.02002), eq. 5, over the softmax; alpha are the class `weights`, by default
     1. With gamma 0 it is the weighted cross entropy. The caller divides by the number of rows of
@@ -63,15 +63,15 @@ def cross_entropy(
 
 
 def squared_error(scores: Float[Tensor, " B"], targets: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """(s - y)^2 / 2, summed over rows: regression on ratings (HelpSteer2, 2406.08673)."""
+    """Return (s - y)^2 / 2, summed over rows: regression on ratings (HelpSteer2, 2406.08673)."""
     return 0.5 * (scores - targets).square().sum()
 
 
 def binary_cross_entropy(
     scores: Float[Tensor, " B"], targets: Float[Tensor, " B"]
 ) -> Float[Tensor, ""]:
-    """-y log sigmoid(s) - (1 - y) log sigmoid(-s), summed over rows; targets y in [0, 1].
+    """Return -y log sigmoid(s) - (1 - y) log sigmoid(-s), summed over rows.
 
-    At y = 1 it is the Bradley-Terry loss against a score of 0.
+    The targets y are in [0, 1]. At y = 1 it is the Bradley-Terry loss against a score of 0.
     """
     return -(targets * F.logsigmoid(scores) + (1 - targets) * F.logsigmoid(-scores)).sum()

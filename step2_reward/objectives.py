@@ -1,4 +1,4 @@
-"""Objectives of step 2, by kind of label: the loss of a micro-batch, metrics of held-out rows.
+"""Objectives of step 2, by kind of label: micro-batch loss, and metrics of held-out rows.
 
 Dimension names: N rows, O positions of a batch, C outputs of the model.
 """
@@ -46,7 +46,7 @@ class HeldOutOutputs:
     rows: Sequence[Row]
 
     outputs: Sequence[Sequence[Sequence[float]]]
-    """The C outputs of each sequence, or of each labelled step, of each row."""
+    """For each row, the C outputs of each sequence or labeled step."""
 
     @property
     def first_outputs(self) -> Float[Tensor, "N C"]:
@@ -65,7 +65,7 @@ def compute_outputs(
     config: RewardConfig,
     observe: Callable[[Tensor, Batch], None] = lambda _outputs, _batch: None,
 ) -> HeldOutOutputs:
-    """Run the model on rows, which are the same on all processes. A collective.
+    """Run the model on rows, which must be the same on all processes. A collective.
 
     Args:
         scorer: the model.
@@ -96,7 +96,7 @@ class Objective(ABC):
     """Base class of the objectives, for the common training loop."""
 
     has_accuracy = True
-    """Whether single rows can be right or wrong, which gives an accuracy."""
+    """Whether single rows can be right or wrong, so that there is an accuracy."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
@@ -104,7 +104,7 @@ class Objective(ABC):
         """Settings of the step, including those of the loss."""
 
     def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
-        """Whether the sequences of a row still differ after truncation.
+        """Build the check that the sequences of a row still differ after truncation.
 
         Raises:
             DataError: the chat format does not support such rows.
@@ -125,16 +125,16 @@ class Objective(ABC):
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
     ) -> list[Row]:
-        """Token ids and targets of rows."""
+        """Convert rows to token ids and targets."""
         return encode_rows(examples, self.labels, chat, max_length=config.data.max_length)
 
     def config_entries(self) -> dict[str, object]:
-        """Entries for the exported config.json on how to read the outputs."""
+        """Return entries of the exported config.json on how to interpret the outputs."""
         return {}
 
     @abstractmethod
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The loss summed over rows, and the number of right rows, or None if that is undefined.
+        """Return the loss summed over rows, and the number of right rows (None if undefined).
 
         Args:
             outputs: outputs at `batch.positions`.
@@ -144,7 +144,7 @@ class Objective(ABC):
     def evaluate(
         self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
     ) -> tuple[dict[str, float], HeldOutOutputs]:
-        """Metrics of all processes' held-out rows, loss and accuracy first, and their outputs."""
+        """Return metrics of all processes' held-out rows, and the outputs for them."""
         totals = [0.0, 0.0]
 
         def observe(outputs: Float[Tensor, "O C"], batch: Batch) -> None:
@@ -159,14 +159,14 @@ class Objective(ABC):
 
     @abstractmethod
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Additional metrics of held-out rows, or replacements of common ones."""
+        """Compute additional metrics of held-out rows, or replacements for common ones."""
 
 
 class PairObjective(Objective):
-    """Pairs: the better response should score higher."""
+    """Pairs, of which the better response should score higher."""
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and the number in the right order; ties count half."""
+        """Return the loss summed over pairs, and the number ordered correctly; ties count half."""
         config = self.config
         chosen, rejected = batch.group_by_row(outputs.squeeze(-1)).unbind(1)
         loss = pairwise_loss(
@@ -179,7 +179,7 @@ class PairObjective(Objective):
         return loss, (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """The loss without margin, centering and focal weights, and the mean scores."""
+        """Compute the loss without margin, centering and focal weights, and the mean scores."""
         chosen, rejected = torch.tensor(held_out.outputs).squeeze(-1).double().unbind(1)
         return {
             "loss": pairwise_loss(chosen, rejected).item() / len(held_out.rows),
@@ -189,10 +189,10 @@ class PairObjective(Objective):
 
 
 class ClassObjective(Objective):
-    """Classes: cross entropy, optionally focal or weighted."""
+    """Classes, learned with cross entropy, optionally focal or weighted."""
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over rows, and the number of rows whose class is predicted."""
+        """Return the loss summed over rows, and the number of correctly classified rows."""
         logits = outputs[batch.sequence_indices[:, 0]]
         weights = self.config.class_weights
         loss = cross_entropy(
@@ -204,25 +204,25 @@ class ClassObjective(Objective):
         return loss, (logits.argmax(dim=1) == batch.classes).sum()
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Macro recall and F1."""
+        """Compute macro recall and F1."""
         logprobs = held_out.first_outputs.log_softmax(dim=1)
         report = class_report(logprobs, held_out.targets.long(), self.labels.classes)
         return {name: report[name] for name in ("macro_recall", "macro_f1")}
 
 
 class ScalarObjective(Objective):
-    """Numbers: squared error of standardized labels, or binary cross entropy."""
+    """Numbers, learned with the squared error of standardized labels or binary cross entropy."""
 
     has_accuracy = False
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, None]:
-        """The loss summed over rows, and None, since single rows are not right or wrong."""
+        """Return the loss summed over rows, and None, since single rows are not right or wrong."""
         scores = outputs[batch.sequence_indices[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Fraction of pairs in the right order, rank correlation, and error in the data's unit."""
+        """Compute the fraction of correctly ordered pairs, rank correlation, and unscaled error."""
         scores, targets = held_out.first_outputs.squeeze(1), held_out.targets
         predictions = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
@@ -233,14 +233,14 @@ class ScalarObjective(Objective):
 
 
 class StepObjective(Objective):
-    """Process rewards: binary cross entropy at the end of each labelled step."""
+    """Process rewards, learned with binary cross entropy at the end of each labeled step."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         super().__init__(labels, config)
         self._separators: frozenset[int] | None = None
 
     def separators(self, chat: ChatFormat) -> frozenset[int]:
-        """Tokens that end a step.
+        """Return the tokens that end a step.
 
         Raises:
             DataError: the tokenizer has no such tokens.
@@ -255,7 +255,7 @@ class StepObjective(Objective):
         return self._separators
 
     def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
-        """Number of labelled steps per row after truncation."""
+        """Build the check that rows still have labeled steps after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 
         def fit(examples: Sequence[Example]) -> list[RowFit]:
@@ -266,18 +266,18 @@ class StepObjective(Objective):
                 for row, rest in zip(full, truncated, strict=True)
             ]
 
-        return FitCheck(fit, end="beginning", empty="have no labelled step")
+        return FitCheck(fit, end="beginning", empty="have no labeled step")
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
     ) -> list[Row]:
-        """Token ids and targets; dialogues that are too long lose their beginning."""
+        """Convert rows to token ids and targets; long dialogues lose their beginning."""
         separator, separators = self.config.step_separator, self.separators(chat)
         limit = config.data.max_length
         return [encode_steps(x, chat, separator, separators, max_length=limit) for x in examples]
 
     def config_entries(self) -> dict[str, object]:
-        """Settings for computing the score of a response from its steps."""
+        """Return the settings for computing the score of a response from its steps."""
         assert self._separators is not None  # set by encoding the rows
         return {
             "step_separator": self.config.step_separator,
@@ -286,18 +286,18 @@ class StepObjective(Objective):
         }
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over steps, and the number predicted correctly, times a step's weight."""
+        """Return the loss and the number of correct predictions over steps, times their weight."""
         logits = outputs.squeeze(-1)
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Accuracy of steps, and the metrics of first errors."""
+        """Compute the accuracy of steps, and the metrics of first errors."""
         return summarize_steps(predicted_steps(held_out))
 
 
 def predicted_steps(held_out: HeldOutOutputs) -> list[PredictedSteps]:
-    """The labelled steps of each row, with the model's log-odds."""
+    """Return the labeled steps of each row, with the model's log-odds."""
     return [
         PredictedSteps(row.targets, tuple(logit for (logit,) in logits))
         for row, logits in zip(held_out.rows, held_out.outputs, strict=True)
@@ -314,5 +314,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def make_objective(labels: Labels, config: RewardConfig) -> Objective:
-    """The objective for the kind of label."""
+    """Make the objective for the kind of label."""
     return OBJECTIVES[labels.kind](labels, config)

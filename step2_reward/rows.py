@@ -33,11 +33,11 @@ class Row:
     sequences: tuple[Encoded, ...]
 
     targets: tuple[float, ...] = ()
-    """The targets: a class index, the standardized label, or the margin of a pair. For steps, the
-    correctness of each labelled one, from 0 to 1."""
+    """The targets: a class index, the standardized label, or the margin of a pair; for steps, the
+    correctness of each labeled step, from 0 to 1."""
 
     ends: tuple[int, ...] | None = None
-    """Positions in the sequence at which labelled steps end; None for other kinds of label."""
+    """Positions in the sequence at which labeled steps end; None for other kinds of label."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,11 +47,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows; the first sequences of all rows come first, then the second ones."""
+    """B rows; the first sequences of all rows come before the second ones."""
 
     tokens: TokenBatch
-    """Tokens; a process without rows (B = 0) has those of a spare row, in order to run the same
-    passes."""
+    """Tokens; a process without rows (B = 0) has the tokens of a spare row, so that it runs the
+    same passes."""
 
     sequence_indices: Int[Tensor, "B K"]
     """Index in the batch of each sequence of a row."""
@@ -59,10 +59,10 @@ class Batch:
     targets: Float[Tensor, " T"]
 
     positions: Int[Tensor, " O"]
-    """Tokens whose outputs are used: the last of each sequence, or the ends of labelled steps."""
+    """Tokens whose outputs are used: the last of each sequence, or the ends of labeled steps."""
 
     weight: float
-    """Weight of a labelled step; over all rows the weights add up to the number of rows."""
+    """Weight of a labeled step; over all rows the weights add up to the number of rows."""
 
     indices: tuple[int, ...]
     """The index of each row in the global batch."""
@@ -73,14 +73,14 @@ class Batch:
         return self.targets.long()
 
     def group_by_row(self, scores: Float[Tensor, " S"]) -> Float[Tensor, "B K"]:
-        """The scores of each row's sequences."""
+        """Return the scores of each row's sequences."""
         return scores[self.sequence_indices]
 
 
 def encode_dialogue(
     chat: ChatFormat, example: Example, response: Turns, *, max_length: int
 ) -> Encoded:
-    """Token ids of the prompt with a response, or of the prompt alone if the response is empty.
+    """Encode the prompt with a response, or the prompt alone if the response is empty.
 
     Long dialogues lose their beginning, since the score is read at the end; for encoders
     the first token is kept.
@@ -95,7 +95,7 @@ def encode_dialogue(
 def encode_rows(
     examples: Sequence[Example], labels: Labels, chat: ChatFormat, *, max_length: int
 ) -> list[Row]:
-    """Token ids and targets of rows of any kind except steps."""
+    """Convert rows of any kind except steps to token ids and targets."""
 
     def encode(example: Example) -> Row:
         encoded = [
@@ -108,12 +108,12 @@ def encode_rows(
 
 
 def get_responses(example: Example, labels: Labels) -> list[Turns]:
-    """The trained responses of a row, the better one first."""
+    """Return the responses of a row to train on, the better one first."""
     return [example.chosen] if labels.kind in SINGLE_KINDS else [example.chosen, example.rejected]
 
 
 def get_target(example: Example, labels: Labels) -> float:
-    """The target: a class index, a number, or the margin of a pair."""
+    """Return the target: a class index, a number, or the margin of a pair."""
     if labels.kind == "classes":
         return float(labels.class_index(example))
     if labels.kind == "scalar":
@@ -123,7 +123,7 @@ def get_target(example: Example, labels: Labels) -> float:
 
 
 def split_steps(example: Example, separator: str) -> list[str]:
-    """The steps as given to the model; a separator inside one becomes a space."""
+    """Return the steps as given to the model; a separator inside a step becomes a space."""
     parts = [map(str.strip, text.split(separator)) for text in example.steps]
     return [" ".join(filter(None, words)) for words in parts]
 
@@ -136,7 +136,7 @@ def encode_steps(
     *,
     max_length: int = UNLIMITED,
 ) -> Row:
-    """Encode a dialogue with steps joined by the separator; if too long, it loses its beginning.
+    """Encode a dialogue whose steps are joined by the separator; truncate its beginning.
 
     Args:
         example: a row of steps.
@@ -159,20 +159,20 @@ def encode_steps(
             " tokenized; choose another reward.step_separator"
         )
     dropped = max(0, len(full) - max_length)
-    labelled = [
+    labeled = [
         (end - dropped, label)
         for end, label in zip(ends, example.step_labels, strict=True)
         if label is not None and end >= dropped
     ]
     return Row(
         (full.tail(max_length),),
-        targets=tuple(label for _, label in labelled),
-        ends=tuple(end for end, _ in labelled),
+        targets=tuple(label for _, label in labeled),
+        ends=tuple(end for end, _ in labeled),
     )
 
 
 def split_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
-    """This process's micro-batches of the rows."""
+    """Split the rows into micro-batches, and return those of this process."""
     max_sequences = max(len(row.sequences) for row in rows)
     parts = shard_rows(
         [row.num_tokens for row in rows], config, config.model, sequences=max_sequences
@@ -182,7 +182,7 @@ def split_rows(rows: Sequence[Row], config: RewardConfig) -> list[Batch]:
 
 
 def collate_rows(all_rows: Sequence[Row], indices: Sequence[int], *, weight: float = 1.0) -> Batch:
-    """The rows with these indices as one batch; if there are none, the first row is a spare."""
+    """Collate the rows with these indices; if there are none, use the first row as a spare."""
     rows = [all_rows[index] for index in indices]
     present = rows or all_rows[:1]
     max_sequences = max(len(row.sequences) for row in present)

@@ -1,4 +1,4 @@
-"""Step 2: a reward model from pairs of responses, or from labels.
+"""Step 2: train a reward model on pairs of responses, or on labels.
 
 python -m step2_reward.train --config configs/opt-350m.yaml
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/opt-350m.yaml
@@ -57,7 +57,7 @@ class RewardTraining:
     """Runs the model in its engine, or in all stages of a pipeline."""
 
     def evaluate(self) -> Evaluation:
-        """Metrics of the held-out rows, and the model's outputs for them."""
+        """Return the metrics of the held-out rows, and the model's outputs for them."""
         training = self.training
         return self.objective.evaluate(self.scorer, training.held_out, training.config)
 
@@ -98,7 +98,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     """Load the reward model into its engine, and with `resume` the state of an earlier run.
 
     Raises:
-        ModelError: an encoder can't judge steps.
+        ModelError: the labels are steps, which an encoder can't score.
     """
     labels = resolve_labels(config, rows.data.train, rows.data.eval)
     objective = make_objective(labels, config)
@@ -109,7 +109,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         seed=config.seed,
         num_labels=labels.num_labels,
     )
-    base_model(model).config.update({"label_kind": labels.kind})  # replaces an earlier training's
+    base_model(model).config.update({"label_kind": labels.kind})  # replaces an earlier step's
     passes = make_passes(
         model,
         config.model,
@@ -160,7 +160,7 @@ def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
 
 
 def selection_loss(metrics: Mapping[str, float], best_by: str = "accuracy") -> float:
-    """The metric that the best weights minimize: the fraction of wrong rows, or the loss.
+    """Return the metric that the best weights minimize: the fraction of wrong rows, or the loss.
 
     The loss is added as a tie-breaker, scaled to less than half a row in a million.
     """
@@ -178,7 +178,7 @@ def finish(
 ) -> None:
     """Export the best weights, and write the result.
 
-    `best_evaluation` is the evaluation of the best weights; None if an earlier run made it.
+    `best_evaluation` is the evaluation of the best weights; None if it was made before a restart.
     """
     training, labels = reward.training, reward.objective.labels
     best, config, rows = training.best, training.config, training.rows
@@ -202,7 +202,7 @@ def finish(
 
 
 def _compare_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Each metric before and after; mean scores, for the report, only after."""
+    """Return each metric before and after training; mean scores only after it."""
     metrics: dict[str, float] = {}
     for name, value in after.items():
         if name == "loss":
@@ -213,7 +213,7 @@ def _compare_metrics(before: Mapping[str, float], after: Mapping[str, float]) ->
 
 
 def _get_reliability(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Calibration error, temperature and length correlation, if known."""
+    """Return the calibration error, temperature and length correlation, if known."""
     calibration, length = metrics.get("calibration"), metrics.get("length")
     reliability: dict[str, float] = {}
     if calibration:
@@ -225,7 +225,7 @@ def _get_reliability(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def label_settings(reward: RewardTraining) -> dict[str, Any]:
-    """Entries of config.json: the kind of label, classes and their values, steps."""
+    """Return entries of config.json: the kind of label, classes and their values, steps."""
     labels = reward.objective.labels
     settings: dict[str, Any] = {"label_kind": labels.kind}
     if labels.classes:

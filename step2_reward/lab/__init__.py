@@ -1,1 +1,1 @@
-"""The reward-model laboratory: quality and reliability of a reward model."""
+"""Measurement of the quality and reliability of a reward model."""

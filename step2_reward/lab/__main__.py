@@ -16,13 +16,13 @@ def main(argv: Sequence[str]) -> None:
     """Measure the model, write lab.json and predictions.jsonl, and print the findings.
 
     Raises:
-        UserError: a setting is wrong, the path has no classifier, or there are no labelled rows.
+        UserError: a setting is wrong, the path has no classifier, or there are no labeled rows.
     """
     config = parse_command(
         LabConfig,
         argv,
         usage=f"{MODULE} step2_reward.lab --path DIR [--data-path FILE]",
-        about="Measure how good a reward model is, and how far it can be trusted.",
+        about="Measure how accurate a reward model is, and how far it can be trusted.",
     )
     from pipeline.report.results import LAB
     from pipeline.system.logs import configure_logging
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     directory = config.output_dir or Path(config.path) / "lab"
     write_measurement(measured, directory)
     lines = [f"{sentence}." for sentence in format_findings(measured[0])]
-    sys.stdout.write("\n".join([*lines, f"figures: {directory / LAB}"]) + "\n")
+    sys.stdout.write("\n".join([*lines, f"metrics: {directory / LAB}"]) + "\n")
 
 
 if __name__ == "__main__":

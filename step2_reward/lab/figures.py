@@ -1,7 +1,7 @@
 """Metrics of a reward model: rank agreement, classes, calibration, length bias, steps.
 
 Pure functions. Dimension names: N rows or items, C classes. A pair is a row of two classes with
-logits (difference, 0), of which the first is right.
+logits (difference, 0); the first class is correct.
 """
 
 import math
@@ -18,14 +18,14 @@ from pipeline.report.figures import share_interval
 
 
 def average_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """The rank of each value, from 1 upwards; equal values get the mean of their ranks."""
+    """Return the rank of each value, starting at 1; equal values get the mean of their ranks."""
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     return (last - (counts - 1) / 2)[inverse].to(torch.float64)
 
 
 def spearman(first_values: Float[Tensor, " N"], second_values: Float[Tensor, " N"]) -> float:
-    """Spearman's rank correlation; 0 if either variable is constant."""
+    """Compute Spearman's rank correlation; 0 if either variable is constant."""
     first, second = (average_ranks(values) for values in (first_values, second_values))
     first, second = first - first.mean(), second - second.mean()
     spread = math.sqrt((first.square().sum() * second.square().sum()).item())
@@ -33,7 +33,7 @@ def spearman(first_values: Float[Tensor, " N"], second_values: Float[Tensor, " N
 
 
 def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> float:
-    """The fraction of pairs with different targets whose scores are in the same order.
+    """Return the fraction of pairs with different targets whose scores are in the same order.
 
     Equal scores count half; 1/2 if there is no such pair.
     """
@@ -49,9 +49,9 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
 
 
 def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | None:
-    """Area under the ROC curve: P(a positive scores above a negative), ties counting half.
+    """Return the area under the ROC curve: P(a positive scores above a negative).
 
-    Computed from ranks (Mann and Whitney 1947); None without items of both kinds.
+    Computed from ranks (Mann and Whitney 1947), ties count half; None without items of both kinds.
     """
     count = int(positive.sum())
     others = len(positive) - count
@@ -64,7 +64,7 @@ def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
 def class_report(
     logprobs: Float[Tensor, "N C"], classes: Int[Tensor, " N"], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Metrics of rows with known classes, predicting the most probable class.
+    """Compute metrics of rows with known classes, predicting the most probable class.
 
     Returns:
         macro_recall and macro_f1, means over the classes that have rows; confusion, rows by true
@@ -101,11 +101,11 @@ BINS = 15
 2017)."""
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e2
-"""Range of temperatures to fit; if every row is right, the optimum is the lowest."""
+"""Range of fitted temperatures; if every row is right, the optimum is the lowest."""
 
 
 def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:
-    """Calibration of probabilities after temperature scaling (Guo et al. 2017, section 4.2).
+    """Measure calibration after temperature scaling (Guo et al. 2017, section 4.2).
 
     Each half of the rows is scaled by the temperature of the other half, so that no row is
     evaluated with a temperature that was fitted to it.
@@ -131,7 +131,7 @@ def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[
 
 
 def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> float:
-    """The temperature that minimizes the negative log-likelihood, which is convex in 1 / T."""
+    """Find the temperature that minimizes the negative log-likelihood, which is convex in 1 / T."""
 
     def nll(inverse: float) -> float:
         return F.cross_entropy(logits * inverse, classes).item()
@@ -140,7 +140,7 @@ def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) ->
 
 
 def minimize(function: Callable[[float], float], low: float, high: float) -> float:
-    """Minimizer of a unimodal function between two positive bounds, by golden-section search."""
+    """Minimize a unimodal function between two positive bounds by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     start, end = math.log(low), math.log(high)
     for _ in range(60):
@@ -155,7 +155,7 @@ def minimize(function: Callable[[float], float], low: float, high: float) -> flo
 def make_bins(
     logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"], count: int = BINS
 ) -> list[dict[str, float]]:
-    """Rows in bins of equal size, by the probability of the most likely class, in ascending order.
+    """Sort rows by the probability of their most likely class, and split them into equal bins.
 
     If several classes are equally likely, a row counts as the fraction of them that is correct.
     """
@@ -176,7 +176,7 @@ def make_bins(
 
 
 def expected_error(bins: Sequence[Mapping[str, float]]) -> float:
-    """The expected calibration error: |confidence - accuracy|, weighted by rows."""
+    """Return the expected calibration error: |confidence - accuracy|, weighted by rows."""
     rows = sum(x["rows"] for x in bins)
     return sum(x["rows"] * abs(x["confidence"] - x["accuracy"]) for x in bins) / max(1, rows)
 
@@ -184,14 +184,14 @@ def expected_error(bins: Sequence[Mapping[str, float]]) -> float:
 def length_bias(
     prompts: Sequence[tuple[Sequence[float], Sequence[int], Sequence[float]]],
 ) -> dict[str, Any]:
-    """Relation of score and length within prompts that have two or more responses.
+    """Measure how score and length are related within prompts that have several responses.
 
     Args:
         prompts: scores, lengths in tokens and worth of the responses to each prompt. Worth is the
-            data's own judgment: higher is better, and equal numbers are ties.
+            quality according to the data: higher is better, and equal numbers are ties.
 
     Returns:
-        spearman, the mean rank correlation of score and length; of_data, the same of worth and
+        spearman, the mean rank correlation of score and length; of_data, the same for worth and
             length; better_longer and better_shorter, fractions of correctly ordered pairs among
             those whose better response is longer or shorter (None without such pairs);
             always_longer and always_shorter, accuracy of always choosing the longer or the shorter
@@ -218,18 +218,18 @@ def length_bias(
 
 
 def order_credit(difference: float) -> float:
-    """1 for a positive score difference, 1/2 for 0, else 0."""
+    """Return 1 for a positive score difference, 1/2 for 0, else 0."""
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 
 def ordered_pairs(worth: Sequence[float]) -> list[tuple[int, int]]:
-    """(better, worse) for every pair of responses of different quality."""
+    """Return (better, worse) indices for every pair of responses of different worth."""
     indices = range(len(worth))
     return [(i, j) for i in indices for j in indices if worth[i] > worth[j]]
 
 
 def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]) -> float:
-    """Mean rank correlation over the prompts whose responses differ in length."""
+    """Return the mean rank correlation over the prompts whose responses differ in length."""
     correlations = [
         spearman(torch.tensor(values).double(), torch.tensor(lengths).double())
         for values, lengths in prompts
@@ -240,7 +240,7 @@ def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]
 
 @dataclass(frozen=True)
 class PredictedSteps:
-    """The labelled steps of a response."""
+    """The labeled steps of a response."""
 
     targets: tuple[float, ...]
     """Correctness of each step, from 0 to 1; right if at least 1/2."""
@@ -260,17 +260,17 @@ class PredictedSteps:
 
 
 def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
-    """The metrics of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
+    """Compute the metrics of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
 
     Returns:
         with_error, responses with a wrong step; found, those of them whose first predicted error is
         the first error; without_error, the other responses; kept, those of them without a predicted
         error; accuracy; and f1, the harmonic mean of found / with_error and kept / without_error
-        (None without responses of both kinds). Responses without a labelled step are left out.
+        (None without responses of both kinds). Responses without a labeled step are left out.
     """
-    labelled = [row for row in rows if row.targets]
-    wrong = [row for row in labelled if row.first_error is not None]
-    right = [row for row in labelled if row.first_error is None]
+    labeled = [row for row in rows if row.targets]
+    wrong = [row for row in labeled if row.first_error is not None]
+    right = [row for row in labeled if row.first_error is None]
     found = sum(row.first_predicted_error == row.first_error for row in wrong)
     kept = sum(row.first_predicted_error is None for row in right)
     f1 = None
@@ -278,11 +278,11 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
         shares = found / len(wrong), kept / len(right)
         f1 = 2 * shares[0] * shares[1] / sum(shares) if sum(shares) else 0.0
     counts = {"with_error": len(wrong), "found": found, "without_error": len(right), "kept": kept}
-    return {**counts, "f1": f1, "accuracy": (found + kept) / max(1, len(labelled))}
+    return {**counts, "f1": f1, "accuracy": (found + kept) / max(1, len(labeled))}
 
 
 def summarize_steps(rows: Sequence[PredictedSteps]) -> dict[str, float]:
-    """Accuracy and macro recall of right and wrong steps, accuracy and F1 of first errors."""
+    """Compute accuracy and macro recall of steps, and accuracy and F1 of first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]
@@ -300,6 +300,6 @@ def summarize_steps(rows: Sequence[PredictedSteps]) -> dict[str, float]:
 
 
 def fraction(right: float, count: int) -> dict[str, float | int]:
-    """A fraction with its 95 % interval (Wilson 1927)."""
+    """Return a fraction with its 95 % interval (Wilson 1927)."""
     low, high = share_interval(right, count)
     return {"value": right / count, "low": low, "high": high, "count": count}

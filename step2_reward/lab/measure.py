@@ -1,6 +1,6 @@
-"""Measures a reward model on labelled rows; the result is one JSON object.
+"""Measures a reward model on labeled rows; the result is one JSON object.
 
-Dimension names: N rows, C outputs of the model, M labelled steps.
+Dimension names: N rows, C outputs of the model, M labeled steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,11 +57,11 @@ Measurement = tuple[Metrics, list[Metrics]]
 """The metrics, and a line for each row: the row, its scores, its prediction."""
 
 PROBES = ("no_end", "truncated", "doubled")
-"""Changes of a good response: without its end-of-turn token, truncated to half and ended,
-repeated."""
+"""Perturbations of a good response: end-of-turn token removed, second half removed, and whole
+response repeated."""
 
 MAX_PROBED = 256
-"""Maximum number of responses that are scored with their changed versions, in four passes each."""
+"""Maximum number of responses to perturb; each one and its versions need four passes."""
 
 
 def measure(
@@ -81,7 +81,7 @@ def measure(
         examples: the rows.
         chat: the model's chat format.
         config: settings of step 2.
-        probed: the model, for scoring changed responses; None omits them.
+        probed: the model, for scoring perturbed responses; None omits them.
     """
     encoded = held_out.rows
     metrics: Metrics = {"labels": labels.kind, "rows": len(examples)}
@@ -115,14 +115,14 @@ def measure(
 
 
 def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor, " N"]:
-    """Scores from the model's outputs: the only output, or the expected value of the class."""
+    """Convert the model's outputs to scores: the only output, or the class's expected value."""
     if labels.kind != "classes":
         return logits.squeeze(1)
     return logits.softmax(dim=1) @ torch.tensor(labels.values)
 
 
 def compute_step_metrics(held_out: HeldOutOutputs) -> Metrics:
-    """Metrics of responses with step labels."""
+    """Compute metrics of responses with step labels."""
     predicted = predicted_steps(held_out)
     logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
     wrong = torch.tensor([int(target < 0.5) for row in predicted for target in row.targets])
@@ -142,7 +142,7 @@ def compute_step_metrics(held_out: HeldOutOutputs) -> Metrics:
 def response_lengths(
     example: Example, row: Row, labels: Labels, chat: ChatFormat, config: RewardConfig
 ) -> list[int]:
-    """Tokens of each response before truncation."""
+    """Return the number of tokens in each response before truncation."""
     lengths = [len(sequence) for sequence in row.sequences]
     if max(lengths) >= config.data.max_length:
         (full,) = encode_rows([example], labels, chat, max_length=UNLIMITED)
@@ -154,7 +154,7 @@ def response_lengths(
 def compute_pair_metrics(
     scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
 ) -> Metrics:
-    """Metrics of pairs, the better response first."""
+    """Compute metrics of pairs, the better response first."""
     differences = [chosen - rejected for chosen, rejected in scores]
     logits = torch.tensor([[difference, 0.0] for difference in differences])
     return {
@@ -167,7 +167,7 @@ def compute_pair_metrics(
 def compute_single_metrics(
     labels: Labels, held_out: HeldOutOutputs, scores: Sequence[Sequence[float]] | None
 ) -> Metrics:
-    """Metrics of single responses with a label."""
+    """Compute metrics of single responses with a label."""
     targets = held_out.targets
     metrics: Metrics = {}
     if labels.kind == "classes":
@@ -188,7 +188,7 @@ def compute_single_metrics(
 def compute_class_metrics(
     logprobs: Float[Tensor, "N C"], classes: Tensor, names: Sequence[str], *, key: str = "accuracy"
 ) -> Metrics:
-    """The class report, with the accuracy as a fraction with its interval under `key`."""
+    """Return the class report, with the accuracy and its interval under `key`."""
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
     return {key: fraction(float(right), len(classes)), **report}
@@ -203,7 +203,7 @@ def compute_probe_metrics(
     *,
     std: float,
 ) -> Metrics:
-    """Scores of good responses after a change, by kind of change.
+    """Measure how each perturbation changes the scores of good responses.
 
     Returns:
         change, the mean difference of the score in standard deviations `std`; lower, the fraction
@@ -226,9 +226,9 @@ def compute_probe_metrics(
 
 
 def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> list[Encoded]:
-    """The good response of a row, followed by its changed versions in the order of `PROBES`.
+    """Return a row's chosen response, followed by its perturbed versions in the order of `PROBES`.
 
-    Empty if there is no response or one of the versions is longer than `max_length`.
+    Empty if the row has no finished response, or if a version is longer than `max_length`.
     """
     if len(example.chosen) != 1 or not example.prompt:
         return []
@@ -249,7 +249,7 @@ def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> l
 
 
 def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
-    """The rows whose response is good: chosen, of the best class, or with a high label."""
+    """Return the rows whose response is good: chosen, of the best class, or with a high label."""
     if labels.kind not in SINGLE_KINDS:
         return examples
     targets = [get_target(example, labels) for example in examples]
@@ -263,11 +263,11 @@ def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Exam
 def describe_steps(
     example: Example, row: Row, logits: Sequence[Sequence[float]], separator: str
 ) -> Metrics:
-    """A row with the probability that each labelled step is right."""
-    labelled = [index for index, label in enumerate(example.step_labels) if label is not None]
+    """Describe a row, with the probability that each labeled step is right."""
+    labeled = [index for index, label in enumerate(example.step_labels) if label is not None]
     probabilities: list[float | None] = [None] * len(example.steps)
     # Truncated rows have lost their first steps.
-    for index, (logit,) in zip(reversed(labelled), reversed(logits), strict=False):
+    for index, (logit,) in zip(reversed(labeled), reversed(logits), strict=False):
         probabilities[index] = torch.tensor(logit).sigmoid().item()
     (steps,) = predicted_steps(HeldOutOutputs([row], [logits]))
     return {
@@ -287,7 +287,7 @@ def describe_row(
     lengths: Sequence[int],
     scores: Sequence[Sequence[float]] | None,
 ) -> Metrics:
-    """A row with its scores and its prediction."""
+    """Describe a row, with its scores and its prediction."""
     line = _describe_prompt(example) | {
         "responses": [
             "\n\n".join(turn.content for turn in text) for text in get_responses(example, labels)
@@ -316,7 +316,7 @@ def _describe_prompt(example: Example) -> Metrics:
 
 
 MICRO_BATCH_SIZE = 16
-"""Dialogues per micro-batch."""
+"""Number of dialogues per micro-batch."""
 
 
 def measure_model(config: LabConfig) -> Measurement:
@@ -351,7 +351,7 @@ def measure_model(config: LabConfig) -> Measurement:
 
 
 def read_examples(config: LabConfig) -> list[Example]:
-    """All labelled rows of the data path, or of its test split if it has one."""
+    """Read all labeled rows of the data path, or of its test split if it has one."""
     if config.data_path == EMBEDDED:
         return embedded_examples(step=2, seed=0)[1]
     source = read_source(config.data_path, step=2)
@@ -367,7 +367,7 @@ def read_examples(config: LabConfig) -> list[Example]:
 
 
 def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
-    """The labels of the model, from its config.json, or else from the rows."""
+    """Read the model's labels from its config.json, or else detect them from the rows."""
     kind = getattr(settings, "label_kind", None)
     if kind not in LOSSES:
         kind = detect_kind(config, examples)

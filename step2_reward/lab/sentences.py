@@ -1,4 +1,4 @@
-"""The laboratory's findings as sentences, and its files."""
+"""Findings about a reward model as sentences, and the files with its measurements."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ reported."""
 
 
 def format_findings(metrics: Mapping[str, Any]) -> list[str]:
-    """Findings, most important first, without trailing periods."""
+    """Return the findings as sentences without trailing periods, most important first."""
     findings = [*_describe_accuracy(metrics), *_describe_steps(metrics)]
     findings += [*_describe_classes(metrics), *_describe_calibration(metrics)]
     return [*findings, *_describe_length(metrics), *_describe_probes(metrics)]
@@ -32,8 +32,8 @@ def _describe_accuracy(metrics: Mapping[str, Any]) -> list[str]:
         if "concordance" not in metrics:
             return []
         return [
-            f"{_percent(metrics['concordance'])} of rows with different labels are in the right"
-            f" order, and predicted labels are off by {metrics['mean_error']:.3g} on average"
+            f"{_percent(metrics['concordance'])} of pairs of rows with different labels are ordered"
+            f" correctly, and predicted labels are off by {metrics['mean_error']:.3g} on average"
         ]
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     if "classes" in metrics:
@@ -41,9 +41,9 @@ def _describe_accuracy(metrics: Mapping[str, Any]) -> list[str]:
             f"{_percent(accuracy['value'])} of {metrics['rows']} rows are classified correctly"
             f" ({interval})"
         ]
-    lines = [f"{_percent(accuracy['value'])} of the responses are in the right order ({interval})"]
+    lines = [f"{_percent(accuracy['value'])} of the pairs are ordered correctly ({interval})"]
     if accuracy["low"] <= 0.5:
-        lines.append("That is near chance: nothing should be optimized against this model")
+        lines.append("That is near chance; do not optimize anything against this model")
     return lines
 
 
@@ -57,10 +57,10 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     lines = [
         f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted correctly"
-        f" ({interval}); always predicting {word} would achieve {_percent(baseline)}"
+        f" ({interval}); always predicting '{word}' would achieve {_percent(baseline)}"
     ]
     if accuracy["low"] <= baseline:
-        lines.append("That is near chance: nothing should be optimized against this model")
+        lines.append("That is near chance; do not optimize anything against this model")
     errors = metrics["first_errors"]
     parts: list[str] = []
     if errors["with_error"]:
@@ -70,8 +70,8 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
         )
     if errors["without_error"]:
         parts.append(
-            f"none is predicted in {_percent(errors['kept'] / errors['without_error'])} of"
-            f" {_format_count(errors['without_error'], 'response')} without"
+            f"no error is predicted in {_percent(errors['kept'] / errors['without_error'])} of"
+            f" {_format_count(errors['without_error'], 'response')} without one"
         )
     line = ", and ".join(parts)
     if errors["f1"] is not None:
@@ -87,7 +87,7 @@ def _describe_classes(metrics: Mapping[str, Any]) -> list[str]:
     worst = min(classes, key=lambda report: report["recall"])
     return [
         f"The mean recall of the classes is {_percent(metrics['macro_recall'])}; the lowest,"
-        f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} {unit}"
+        f" {_percent(worst['recall'])}, is that of {worst['name']}, with {worst['rows']} {unit}"
     ]
 
 
@@ -116,9 +116,9 @@ def _describe_length(metrics: Mapping[str, Any]) -> list[str]:
     if longer and shorter and abs(longer["value"] - shorter["value"]) > LENGTH_BIAS:
         kind = "long" if longer["value"] > shorter["value"] else "short"
         lines.append(
-            f"It favors {kind} responses: {_percent(longer['value'])} of pairs are in order where"
-            f" the better response is the longer one, {_percent(shorter['value'])} where it is the"
-            " shorter"
+            f"It favors {kind} responses: {_percent(longer['value'])} of pairs are ordered"
+            " correctly if the better response is the longer one,"
+            f" {_percent(shorter['value'])} if it is the shorter one"
         )
     return lines
 
@@ -131,7 +131,7 @@ def _describe_probes(metrics: Mapping[str, Any]) -> list[str]:
         if name in probes and probes[name]["lower"] < 0.5:
             lines.append(
                 f"Only {_percent(probes[name]['lower'])} of good responses score lower when they"
-                f" {change}: RL will exploit that"
+                f" {change}; RL will exploit that"
             )
     return lines
 

@@ -143,15 +143,15 @@ def test_label_kind_is_detected_from_the_rows(rows: list[Example], expected: str
     [
         ({}, [PAIR], "no held-out row has a chosen and a rejected"),
         ({"labels": "scalar"}, [PAIR], "no training row has a label that is a number"),
-        ({"loss": "mse"}, [PAIR, PAIR], "reward.loss mse does not learn from pairs"),
+        ({"loss": "mse"}, [PAIR, PAIR], "reward.loss mse can't be used with pairs"),
         ({}, [PAIR, replace(PAIR, tie=True)], "no held-out row has a chosen and a rejected"),
         ({}, [step_row(1.0, None), step_row(0.0)], "all 1 labelled steps .* are right"),
         ({}, [step_row(0.4, 0.0), step_row(1.0)], "all 2 labelled steps .* are wrong"),
         ({"labels": "scalar"}, label_rows("a", 1), "line 1: label must be a number"),
         ({"labels": "scalar", "loss": "bce"}, label_rows(1.5, 1), "line 1: label is 1.5"),
         ({"labels": "scalar"}, label_rows(2, 2, 3), "all 2 training rows have the label 2"),
-        ({}, label_rows("a", "a", "b"), "all 2 training rows are of the class a"),
-        ({"class_list": ("a", "b")}, label_rows("a", "c"), "line 2: label c is none of"),
+        ({}, label_rows("a", "a", "b"), "all 2 training rows have the class a"),
+        ({"class_list": ("a", "b")}, label_rows("a", "c"), "line 2: label c is not one of"),
         ({"class_values": (1.0,)}, label_rows("a", "b", "a"), "class_values has 1 numbers, but"),
     ],
 )
