@@ -1,1 +1,1 @@
-"""Evaluation of a model on tasks graded by programs: GSM8K, IFEval, sums, the embedded task."""
+"""Evaluation of a model on tasks graded by programs: GSM8K, IFEval, arithmetic, embedded."""

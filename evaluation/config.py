@@ -67,7 +67,7 @@ class EvaluationConfig:
     """Tasks to evaluate: gsm8k, ifeval, embedded, arithmetic."""
 
     data: tuple[str, ...] = ()
-    """Rows of a task, as gsm8k=FILE_OR_NAME; if the set has a test split, that split is used."""
+    """Data paths, as gsm8k=FILE_OR_NAME; if a data set has a test split, that split is used."""
 
     k: tuple[int, ...] = (1,)
     """The k of pass@k, the probability that one of k responses is correct; 1 is the accuracy."""

@@ -332,12 +332,12 @@ def compute_pass_rates(
 
     Args:
         held_out: the prompts.
-        responses: responses by model; the last is step 3's model, the one before it its starting
-            model.
+        responses: responses by model; the last two are step 3's initial model and its result.
 
     Returns:
         `judge`: the fraction of passing responses by model; `judge_counts`: the number of prompts,
-        and of those on which only step 3 (gained) or only its starting model (lost) passes.
+        and the numbers of prompts on which only step 3's result (gained) or only its initial model
+        (lost) passes.
     """
     verdicts = {name: held_out.verdicts(answers.sampled) for name, answers in responses.items()}
     known = {name: [v for v in answers if v is not None] for name, answers in verdicts.items()}

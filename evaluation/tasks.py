@@ -1,4 +1,4 @@
-r"""The tasks, by name: GSM8K, IFEval, the embedded task and sums.
+r"""The tasks, by name: GSM8K, IFEval, the embedded task and arithmetic.
 
 GSM8K (Cobbe et al. 2021, arXiv:2110.14168) has grade-school word problems: `question`, and
 `answer`, a solution that ends in `#### 18`. A response is graded in two ways, because the choice

@@ -33,7 +33,7 @@ class Episode:
     """Whether the response ended with an end token rather than at the token limit."""
 
     num_tokens: int = 0
-    """Number of tokens in the response; in an environment, of all responses."""
+    """Number of tokens in the response; in an environment, in all responses."""
 
     slot: int = 0
     """Index in the rollout, by which results are sorted."""

@@ -17,7 +17,7 @@ from rewards.contract import Episode, Outcome, Scorer, fail_all, parse_outcomes
 from rewards.functions import prompt_text
 
 INITIAL_BACKOFF = 0.5
-"""Seconds before the second attempt."""
+"""Mean seconds before the second attempt; doubled for each further attempt."""
 
 MAX_BACKOFF = 30.0
 """Maximum seconds between attempts, even if a server's Retry-After is longer."""
@@ -55,7 +55,7 @@ class Endpoint:
         """Send JSON and return the JSON of the reply.
 
         Raises:
-            EndpointError: the last attempt failed, or retrying an attempt would not help.
+            EndpointError: the last attempt failed, or an error occurred that a retry won't fix.
         """
         for attempt in range(1, self.attempts + 1):
             try:

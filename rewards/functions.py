@@ -35,7 +35,7 @@ _FORM_PARAMETERS = {
 """Parameters by form, without TRL's columns."""
 
 _ANSWER_COLUMNS = {"openrlhf": {"labels": "label"}, "verl": {"ground_truth": "ground_truth"}}
-"""By form, the parameter whose column is the setting `column`, and its default."""
+"""By form, the parameter whose column the setting `column` selects, and the default column."""
 
 _COMPUTED_PARAMETERS = {"episodes", "prompts", "completions", "queries", "solution_str"}
 """Parameters whose values are not columns of the rows."""
@@ -68,7 +68,7 @@ class UserFile:
         """Run the file's text and return the object with that name.
 
         Raises:
-            Exception: any exception of the file's own code.
+            Exception: any exception that the file's code raises.
         """
         path = Path(self.file).expanduser().resolve()
         sys.path.insert(0, str(path.parent))
@@ -92,10 +92,10 @@ class FunctionFile(UserFile):
     """Parameters with a default."""
 
     required: tuple[str, ...]
-    """Parameters without a default that its code reads and that come from columns of the rows."""
+    """Parameters without a default that the function's code reads and that columns provide."""
 
     has_kwargs: bool
-    """Whether the function has **parameters."""
+    """Whether the function accepts arbitrary keyword arguments (**kwargs)."""
 
     def column(self, parameter: str, config: RewardConfig) -> str:
         """Return the name of the column whose values a parameter receives."""
@@ -174,7 +174,7 @@ def read_function(config: RewardConfig) -> FunctionFile:
     required = tuple(name for name in names if name in used - optional - _COMPUTED_PARAMETERS)
     if family == "trl" and arguments.kwarg:
         text, kwarg = ast.unparse(node), arguments.kwarg.arg
-        # A function with `try` or `in` handles a missing column.
+        # A function with `try` or `in` may handle a missing column.
         if not re.search(rf"try:| in {kwarg}\b(?!\[|\.pop)", text):
             columns = re.findall(rf"\b{kwarg}(?:\[|\.pop\()'(\w+)'[\])]", text)
             required += tuple(sorted({*columns} - _TRL_TRAINER_ARGUMENTS))

@@ -27,7 +27,7 @@ class ScoringConfig:
     """Rows, and the worker processes that score their responses."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names if they differ from the usual ones: prompt=question."""
+    """Column names that differ from the usual ones: prompt=question."""
 
     limit: int | None = None
     """Maximum number of rows to read; null reads all."""

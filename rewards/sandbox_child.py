@@ -2,7 +2,7 @@
 
 Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may have
 threads can't safely run Python between fork and exec. JOB is a file descriptor with the settings;
-STATUS is another, which gets an error message if the sandbox can't be built, and is then closed.
+STATUS is another, for an error message; it is closed once the sandbox has been built.
 
 There are four processes: this one, outside the namespaces; a member of the new namespaces; their
 init process, on whose exit the kernel kills all others in them; and the program. Each waits for
@@ -31,7 +31,7 @@ MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445,
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ, READ_WRITE = 0b1101, 0b111
-"""Landlock rights: execute, read files, list directories; execute, write files, read files."""
+"""Landlock rights: execute, read files, list directories; READ_WRITE: execute, write and read."""
 
 ACCESS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
 """Number of access rights in each version of Landlock; versions 5 and above have 16."""

@@ -139,7 +139,7 @@ def make_scorer(source: Source) -> Scorer:
 
     Raises:
         ConfigError: a pattern can't be used.
-        Exception: any exception of the user's file.
+        Exception: any exception that the user's file raises.
     """
     config = source.config
     if source.function is not None:

@@ -245,7 +245,7 @@ _SPAWN_LOCK = threading.Lock()
 """Held while starting a worker, while reaping adopted processes, and during the final cleanup."""
 
 _WORKER_PIDS: set[int] = set()
-"""Pids of the workers, for which their own threads wait."""
+"""PIDs of the workers, for which their own threads wait."""
 
 
 @dataclass

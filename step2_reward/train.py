@@ -162,7 +162,7 @@ def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
 def selection_loss(metrics: Mapping[str, float], best_by: str = "accuracy") -> float:
     """Return the metric that the best weights minimize: the fraction of wrong rows, or the loss.
 
-    The loss is added as a tie-breaker, scaled to less than half a row in a million.
+    The loss is added as a tie-breaker, scaled to count less than half a row in a million.
     """
     if best_by == "loss":
         return metrics["loss"]
