@@ -119,6 +119,6 @@ class LabConfig:
     """Directory of lab.json and predictions.jsonl; null uses `lab` in the model's directory."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path is empty; pass the directory of a reward model")
+        require(bool(self.path), "--path is missing: pass the directory of a reward model")
         require(self.rows > 0, f"rows must be above 0, got {self.rows}")
         require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")
