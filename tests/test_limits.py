@@ -100,7 +100,7 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PPOConfig, {"loss": "none", "ppo_epochs": 1, "batch_size": 4, "rollout_size": 8}, "loss none"),
     (PPOConfig, {"rewards": TURNS, **GAME}, "two sources of kind environment"),
     (PPOConfig, {"rewards": TURNS[:1]}, "ppo.environment is not set"),
-    (PPOConfig, {"rewards": (TURNS[0], replace(LENGTH, name="a")), **GAME}, "has the name of"),
+    (PPOConfig, {"rewards": (TURNS[0], replace(LENGTH, name="a")), **GAME}, "has the same name as"),
     (PPOConfig, {"gold": TURNS[0], **GAME}, "ppo.gold"),
     (PPOConfig, {"rewards": MODELS}, "two sources of kind model"),
     (PPOConfig, {"rewards": (replace(LENGTH, name="score"),)}, "rewards.score"),
