@@ -1,1 +1,1 @@
-"""Step 3 without RL: trains the actor on preferences, by DPO and its family."""
+"""Step 3 without RL: training of the actor on preferences, by DPO and related methods."""

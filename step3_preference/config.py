@@ -1,4 +1,4 @@
-"""Settings of preference optimization, with its methods as rows of settings."""
+"""Settings of preference optimization, and its methods as presets of these settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
 SAMPLED_SIGNALS = ("kl", "kl_per_token", "response_length", "stop_rate", "repetition")
-"""Signals from the actor's responses; chosen_nll is from held-out rows."""
+"""Signals that are measured on the actor's responses; chosen_nll is measured on held-out rows."""
 
 DEFAULT_LIMITS: tuple[tuple[Signal, float, int], ...] = (
     ("kl_per_token", 0.5, 2),
@@ -74,15 +74,15 @@ class GuardConfig(Guard):
 
     RELATIVE = ("response_length",)
     PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(DEFAULT_LIMITS)
-    """Guards by keyword."""
+    """Lists of guards, by keyword."""
 
     signal: Signal
 
     limit: float
     """kl: nats per sampled response; kl_per_token: nats per token; chosen_nll: nats per token by
-    which held-out chosen responses have become less likely since the start; response_length:
-    relative to the start, below 1 a lower bound; stop_rate: decrease since the start; repetition:
-    fraction."""
+    which held-out chosen responses have become less likely since the start; response_length: ratio
+    to the start (a limit below 1 is a lower bound); stop_rate: decrease since the start;
+    repetition: fraction."""
 
     window: int = 2
     """Consecutive evaluations that must be beyond the limit."""
@@ -101,9 +101,9 @@ class GuardSettings:
     """Signals that are watched during a run."""
 
     guards: tuple[GuardConfig, ...] = DEFAULT_GUARDS
-    """A list of signal, limit, window and action, which overrides the default guards, which warn;
-    strict rolls back, none turns them off (docs/guards.md). Guards are checked at evaluations.
-    Those that stop or roll back need save_every in steps."""
+    """Changes to the default guards, which warn: a list of signal, limit, window and action, or the
+    keyword strict, which rolls back, or none, which disables all (docs/guards.md). Guards are
+    checked at evaluations; to stop or roll back, save_every must be a number of steps."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:
@@ -113,7 +113,7 @@ class GuardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
-    """Step 3 without RL: trains the actor on pairs of responses, or on good and bad ones."""
+    """Step 3 without RL: trains the actor on pairs of responses, or on single rated responses."""
 
     section: ClassVar[str] = "preference"
 
@@ -131,7 +131,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
     method: Literal[
         "dpo", "cdpo", "rdpo", "ldpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"
     ] = "dpo"
-    """Other defaults for the settings below; explicit settings take precedence
+    """Sets defaults for the settings below; explicit settings take precedence
     (docs/preference.md)."""
 
     model: TrainedModelConfig = field(
@@ -139,63 +139,63 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             optim=OptimConfig(lr=1e-6, schedule="linear", warmup_ratio=0.1, weight_decay=0.0)
         )
     )
-    """The actor; by default starts from step 1's output. Its initial weights are the reference."""
+    """The actor, by default initialized from step 1's output; initially, it is the reference."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """A reward model that judges responses to held-out prompts, and is not trained on: by default
-    step 2's, if the run has one; otherwise only the embedded task's verifier judges, if it
+    """A reward model that only judges responses to held-out prompts: by default step 2's output, if
+    the run has one. Without a reward model, only the embedded task's verifier judges them, if it
     applies."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model before step 1, for the report; a null path omits it."""
 
     shares: tuple[Literal[1, 2, 3], ...] = (2, 3)
-    """Parts of `data.split` to train on: train.py adds those of steps that don't run."""
+    """Parts of `data.split` to train on; train.py adds the parts of steps that don't run."""
 
     loss: Literal["dpo", "ipo", "hinge", "orpo", "kto"] = "dpo"
-    """dpo is the logistic loss of a pair's margin, ipo its squared distance from a fixed margin,
-    hinge its shortfall from 1, orpo the log odds ratio; kto weights single responses."""
+    """dpo is the logistic loss of a pair's margin, ipo the margin's squared distance from a target,
+    hinge its shortfall from 1, orpo the logistic loss of the log odds ratio; kto is for single
+    responses."""
 
     beta: float = 0.1
-    """Weight of the margin: larger values stay closer to the reference. For orpo the weight of the
-    odds ratio. Log-probabilities per token (logp mean) need 10 to 50 times larger values."""
+    """Weight of the margin; larger values keep the actor closer to the reference. For orpo, weight
+    of the odds ratio. Means over tokens (logp mean) need values that are 10 to 50 times larger."""
 
     gamma: float = 0.0
-    """Margin that beta times a pair's difference must exceed, in loss dpo (SimPO)."""
+    """For loss dpo: margin that beta times a pair's difference should exceed (SimPO)."""
 
     label_smoothing: float = 0.0
-    """Assumed fraction of pairs whose order is wrong, in loss dpo (cDPO)."""
+    """For loss dpo: assumed fraction of pairs whose order is wrong (cDPO)."""
 
     robust: bool = False
-    """Correct the loss for wrong labels instead of averaging over them (robust DPO)."""
+    """For loss dpo: correct the loss for wrong labels, instead of averaging (robust DPO)."""
 
     logp: Literal["auto", "sum", "mean"] = "auto"
-    """Log-probability of a response: the sum over its tokens, or their mean; auto is the mean for
-    ipo and orpo, else the sum."""
+    """Log-probability of a response: the sum or the mean over its tokens; auto is the mean for ipo
+    and orpo, otherwise the sum."""
 
     nll_coef: float = 0.0
-    """Weight of the negative log-likelihood of chosen responses, mean per token (rpo_alpha,
-    sft_loss_weight): counteracts falling log-probabilities on both sides, and missing ends of
-    turns."""
+    """Weight of the mean negative log-likelihood per token of chosen responses (rpo_alpha,
+    sft_loss_weight). It counteracts falling log-probabilities, and missing end-of-turn tokens."""
 
     reference_free: bool = False
     """Omit the reference: compare log-probabilities instead of log-ratios."""
 
     weight_chosen: float | Literal["auto"] = 1.0
-    """Loss kto: weight of good responses (desirable_weight); auto balances the numbers of training
-    rows."""
+    """For loss kto: weight of good responses (desirable_weight); auto gives good and bad responses
+    the same total weight."""
 
     weight_rejected: float | Literal["auto"] = 1.0
-    """Loss kto: weight of bad responses (undesirable_weight); auto balances the numbers of training
-    rows."""
+    """For loss kto: weight of bad responses (undesirable_weight); auto gives good and bad responses
+    the same total weight."""
 
     precompute: Literal["auto", "on", "off"] = "auto"
-    """Compute the reference's log-probabilities once, before training; off runs the model without
-    its adapter in each step, which is auto's choice if there are adapters."""
+    """on computes the reference's log-probabilities once, before training; off runs the model
+    without its adapter in each step; auto is off for a model with an adapter, otherwise on."""
 
     too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
-    """Rows longer than data.max_length: both responses keep the same prompt, truncated at its
-    beginning; drop skips such rows. Rows whose responses alone are too long are skipped."""
+    """For rows longer than data.max_length: cut_prompt truncates the prompt at its beginning,
+    equally for both responses; drop skips them, as always if the responses alone are too long."""
 
     max_prompt_length: int = 256
     """Maximum tokens per held-out prompt; longer ones are dropped and counted."""
@@ -207,7 +207,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
     """Sampling temperature for responses to held-out prompts."""
 
     eval_prompts: int = 128
-    """Held-out prompts to answer in evaluations during training; 0 answers none."""
+    """Held-out prompts that the actor responds to in evaluations during training; may be 0."""
 
     generation_batch_size: int = 64
     """Concurrent responses per process; does not affect the result."""
@@ -235,11 +235,11 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
 
     @property
     def row_share(self) -> RowShare:
-        """Kind of rows, pairs or for kto single responses, and their parts of `data.split`."""
+        """Kind of rows (pairs, or single responses for kto) and their parts of `data.split`."""
         return RowShare("responses" if self.is_unpaired else "pairs", tuple(sorted(self.shares)))
 
     def workload(self, world: int) -> Workload:
-        """The work of training a language model on rows, and generating for held-out prompts."""
+        """Return the workload of training on rows and responding to held-out prompts."""
         scoring_passes = 0 if self.reference_free else 1
         scoring_passes += 2 if self.is_unpaired else 0  # mismatched responses, by both policies
         return Workload(
@@ -298,7 +298,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             )
         require(
             not self.robust or self.label_smoothing > 0,
-            "preference.robust corrects for wrong labels: set their share with"
+            "preference.robust corrects for wrong labels; set their fraction with"
             " preference.label_smoothing",
         )
         self._check_loss()
@@ -307,7 +307,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
 
     def _check_guards(self) -> None:
         """Reject guards that would never be checked or could never trip."""
-        missing = dict.fromkeys(SAMPLED_SIGNALS, "preference.eval_prompts, for sampled responses")
+        missing = dict.fromkeys(SAMPLED_SIGNALS, "responses; set preference.eval_prompts above 0")
         check_guards(
             self.guards,
             DEFAULT_GUARDS,
@@ -348,7 +348,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
         require(
             self.precompute != "off" or self.model.lora is not None,
             "preference.precompute off runs the model without its adapter, but it has none; set"
-            " model.lora, or leave it at auto",
+            " model.lora, or leave precompute at auto",
         )
         require(
             self.reward.quantize == "none",
@@ -356,5 +356,5 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
         )
         require(
             self.precompute != "on" or not self.reference_free,
-            "preference.precompute applies to the reference, which reference_free omits",
+            "preference.precompute on needs a reference; leave it at auto with reference_free",
         )

@@ -1,4 +1,4 @@
-"""Evaluation of preference optimization: held-out pairs, generated responses, the best model."""
+"""Evaluation of preference optimization: held-out rows, sampled responses, and the best actor."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 def evaluate_rows(
     rows: Sequence[Row], reference: Reference, config: PreferenceConfig
 ) -> dict[str, float]:
-    """The training metrics of held-out rows, without gradients, over all processes.
+    """Compute the training metrics on held-out rows, without gradients, over all processes.
 
     For single responses, `accuracy` is the fraction of (good, bad) pairs of responses to the same
-    prompt (or if there are none, to any prompts) that the log-ratio orders correctly.
+    prompt (or to any prompts, if there are none) that the log-ratio orders correctly.
     """
     passes, engine = reference.start.passes, reference.start.engine
     good = sum(row.chosen is not None for row in rows)
@@ -83,11 +83,11 @@ def evaluate_rows(
 
 
 def compute_order_accuracy(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
-    """Fraction of pairs of a good and a bad response in the right order, ties counting half.
+    """Return the fraction of (good, bad) pairs in the right order, with ties counted as half.
 
     Args:
-        parts: value by row index; each row is in one of them.
-        rows: single responses.
+        parts: values by row index; each row is in exactly one part.
+        rows: rows with single responses.
     """
     values = {index: value for part in parts for index, value in part.items()}
     by_prompt: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
@@ -132,13 +132,13 @@ class HeldOut(HeldOutPrompts):
         self.config = config
 
     def with_prompts(self, prompts: Sequence[Prompt]) -> "HeldOut":
-        """The same evaluation with different prompts."""
+        """Return the same evaluation with different prompts."""
         return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
 
     def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
     ) -> list[ScoredResponse]:
-        """Texts and scores of the responses of all processes, in the order of the prompts."""
+        """Score the responses of all processes, and return them in the order of the prompts."""
         del strict  # unused: a reward model never fails
         texts = [decode_response(self.chat.tokenizer, response.text_ids) for response in responses]
         scores = self._score_texts(texts)
@@ -159,7 +159,7 @@ class HeldOut(HeldOutPrompts):
         return score_responses(reward, dialogues)
 
     def compute_kl(self, responses: Sequence[Response]) -> float:
-        """Mean over sampled responses of log pi - log pi_ref, summed over tokens, in nats."""
+        """Return the mean over responses of log pi - log pi_ref, summed over tokens, in nats."""
         rows = [
             Encoded(
                 self.prompts[row].input_ids + response.ids,
@@ -172,7 +172,7 @@ class HeldOut(HeldOutPrompts):
             policy = self._compute_logp(rows)
         with self.start.applied():
             reference = self._compute_logp(rows)
-        # The last processes' shares are padded with the first prompts, which count once.
+        # The last processes' shares are padded with the first prompts, which must count only once.
         counted = torch.tensor(self.is_counted, dtype=torch.float64)
         total, count = self.data.sums(
             [((policy - reference) * counted).sum().item(), sum(self.is_counted)]
@@ -180,7 +180,7 @@ class HeldOut(HeldOutPrompts):
         return total / count
 
     def compute_repetition(self, responses: Sequence[Response]) -> float:
-        """Fraction of tokens in the actor's responses that end a repeated trigram."""
+        """Return the fraction of response tokens that complete a repeated trigram."""
         counted = [r for r, counts in zip(responses, self.is_counted, strict=True) if counts]
         repeated = sum(repeated_trigrams(response.ids) for response in counted)
         tokens = sum(len(response.ids) for response in counted)
@@ -188,7 +188,7 @@ class HeldOut(HeldOutPrompts):
         return repeated / max(1, tokens)
 
     def _compute_logp(self, rows: Sequence[Encoded]) -> Tensor:
-        """The log-probability of each of this process's responses."""
+        """Compute the log-probability of each of this process's responses."""
         passes, engine, config = self.start.passes, self.start.engine, self.config
         max_tokens = config.micro_batch_size * (config.max_prompt_length + config.max_new_tokens)
         logp = torch.zeros(len(rows), dtype=torch.float64)
@@ -206,9 +206,9 @@ class HeldOut(HeldOutPrompts):
         return passes.from_last_stage(logp)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """The best available measure of each response, under its name; empty without a judge.
+        """Return the best available measure of each response, by name; empty without a judge.
 
-        The verdicts of the embedded task's verifier, else the reward model's scores.
+        This is the verdict of the embedded task's verifier, otherwise the reward model's score.
         """
         if self.is_verifiable:
             return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
@@ -217,15 +217,15 @@ class HeldOut(HeldOutPrompts):
         return {}
 
     def judge_values(self, responses: Sequence[ScoredResponse]) -> list[float | None]:
-        """The judge's value of each response; None without a judge."""
+        """Return the judge's value of each response, or None for each without a judge."""
         return next(iter(self.by_prompt(responses).values()), [None] * len(responses))  # pyrefly: ignore[bad-return]
 
 
 class Evaluator:
     """Evaluates the actor at the start, at intervals, and at the end.
 
-    The best actor has the smallest loss on held-out rows. A loss only compares given responses, so
-    the actor also answers the first held-out prompts each time.
+    The best actor has the lowest loss on held-out rows. The loss only compares given responses, so
+    each evaluation also samples the actor's responses to the first held-out prompts.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Evaluator:
         self.subset = self.held_out.with_prompts(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
         self.metrics_by_step: dict[int, dict[str, float]] = {}
-        """Metrics of the held-out rows by step; a resumed run lacks its earlier steps except 0."""
+        """Metrics on held-out rows, by step; a resumed run lacks those of its earlier steps but 0."""
 
     @property
     def best(self) -> BestWeights:
@@ -260,7 +260,7 @@ class Evaluator:
 
         Raises:
             ModelError: the model's metrics are not finite.
-            ConfigError: the run resumes and its starting model no longer exists.
+            ConfigError: the run is resumed and its initial model no longer exists.
         """
         origin = checkpoints.require_same_start(self.config.model)
         self.initial = self.metrics_by_step[0] = checkpoints.once("rows", self._evaluate_rows)
@@ -301,7 +301,7 @@ class Evaluator:
         return metrics
 
     def end(self, run: Run, guards: Guards) -> None:
-        """Evaluate the exported actor and the base on all prompts; write samples and the result."""
+        """Evaluate the exported actor and the base on all prompts; write samples and results."""
         best, config = self.best, self.config
         # A guard that stops the run loads an earlier state.
         changed = guards.stopped and not best.keep
@@ -343,7 +343,7 @@ class Evaluator:
         return evaluate_rows(self.training.held_out, self.reference, self.config)
 
     def _get_metrics(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Metrics of sampled responses to the watched prompts."""
+        """Return metrics of responses sampled during training."""
         if not responses:
             return {}
         scored = {"sampled_score": mean_score(responses)} if self.config.reward.path else {}
@@ -359,7 +359,7 @@ class Evaluator:
         return {"eval_by_prompt": values} if values else {}
 
     def _summary(self, after: HeldOutResponses) -> dict[str, float | None]:
-        """Metrics of responses to all prompts; the win rate is None without a judge."""
+        """Return metrics of responses to all prompts; the win rate is None without a judge."""
         before = self.before
         new, old = (
             [
@@ -395,22 +395,22 @@ def warn_if_not_improved(
     best: BestWeights,
     config: PreferenceConfig,
 ) -> None:
-    """Warn if the held-out loss did not improve, or if chosen responses became less likely too."""
+    """Warn if the held-out loss did not improve, or if chosen responses also became less likely."""
     method = method_title(config.method)
     if best.step == 0 and best.last_step > 0:
         logger.warning(
-            "%s did not reduce the loss on held-out rows (initially %.4g)%s: lower"
+            "%s did not reduce the loss on held-out rows (initially %.4g)%s. Lower"
             " preference.model.%s, or inspect the rows",
             method,
             before["loss"],
-            ", and the initial weights are exported" if best.keep else "",
+            "; the initial weights are exported" if best.keep else "",
             config.model.peak_lr[0],
         )
     fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
     if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:
         logger.warning(
             "held-out chosen responses have also become less likely: %.3g nats per token, "
-            "initially %.3g; preference.nll_coef counteracts this",
+            "initially %.3g; to counteract this, raise preference.nll_coef",
             after["logp_chosen"],
             before["logp_chosen"],
         )

@@ -1,4 +1,4 @@
-"""The guards' signals of an evaluation: values and messages."""
+"""Values and messages of the guards' signals for an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ REMEDY = "set preference.nll_coef (0.1 to 1), or lower preference.model.{rate}"
 MESSAGES: Mapping[str, str] = {
     "kl": "the KL to the initial actor is {kl:.3g} nats per response, above {limit:g}; raise"
     " preference.beta or lower preference.model.{rate}",
-    "kl_per_token": "the KL to the initial actor is {value:.3g} nats per token, above {limit:g}: it"
-    " may have unlearned too much; raise preference.beta or lower preference.model.{rate}",
-    "chosen_nll": "held-out chosen responses went from {first[logp_chosen]:.3g} to"
-    " {logp_chosen:.3g} nats per token, a drop above {limit:g}: the loss rewards only the margin"
-    " over rejected ones; " + REMEDY,
+    "kl_per_token": "the KL to the initial actor is {value:.3g} nats per token, above {limit:g}:"
+    " the actor may have unlearned much; raise preference.beta or lower preference.model.{rate}",
+    "chosen_nll": "the log-probability of held-out chosen responses fell from"
+    " {first[logp_chosen]:.3g} to {logp_chosen:.3g} nats per token, by more than {limit:g}: the"
+    " loss rewards only the margin over rejected responses; " + REMEDY,
     "response_length": "responses went from {first[sampled_length]:.0f} to {sampled_length:.0f}"
     " tokens: the rows may favor length; check the samples, raise preference.beta, or use --method"
     " ldpo or simpo, which compare means over tokens",
-    "stop_rate": "{sampled_stop_rate:.0%} of sampled responses end before the limit, initially"
-    " {first[sampled_stop_rate]:.0%}: the end of turn, which both responses share, loses"
-    " probability with them; " + REMEDY,
+    "stop_rate": "{sampled_stop_rate:.0%} of sampled responses end before the limit, compared with"
+    " {first[sampled_stop_rate]:.0%} initially: the end-of-turn token, which chosen and rejected"
+    " responses share, has become less likely; " + REMEDY,
     "repetition": "{sampled_repetition:.0%} of tokens repeat a phrase of their response, above"
     " {limit:.0%}: responses loop; " + REMEDY,
 }
@@ -40,7 +40,7 @@ class PreferenceSignals(Signals):
     MESSAGES = MESSAGES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """The signal in the unit of its limit; None if no prompt was answered."""
+        """Return the signal in the unit of its limit, or None if no responses were sampled."""
         if signal == "chosen_nll":
             return first["logp_chosen"] - metrics["logp_chosen"]
         if "sampled_length" not in metrics:

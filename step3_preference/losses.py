@@ -1,8 +1,8 @@
 """Losses of preference optimization, each a sum over pairs or responses.
 
 Pure functions of log-probabilities. Dimension names: B pairs; D good and U bad responses. `h` is a
-pair's difference in log-ratio to the reference, chosen minus rejected; without a reference, in
-log-probability. The caller chooses sums or means over a response's tokens.
+pair's difference in log-ratio to the reference (without a reference, in log-probability), chosen
+minus rejected. The caller chooses sums or means over a response's tokens.
 """
 
 import math
@@ -23,12 +23,12 @@ def sigmoid_loss(
     label_smoothing: float = 0.0,
     robust: bool = False,
 ) -> Float[Tensor, ""]:
-    """-log sigmoid(beta h - gamma), adjusted for the fraction `label_smoothing` of wrong labels.
+    """Return -log sigmoid(beta h - gamma), adjusted for wrong labels (`label_smoothing`).
 
-    DPO (Rafailov et al. 2023, eq. 7), and depending on the arguments SimPO (Meng et al. 2024, eq.
-    6), CPO (Xu et al. 2024, eq. 3), conservative DPO (Mitchell 2023, eq. 3: the expected loss) and
-    robust DPO (Chowdhury et al. 2024, eq. 12: the estimate whose mean over wrong labels is the
-    clean loss).
+    This is DPO (Rafailov et al. 2023, eq. 7) and, depending on the arguments, SimPO (Meng et al.
+    2024, eq. 6), CPO (Xu et al. 2024, eq. 3), conservative DPO (Mitchell 2023, eq. 3: the expected
+    loss) or robust DPO (Chowdhury et al. 2024, eq. 12: an estimate whose expectation under label
+    noise is the loss on the correct labels).
     """
     margin = beta * h - gamma
     if label_smoothing == 0:
@@ -41,37 +41,37 @@ def sigmoid_loss(
 
 
 def ipo_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
-    """(h - 1 / (2 beta))^2: a target margin, not to be exceeded (Azar et al. 2023, eq. 17)."""
+    """Return (h - 1 / (2 beta))^2, which gives the margin a target (Azar et al. 2023, eq. 17)."""
     return (h - 1 / (2 * beta)).square().sum()
 
 
 def hinge_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
-    """max(0, 1 - beta h): SLiC (Zhao et al. 2023, eq. 1), normalized as in Liu et al. 2024."""
+    """Return max(0, 1 - beta h): SLiC (Zhao et al. 2023, eq. 1), as normalized by Liu et al."""
     return F.relu(1 - beta * h).sum()
 
 
 def orpo_loss(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, beta: float
 ) -> Float[Tensor, ""]:
-    """-beta log sigmoid of the log odds ratio (Hong et al. 2024, eq. 7).
+    """Return -beta log sigmoid of the log odds ratio (Hong et al. 2024, eq. 7).
 
     Args:
         chosen: mean log-probability per token of the chosen responses.
-        rejected: the same for the rejected ones.
+        rejected: mean log-probability per token of the rejected responses.
         beta: weight of the odds ratio relative to the negative log-likelihood, lambda in the paper.
     """
     return -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected)).sum()
 
 
 def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """log(p / (1 - p)) from log p, in fp32; finite, with a finite gradient, even where p is 1."""
+    """Return log(p / (1 - p)) from log p, in fp32; finite, like its gradient, even if p is 1."""
     # About the spacing of fp32 at 1: keeps log(1 - p) finite where p rounds to 1.
     logp = logp.float().clamp(max=-1e-7)
     return logp - log1mexp(logp)
 
 
 def log1mexp(x: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """log(1 - e^x) for x < 0, by the branch that is accurate (Maechler 2012, eq. 7)."""
+    """Return log(1 - e^x) for x < 0, by the more accurate formula for x (Maechler 2012, eq. 7)."""
     near = x > LOG_HALF
     # The branch not taken must not contribute a gradient of 0 times infinity.
     large = torch.where(near, x, LOG_HALF)
@@ -88,24 +88,24 @@ def kto_loss(
     weight_good: float = 1.0,
     weight_bad: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """Prospect-theoretic loss over single responses (Ethayarajh et al. 2024, eq. 8).
+    """Return the prospect-theoretic loss over single responses (Ethayarajh et al. 2024, eq. 8).
 
     Args:
-        good: log-ratios to the reference of the good responses.
-        bad: the same for the bad ones.
+        good: log-ratios to the reference for good responses.
+        bad: log-ratios to the reference for bad responses.
         beta: saturation rate of the value.
-        z0: the reference point, max(0, mean log-ratio of mismatched responses) of the whole
+        z0: the reference point, max(0, mean log-ratio of mismatched responses) over the whole
             optimizer step, without a gradient.
-        weight_good: lambda_D.
-        weight_bad: lambda_U.
+        weight_good: lambda_D in the paper.
+        weight_bad: lambda_U in the paper.
     """
     gain = weight_good * (1 - torch.sigmoid(beta * (good - z0))).sum()
     return gain + weight_bad * (1 - torch.sigmoid(beta * (z0 - bad))).sum()
 
 
 def nll_loss(chosen: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Negative log-likelihood per token of each chosen response (Pang et al. 2024, eq. 1).
+    """Return the sum of the chosen responses' negative log-likelihoods (Pang et al. 2024, eq. 1).
 
-    `chosen` are mean log-probabilities per token.
+    `chosen` contains their mean log-probabilities per token.
     """
     return -chosen.sum()

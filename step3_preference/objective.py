@@ -1,4 +1,4 @@
-"""The loss that the settings choose, for a batch of rows, and its metrics.
+"""The loss that the settings select, for a batch of rows, and its metrics.
 
 Dimension name: S sequences of a batch, the chosen ones first.
 """
@@ -37,24 +37,24 @@ class KTOInputs:
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Additive sums over rows and sequences, for computing means."""
+    """Sums over rows and sequences, from which means are computed."""
 
     sums: Float[Tensor, "8"]
-    """Loss, right order, rewards, log-probabilities per token and counts of both sides, in fp64, on
-    the model's device."""
+    """Loss, number of correctly ordered rows, and each side's reward, log-probability per token and
+    count, in fp64 on the model's device."""
 
     @classmethod
     def zero(cls) -> "MetricSums":
-        """The metrics of no rows."""
+        """Return the sums for no rows."""
         return cls(torch.zeros(8, dtype=torch.float64, device=local_device()))
 
     def __add__(self, other: "MetricSums") -> "MetricSums":
         return MetricSums(self.sums + other.sums)
 
     def means(self, passes: ForwardPasses, rows: int, *, paired: bool) -> dict[str, float]:
-        """Means over all processes, by name: the rows' loss and order, and each side's sequences.
+        """Return means over all processes: loss and accuracy per row, others per sequence.
 
-        In a pipeline, the last stage's are counted.
+        In a pipeline, the last stage's sums are used.
         """
         sums = passes.from_last_stage(self.sums.tolist())
         loss, num_right, *sides, chosen, rejected = current_mesh().data.sums(sums)
@@ -79,12 +79,12 @@ def objective(
     config: PreferenceConfig,
     kto: KTOInputs,
 ) -> tuple[Float[Tensor, ""], MetricSums]:
-    """The loss, summed over rows, and the metrics of the batch.
+    """Compute the loss, summed over rows, and the metrics of the batch.
 
     Args:
         batch: the rows.
-        logp: log-probability of each response.
-        reference: the reference's log-probability of each; zeros without a reference.
+        logp: the actor's log-probability of each response.
+        reference: the reference's log-probability of each response; zeros without a reference.
         config: the loss and its settings.
         kto: KTO's additional inputs.
     """
@@ -122,7 +122,7 @@ def objective(
 def paired_loss(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], config: PreferenceConfig
 ) -> Float[Tensor, ""]:
-    """The loss over pairs that `config.loss` names."""
+    """Compute the loss over pairs that `config.loss` selects."""
     if config.loss == "orpo":
         return orpo_loss(chosen, rejected, beta=config.beta)
     h = chosen - rejected
@@ -140,10 +140,10 @@ def paired_loss(
 
 
 def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, float]:
-    """Weights of good and bad responses in data with these numbers of each.
+    """Return the weights of good and bad responses, given their numbers in the data.
 
-    `auto` weights the rarer kind so that both have the same total weight (Ethayarajh et al. 2024,
-    eq. 9).
+    `auto` raises the weight of the rarer kind, so that both kinds have the same total weight
+    (Ethayarajh et al. 2024, eq. 9).
     """
     if not config.is_unpaired:
         return 1.0, 1.0

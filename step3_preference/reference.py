@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference, computed once and stored."""
+"""Log-probabilities under the reference, computed once and stored."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ TRAINABLE: tuple[RowOutcome, ...] = ("whole", "cut")
 
 
 class RowStore:
-    """The step's training and held-out rows, without uninformative or too long ones."""
+    """The step's training and held-out rows, without those that are uninformative or too long."""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
@@ -61,8 +61,8 @@ class RowStore:
         """Keep the trainable rows. A collective.
 
         Raises:
-            DataError: no rows are left to train on or to evaluate; or kto's responses are all good
-                or all bad.
+            DataError: no rows are left for training or for evaluation; or for kto, all responses
+                are good, or all are bad.
         """
         self._chat = chat
         train, evaluated = self._select("training", data.train), self._select("held-out", data.eval)
@@ -83,11 +83,11 @@ class RowStore:
         return sum(bool(example.chosen) for example in self._examples)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
-        """The training rows with these indices."""
+        """Return the training rows with these indices."""
         return [truncate_row(self._examples[row], self._chat, self.config)[0] for row in numbers]
 
     def _select(self, name: str, examples: Sequence[Example]) -> list[Example]:
-        """The trainable examples; each process encodes a share of them."""
+        """Select the trainable examples; each process encodes a share of them."""
         data = current_mesh().data
         local: list[RowOutcome] = [
             truncate_row(row, self._chat, self.config)[1] for row in data.shard(examples)
@@ -109,19 +109,19 @@ def _log_outcomes(
 ) -> None:
     _require_trainable(name, outcomes, number, config)
     num_cut, reasons = outcomes["cut"], _describe_skipped(outcomes)
-    facts = [f"{num_cut} lose the start of their prompt"] if num_cut else []
-    facts += [f"{reasons} and are skipped"] if reasons else []
+    facts = [f"truncated the prompt of {num_cut}"] if num_cut else []
+    facts += [f"skipped {number - outcomes['whole'] - num_cut} ({reasons})"] if reasons else []
     if facts:
-        limit, text = config.data.max_length, "; ".join(facts)
-        logger.info("of %d %s rows at data.max_length %d, %s", number, name, limit, text)
+        limit, text = config.data.max_length, ", ".join(facts)
+        logger.info("%d %s rows at data.max_length %d: %s", number, name, limit, text)
 
 
 def _describe_skipped(outcomes: Counter[RowOutcome]) -> str:
-    """Return the numbers of skipped rows, with reasons."""
+    """Return the number of skipped rows for each reason."""
     counts = {
-        "don't fit": outcomes["too long"],
-        "have equal responses": outcomes["equal"],
-        "have a response without trained tokens": outcomes["untrained"],
+        "too long": outcomes["too long"],
+        "with equal responses": outcomes["equal"],
+        "with a response without trained tokens": outcomes["untrained"],
     }
     return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
 
@@ -130,10 +130,10 @@ def _require_trainable(
     name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
 ) -> None:
     if not outcomes["whole"] + outcomes["cut"]:
-        limit = f" at data.max_length {config.data.max_length}; raise it, or inspect the rows"
+        limit = f"raise data.max_length above {config.data.max_length}, or inspect the rows"
         raise DataError(
-            f"none of the {number} {name} rows can be trained on:"
-            f" {_describe_skipped(outcomes)}{limit if outcomes['too long'] else '; inspect them'}"
+            f"none of the {number} {name} rows can be trained on"
+            f" ({_describe_skipped(outcomes)}); {limit if outcomes['too long'] else 'inspect them'}"
             " with `python -m pipeline.data.inspect`"
         )
 
@@ -143,8 +143,8 @@ def _require_good_and_bad(name: str, examples: Sequence[Example]) -> None:
     if good in (0, len(examples)):
         missing = "good" if good == 0 else "bad"
         raise DataError(
-            f"none of the {len(examples)} {name} responses is {missing}: kto needs pairs, or"
-            " responses with a label of true or false"
+            f"none of the {len(examples)} {name} responses is {missing}; kto needs pairs, or"
+            " single responses with both labels, true and false"
         )
 
 
@@ -163,7 +163,7 @@ class InitialActor:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context with the initial actor in evaluation mode; all processes enter together."""
+        """Use the initial actor in evaluation mode; all processes must enter this context."""
         with evaluating(self.engine.model):
             if self._peft_model is not None:
                 with self._peft_model.disable_adapter():
@@ -178,7 +178,7 @@ class InitialActor:
 
 
 def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
-    """Log-probability of each response, by batch, without gradients; only on the last stage."""
+    """Compute each response's log-probability without gradients; empty before the last stage."""
     engine = passes.engine
     with evaluating(engine.model):
         return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
@@ -190,15 +190,15 @@ def _copy_masters(engine: Engine) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class ReferenceTable:
-    """Log-probabilities of the reference; NaN if not needed."""
+    """Log-probabilities under the reference; NaN where they are not needed."""
 
     train: Float[Tensor, "N 2"]
-    """Log-probabilities of the chosen and rejected response of each training row."""
+    """Log-probabilities of the chosen and the rejected response of each training row."""
 
     held_out: Float[Tensor, "M 2"]
 
     mismatched: Float[Tensor, " P"]
-    """Log-probabilities of the mismatched responses of kto, in the order of the step's rows."""
+    """Log-probabilities of kto's mismatched responses, in the order of training."""
 
     mismatched_held_out: Float[Tensor, " Q"]
 
@@ -216,9 +216,9 @@ class Reference:
     def add_reference(
         self, batches: Sequence[RowBatch], stored: Float[Tensor, "B 2"] | None
     ) -> list[BatchWithReference]:
-        """The batches of some rows, with the reference's log-probabilities.
+        """Add the reference's log-probabilities to batches of rows.
 
-        These are 0 without a reference, taken from `stored` if given, and otherwise computed.
+        They are 0 without a reference, taken from `stored` if given, and otherwise computed.
         """
         logprobs: list[Tensor | None]
         if self.config.reference_free:
@@ -232,7 +232,7 @@ class Reference:
         return [BatchWithReference(*pair) for pair in zip(batches, logprobs, strict=True)]
 
     def row_logprobs(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
-        """Log-probabilities of training rows by number; None if they are computed on the fly."""
+        """Return the log-probabilities of these training rows; None if computed on the fly."""
         return None if self.table is None else self.table.train[list(numbers)]
 
     @property
@@ -241,13 +241,13 @@ class Reference:
         return None if self.table is None else self.table.held_out
 
     def z0(self, rows: Sequence[Row], *, first: int | None) -> float:
-        """KTO's reference point for these rows, over the whole step and all processes.
+        """Compute KTO's reference point for these rows, over the whole step and all processes.
 
-        max(0, the mean log-ratio of each prompt with another row's response), which estimates the
-        KL to the reference (Ethayarajh et al. 2024, section 4.1).
+        It is max(0, mean log-ratio of prompts with another row's response), which estimates the KL
+        to the reference (Ethayarajh et al. 2024, section 4.1).
 
         Args:
-            rows: rows of the step, or held-out ones.
+            rows: rows of an optimizer step, or held-out rows.
             first: position of the first row in the order of training; None for held-out rows.
         """
         if not self.config.is_unpaired:
@@ -270,7 +270,7 @@ class Reference:
 
 
 def _select_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
-    """Stored log-probabilities of the sequences of a batch."""
+    """Select the stored log-probabilities of the sequences of a batch."""
     sides = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
     return to_device(torch.cat(sides))
 
@@ -278,11 +278,11 @@ def _select_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor
 def open_reference(
     start: InitialActor, rows: Rows, store: RowStore, config: PreferenceConfig
 ) -> Reference:
-    """Open the reference; its table is read from the output directory, or computed and written.
+    """Open the reference; read its table from the output directory, or compute and write it.
 
     Args:
         start: the initial actor.
-        rows: training rows in order; only those that the run uses are needed.
+        rows: the step's rows, and their number of training steps.
         store: the rows as token ids.
         config: settings of the step.
     """
@@ -293,17 +293,17 @@ def open_reference(
     mesh = current_mesh()
     table = mesh.world.gather_objects(_read_table(path, table_key) if mesh.is_main else None)[0]
     if table is None:
-        logger.info("computing the reference's log-probabilities, once")
+        logger.info("computing the reference's log-probabilities once")
         table = _compute_table(start, rows.total_steps, store, config)
         if mesh.is_main:
             replace_durably(path, save(vars(table).copy(), {"fingerprint": table_key}))
     else:
-        logger.info("the reference's log-probabilities are those of %s", path)
+        logger.info("using the reference's log-probabilities from %s", path)
     return Reference(start, config, table)
 
 
 def _compute_table_key(start: InitialActor, rows: Rows, config: PreferenceConfig) -> str:
-    """Fingerprint of the rows, format and weights that the table is computed from."""
+    """Compute the fingerprint of the rows, format and weights from which the table follows."""
     engine = start.engine
     replica = Replica(
         cast("Policy", engine.model).model,
@@ -326,7 +326,7 @@ def _compute_table_key(start: InitialActor, rows: Rows, config: PreferenceConfig
 
 
 def _read_table(path: Path, table_key: str) -> ReferenceTable | None:
-    """Read the table from its file; None if that is missing, damaged or of another run."""
+    """Read the table from its file; None if the file is missing, damaged or from another run."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("fingerprint") != table_key:
@@ -339,7 +339,7 @@ def _read_table(path: Path, table_key: str) -> ReferenceTable | None:
 def _compute_table(
     start: InitialActor, total_steps: int, store: RowStore, config: PreferenceConfig
 ) -> ReferenceTable:
-    """Compute the table in the training batches, for bitwise equality with the first step."""
+    """Compute the table in the training batches, so that it matches the first step bitwise."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
     held_out = store.held_out
     train: dict[tuple[int, int], float] = {}
@@ -353,7 +353,7 @@ def _compute_table(
             offset = batch * config.batch_size
             if offset < needed:
                 for (index, side), value in _row_logprobs(start.passes, rows, config).items():
-                    if offset + index < needed:  # later rows are repeats
+                    if offset + index < needed:  # later rows are repeated
                         train[numbers[index], side] = value
             for index, value in _mismatched_logprobs(start.passes, rows, config).items():
                 mismatched[offset + index] = value
@@ -374,7 +374,7 @@ def _compute_table(
 def _row_logprobs(
     passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[tuple[int, int], float]:
-    """Log-probabilities of the responses in this process's micro-batches, by index and side."""
+    """Compute the log-probabilities of this process's responses, by row index and side."""
     logprobs: dict[tuple[int, int], float] = {}
     batches = split_rows(rows, config)
     for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):

@@ -1,6 +1,6 @@
 """Responses as token ids: truncation, skipped rows, and micro-batches.
 
-This includes prompts with another row's response, with which KTO estimates the KL.
+This includes prompts with another row's response, from which KTO estimates the KL.
 
 Dimension names: S sequences of a batch, K response tokens (its targets).
 """
@@ -26,7 +26,7 @@ RowOutcome = Literal["whole", "cut", "too long", "equal", "untrained"]
 
 @dataclass(frozen=True)
 class Row:
-    """The sequences of a row; one is None for a single response."""
+    """The sequences of a row; one is None if the row has a single response."""
 
     chosen: Encoded | None
     rejected: Encoded | None
@@ -47,30 +47,30 @@ class RowBatch:
     """Rows as concatenated sequences, the chosen ones first."""
 
     tokens: TokenBatch
-    """Tokens; a process without rows has those of a spare row, in order to run the same passes."""
+    """Tokens; without rows, those of a spare row, so that all processes run the same passes."""
 
     counts: tuple[int, ...]
-    """Response tokens of each sequence; empty if there are no rows."""
+    """Number of response tokens in each sequence; empty if there are no rows."""
 
     chosen: tuple[int, ...]
-    """The row of each chosen sequence, by its index in the global batch."""
+    """Index in the global batch of each chosen sequence's row."""
 
     rejected: tuple[int, ...]
 
     def sums(self, logprobs: Float[Tensor, " K"]) -> Float[Tensor, " S"]:
-        """The log-probability of each response, from those of its tokens."""
+        """Sum the tokens' log-probabilities over each response."""
         parts = logprobs[: sum(self.counts)].split(list(self.counts))
         # Without rows, an empty slice preserves the autograd graph of the passes.
         return torch.stack([part.sum() for part in parts]) if parts else logprobs[:0]
 
     def lengths(self) -> Float[Tensor, " S"]:
-        """Tokens of each response."""
+        """Return the number of tokens in each response."""
         return to_device(torch.tensor(self.counts, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
 class BatchWithReference:
-    """Rows, with their reference log-probabilities."""
+    """Rows with their reference log-probabilities."""
 
     rows: RowBatch
 
@@ -86,10 +86,10 @@ class BatchWithReference:
 def truncate_row(
     example: Example, chat: ChatFormat, config: PreferenceConfig
 ) -> tuple[Row, RowOutcome]:
-    """The row truncated to `data.max_length`, and the outcome.
+    """Truncate a row to `data.max_length`, and return it with the outcome.
 
-    Both sides keep the same prompt, truncated at its beginning, and their ends: otherwise the model
-    would learn a difference in truncation or a missing end of turn.
+    Both sides keep their ends and the same prompt, truncated at its beginning. Otherwise the model
+    would learn from a difference in truncation or a missing end-of-turn token.
     """
     start = _prompt_length(example, chat)
     sides = [
@@ -113,7 +113,7 @@ def truncate_row(
 
 
 def _prompt_length(example: Example, chat: ChatFormat) -> int:
-    """Tokens before the response; 0 if none of them can be trained."""
+    """Return the number of tokens before the response; 0 if none of them can be trained."""
     if all(turn.role != "assistant" for turn in example.prompt):
         return 0
     return len(chat.encode_prompt(example.prompt, origin=example.origin))
@@ -122,14 +122,14 @@ def _prompt_length(example: Example, chat: ChatFormat) -> int:
 def _encode_response(
     example: Example, response: Sequence[Message], chat: ChatFormat, start: int
 ) -> Encoded:
-    """The dialogue, with the loss only on the response."""
+    """Encode the dialogue, with a loss only on the response."""
     encoded = chat.encode(example.prompt, response, origin=example.origin)
     trained = [flag and index >= start for index, flag in enumerate(encoded.trained)]
     return replace(encoded, trained=trained)
 
 
 def response_start(side: Encoded) -> int:
-    """Return the offset of the response of a sequence."""
+    """Return the offset of the response in a sequence."""
     return side.trained.index(True)
 
 
@@ -138,7 +138,7 @@ def _drop_first(encoded: Encoded, count: int) -> Encoded:
 
 
 def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
-    """This process's micro-batches of the rows."""
+    """Split the rows, and return this process's micro-batches."""
     parts = shard_rows(
         [row.num_tokens for row in rows],
         config,
@@ -149,7 +149,7 @@ def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 
 def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
-    """The rows with these indices as one batch; if there are none, a spare row for the pass."""
+    """Collate the rows with these indices; if there are none, use a spare row for the pass."""
     chosen = [(index, side) for index in part if (side := rows[index].chosen) is not None]
     rejected = [(index, side) for index in part if (side := rows[index].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]
@@ -162,7 +162,7 @@ def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
 
 
 def mismatched_batches(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
-    """This process's micro-batches of all rows' prompts with mismatched responses."""
+    """Pair each row's prompt with a mismatched response; return this process's micro-batches."""
     return split_rows(
         [Row(sequence, None) for sequence in mismatch_responses(rows, config.data.max_length)],
         config,
@@ -173,9 +173,9 @@ def mismatch_responses(rows: Sequence[Row], max_length: int) -> list[Encoded]:
     """Pair each row's prompt with the response of the next row with a different prompt.
 
     The order of the rows is that of the whole step: an offset within micro-batches would make the
-    estimate depend on them, and a reversal would leave the row in the middle with its own response.
-    If all rows have the same prompt, each keeps its own response. Sequences that are too long lose
-    the beginning of the prompt.
+    estimate depend on them, and a reversal would leave the middle row with its own response. If all
+    rows have the same prompt, each keeps its own response. Sequences that are too long lose the
+    beginning of the prompt.
     """
     sides = [row.sequences[0] for row in rows]
     starts = [response_start(side) for side in sides]

@@ -1,4 +1,4 @@
-"""Step 3 without RL: trains the actor on preferences, by DPO and its family.
+"""Step 3 without RL: train the actor on preferences, with DPO or a related method.
 
 python -m step3_preference.train --model.path OUT/step1_sft --method dpo
 torchrun --nproc_per_node 2 -m step3_preference.train ...
@@ -53,7 +53,7 @@ class Setup:
     guards: Guards
 
     weights: tuple[float, float]
-    """Weights of good and of bad responses in the loss kto; other losses ignore them."""
+    """Weights of good and bad responses in the loss kto; other losses ignore them."""
 
     def apply_rollbacks(self) -> None:
         """Halve the learning rate for each rollback."""
@@ -70,7 +70,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     """Load the actor and the reference and, with `resume`, the state of an earlier run.
 
     Raises:
-        ModelError: the actor's first metrics are not finite.
+        ModelError: the initial actor's metrics are not finite.
         ConfigError: the model doesn't support a setting.
     """
     model, passes = make_policy(
@@ -101,7 +101,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
 
 
 def train(config: PreferenceConfig) -> Path:
-    """Train the actor; return its directory."""
+    """Train the actor and return the output directory."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)
     config = limit_to_context(config, config.model)  # rows are truncated before the model is loaded
@@ -127,7 +127,7 @@ def train(config: PreferenceConfig) -> Path:
 
 
 def take_step(setup: Setup, run: Run, *, step: int) -> None:
-    """Take one optimizer step on the next rows, and log it."""
+    """Take one optimizer step on the next rows, and log its metrics."""
     config, rows, reference = setup.training.config, setup.training.rows, setup.reference
     passes, engine = setup.training.passes, setup.training.engine
     first = rows.stream.position

@@ -26,7 +26,7 @@ CASES: tuple[tuple[str, dict[str, float], str], ...] = (
     (
         "chosen_nll>0.5",
         {"logp_chosen": -1.31},
-        "held-out chosen responses went from -0.8 to -1.31 nats per token",
+        "the log-probability of held-out chosen responses fell from -0.8 to -1.31 nats per token",
     ),
     ("response_length<0.5", {"sampled_length": 4.9}, "responses went from 10 to 5 tokens"),
     ("response_length>3", {"sampled_length": 31.0}, "responses went from 10 to 31 tokens"),

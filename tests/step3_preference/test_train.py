@@ -123,16 +123,16 @@ def test_reference_is_cached_and_recomputed_for_other_rows(
 
     caplog.clear()
     train(config)
-    assert "the reference's log-probabilities are those of" in caplog.text
+    assert "using the reference's log-probabilities from" in caplog.text
     assert file.read_bytes() == first
 
     caplog.clear()
     train(replace(config, data=replace(config.data, max_length=60)))
-    assert "computing the reference's log-probabilities, once" in caplog.text
+    assert "computing the reference's log-probabilities once" in caplog.text
     assert file.read_bytes() != first
 
     file.write_bytes(first[:100])
     caplog.clear()
     train(config)
-    assert "computing the reference's log-probabilities, once" in caplog.text
+    assert "computing the reference's log-probabilities once" in caplog.text
     assert file.read_bytes() == first
