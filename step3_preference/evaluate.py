@@ -248,7 +248,7 @@ class Evaluator:
         self.subset = self.held_out.with_prompts(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
         self.metrics_by_step: dict[int, dict[str, float]] = {}
-        """Metrics on held-out rows, by step; a resumed run lacks those of its earlier steps but 0."""
+        """Metrics on held-out rows by step; a resumed run lacks its earlier steps except 0."""
 
     @property
     def best(self) -> BestWeights:
