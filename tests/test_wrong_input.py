@@ -97,7 +97,7 @@ nonsense | 'nonsense' | options start with --
 --format latin.jinja --step 1 | --format latin.jinja | save it as UTF-8
 --format null.jinja --step 1 | null.jinja | choose another --format
 --format tokenizer --step 1 | the tokenizer has no chat template | a Jinja file
---step 1 --sft.data.template_args '{"messages": 1}' | template_args messages | can't be set
+--step 1 --sft.data.template_args '{"messages": 1}' | template_args messages | reserved or invalid
 --step 1 --sft.data.template_args '{"nothing": 1}' | template_args nothing | check its spelling
 --max-length ten | --max-length | integer
 --config none.yaml | none.yaml | no such file
