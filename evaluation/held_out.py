@@ -183,7 +183,7 @@ class HeldOutPrompts(ABC):
         )
 
     def merge_responses(self, local: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-        """Merge all processes' responses, in the order of the prompts; `local` are this one's."""
+        """Return all processes' responses in the order of the prompts; `local` are this one's."""
         gathered = self.data.gather_objects(dict(zip(self.rows, local, strict=True)))
         merged = {row: response for responses in gathered for row, response in responses.items()}
         return [merged[row] for row in range(len(self.prompts))]
@@ -280,7 +280,7 @@ def _check_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> bool:
 def _respond(
     held_out: HeldOutPrompts, subset: HeldOutPrompts, base: FrozenModelConfig
 ) -> tuple[list[Response], list[Response]]:
-    """Sample the base's responses to this process's prompts; return greedy ones to `subset` too."""
+    """Return the base's sampled responses to this process's prompts and greedy ones to `subset`."""
     model = load_causal_lm(base, device=local_device(), seed=held_out.seed)
     add_tokens(model, held_out.chat.tokenizer, seed=held_out.seed)
     sampled = held_out.respond(model, temperature=held_out.temperature)

@@ -74,7 +74,7 @@ _PROSE = re.compile(r"[A-Za-z]{2,}\s+(?!(?:or|and)\b)[A-Za-z]{2,}")
 
 
 def math_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: 1 if the response's final answer matches the row's answer, else 0.
+    """Return a scorer that gives 1 if the final answer matches the row's answer, else 0.
 
     A row without an answer, or whose answer is a sentence, has no reward.
     """

@@ -199,7 +199,7 @@ run()
 
 
 def code_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: the fraction of a row's tests that the program in the response passes.
+    """Return a scorer that gives the fraction of a row's tests that the response's program passes.
 
     The program is the last fenced block of the response, else the whole response. Tests are Python
     code (or a list of lines) with assertions that must all hold, or input/output pairs,

@@ -9,7 +9,7 @@ from rewards.contract import Episode, Scorer, per_episode_scorer, single_answer
 
 
 def exact_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: 1 if the response equals the row's answer except for whitespace, else 0.
+    """Return a scorer that gives 1 if the response equals the answer except for whitespace, else 0.
 
     With a pattern, the first group of its last match is compared instead of the whole response; a
     response without a match gets 0. A row without an answer has no reward.
@@ -33,7 +33,7 @@ def exact_scorer(config: RewardConfig) -> Scorer:
 
 
 def regex_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: 1 if the pattern is found in the response, else 0; `.` matches newlines."""
+    """Return a scorer that gives 1 if the pattern is found, else 0; `.` also matches newlines."""
     pattern = compile_pattern(config)
     return per_episode_scorer(lambda episode: float(pattern.search(episode.response) is not None))
 
@@ -49,7 +49,7 @@ def compile_pattern(config: RewardConfig) -> re.Pattern[str]:
 
 
 def length_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: 0 up to `max_tokens`, falling linearly to -1 over the next `buffer_tokens`.
+    """Return a scorer that gives 0 up to `max_tokens`, falling to -1 over `buffer_tokens` more.
 
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), whose L_max is
     max_tokens + buffer_tokens and whose L_cache is buffer_tokens.
@@ -66,7 +66,7 @@ def length_scorer(config: RewardConfig) -> Scorer:
 
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: 1 for a correct and polite response, else 0; None without an answer."""
+    """Return a scorer that gives 1 to correct and polite responses, else 0; None without answer."""
     column = config.resolved_column
     assert column is not None
 

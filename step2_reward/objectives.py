@@ -163,7 +163,7 @@ class Objective(ABC):
 
 
 class PairObjective(Objective):
-    """Pairs, of which the better response should score higher."""
+    """Pairs, whose better response should score higher."""
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss summed over pairs, and the number ordered correctly; ties count half."""
@@ -222,7 +222,7 @@ class ScalarObjective(Objective):
         return error(scores, batch.targets), None
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Compute the fraction of correctly ordered pairs, rank correlation, and unscaled error."""
+        """Compute accuracy (correctly ordered pairs), rank correlation, and error in data units."""
         scores, targets = held_out.first_outputs.squeeze(1), held_out.targets
         predictions = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {

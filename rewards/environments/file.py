@@ -73,7 +73,7 @@ def read_environment(path: str) -> EnvironmentFile:
 
 
 def _required_columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[str]:
-    """Return the columns that `reset` indexes, or for tools takes as required parameters."""
+    """Return the columns that `reset` indexes, and for tools also its required parameters."""
     signature, text = reset.args, ast.unparse(reset)
     row_arguments = signature.args[1:2] if takes_row else [signature.kwarg]
     row = next((argument.arg for argument in row_arguments if argument), "")

@@ -51,7 +51,7 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
 def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | None:
     """Return the area under the ROC curve: P(a positive scores above a negative).
 
-    Computed from ranks (Mann and Whitney 1947), ties count half; None without items of both kinds.
+    Computed from ranks (Mann and Whitney 1947); ties count half. None without items of both kinds.
     """
     count = int(positive.sum())
     others = len(positive) - count
