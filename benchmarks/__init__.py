@@ -1,1 +1,1 @@
-"""Side-by-side measurements against peers, one command each."""
+"""Side-by-side benchmarks against other libraries, one command each."""

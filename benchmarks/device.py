@@ -1,9 +1,9 @@
-"""Common parts of the GPU benchmarks: rows of results, timing, and the device's peak rates.
+"""Utilities of the GPU benchmarks: result rows, timing, and the device's peak rates.
 
     python -m benchmarks.device                 # software and peak rates of the device
     python -m benchmarks.device --show FILE     # rows as a table; exit code 1 if one is not ok
 
-A row is one line of JSON on standard output, and in the file that the variable ROWS names.
+A row is a line of JSON on standard output and in the file that the variable ROWS names, if any.
 """
 
 import json
@@ -29,7 +29,7 @@ from pipeline.system.logs import configure_logging
 ROWS = "ROWS"
 REPEATS = 20
 FALLBACKS = ("PyTorch is used instead", "attention pads", "decoding runs the model's modules")
-"""Prefixes of the messages that report a missing kernel."""
+"""Prefixes of messages that report a missing kernel."""
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -48,9 +48,9 @@ def emit(part: str, *, ok: bool = True, **figures: Any) -> None:  # noqa: ANN401
 
 @contextmanager
 def report_errors(part: str, **figures: Any) -> Iterator[None]:  # noqa: ANN401
-    """Context that reports an error as a failed row and continues.
+    """Context manager that reports an error as a failed row and continues.
 
-    CUDA errors are raised again: the process can't use the GPU after one.
+    CUDA errors are re-raised, since the process can't use the GPU after one.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def report_errors(part: str, **figures: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 class Fallbacks(logging.Handler):
-    """Collects messages about kernels that are not used, and configures logging as a step does."""
+    """Collects messages about missing kernels, and configures logging as a training step does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Fallbacks(logging.Handler):
         logging.getLogger().addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message about a missing kernel."""
+        """Record the message if it reports a missing kernel."""
         if record.getMessage().startswith(FALLBACKS):
             self.messages.append(record.getMessage())
 
     def report(self) -> None:
-        """Report the CUDA kernels that this process loaded, and those that were missing."""
+        """Emit a row with the CUDA kernels that this process loaded and those that were missing."""
         kernels = get_gpu(DEVICE)._kernels if GPU else ()  # noqa: SLF001  # only for this row
         loaded = sorted({entry for _, entry, _ in kernels})
         ok = not GPU or (bool(loaded) and not self.messages)
@@ -98,7 +98,7 @@ def pop_peak_bytes() -> int:
 
 
 def time_call(call: Callable[[], object], *, count: int = 1) -> float:
-    """Mean seconds of `count` calls, including the GPU's work."""
+    """Return the mean seconds per call over `count` calls, including the GPU's work."""
     synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -108,7 +108,7 @@ def time_call(call: Callable[[], object], *, count: int = 1) -> float:
 
 
 def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median seconds per call, over calls that differ only in the memory that they use.
+    """Return the median seconds per call over calls that differ only in the memory they use.
 
     On a GPU, all calls are replayed as one CUDA graph and timed with CUDA events.
     """
@@ -133,7 +133,7 @@ def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def profile(call: Callable[[], object], *, count: int) -> Row:
-    """Seconds per call; on a GPU also its busy seconds and the milliseconds of the top kernels."""
+    """Return seconds per call and, on a GPU, its busy seconds and the times of the top kernels."""
     seconds = time_call(call, count=count)
     if not GPU:
         return {"seconds": seconds}
@@ -150,14 +150,14 @@ def profile(call: Callable[[], object], *, count: int) -> Row:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy on the device."""
+    """Return the bytes per second that a copy on the device reads and writes."""
     source = torch.randn(1 << (30 if GPU else 18), device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds([lambda: target.copy_(source)])
 
 
 def print_rows(file: Path) -> int:
-    """Print a line for each row; return 1 if one is not ok, else 0."""
+    """Print a line for each row; return 1 if any row is not ok, otherwise 0."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows:
         names = [name for name in row if name not in ("part", "ok")]
@@ -170,7 +170,7 @@ def print_rows(file: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Report software and peak rates, or show the rows of a file."""
+    """Report software versions and peak rates, or print the rows of a file."""
     if argv[:1] == ["--show"]:
         return print_rows(Path(argv[1]))
     kernels = cache_directory()

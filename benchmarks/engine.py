@@ -4,19 +4,19 @@
     python -m benchmarks.engine --deepspeed-python PATH [--precisions bf16 fp32] [--rounds 3]
     python -m benchmarks.engine --quick
 
-Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, with
-one micro-batch of 4 sequences of 256 tokens each per step. Every system runs in separate processes,
-and each round visits every system once, so that a slow minute of the machine affects all. Tokens
-per second are those of the median step in the median round; a ratio is taken within each round,
-and its median is shown.
+Two single-threaded gloo processes train a Llama with 25.3M parameters on the same token ids, with a
+micro-batch of 4 sequences of 256 tokens per process and step. Every system runs in new processes,
+and each round runs every system once, so that a slowdown of the machine affects all. Tokens per
+second are those of the median step in the median round; ratios are computed within each round, and
+their median is shown.
 
 CPU ms is one process's processor time per step, over all its threads and including polling: the
 figure to compare if the machine is shared.
 
-Bytes are those of the tensors on the process with the most: alive between steps, and at the peak of
-a step (`benchmarks/memory.py` explains the counting). Peers keep their defaults unless
-`benchmarks/engine_systems.py` sets others: in bf16 DDP, FSDP2 and DeepSpeed add gradients
-in bf16, the engine in fp32. The engine keeps freed memory; set MALLOC_MMAP_MAX_=0 and
+Bytes are those of the tensors on the process that uses the most: alive between steps, and at the
+peak of a step (see `benchmarks/memory.py`). Other systems keep their defaults except those set in
+`benchmarks/engine_systems.py`: in bf16, DDP, FSDP2 and DeepSpeed add gradients in bf16, and the
+engine adds them in fp32. The engine keeps freed memory; set MALLOC_MMAP_MAX_=0 and
 MALLOC_TRIM_THRESHOLD_=100000000000 to make all systems do so.
 """
 
@@ -62,7 +62,7 @@ BUILD_ADAM = "from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; import to
 
 
 def make_batches(args: argparse.Namespace, rank: int) -> list[Tensor]:
-    """Random token ids, the same in every system."""
+    """Return random token ids, the same for every system."""
     generator = torch.Generator().manual_seed(1000 + rank)
     shape = (args.steps + WARM_UP + 2, args.micro_batch, args.sequence)
     vocabulary = 512 if args.tiny else 12_288
@@ -121,9 +121,9 @@ def run_worker(args: argparse.Namespace) -> None:
 
 
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
-    """Return versions and the Adam to use, DeepSpeed's if it builds; None without DeepSpeed."""
+    """Return versions and the Adam to use (DeepSpeed's if it builds); None without DeepSpeed."""
     if python is None:
-        print("skipping DeepSpeed: set --deepspeed-python to an interpreter that has it")
+        print("skipping DeepSpeed: set --deepspeed-python to a Python interpreter that has it")
         return None
     imported = run_command([python, "-c", IMPORT_DEEPSPEED])
     if imported.returncode != 0:
@@ -132,13 +132,13 @@ def find_deepspeed(python: str | None) -> tuple[str, str] | None:
     versions = "DeepSpeed {} with torch {}".format(*imported.stdout.split()[-2:])
     build = run_command([python, "-c", BUILD_ADAM])
     if build.returncode != 0:
-        print(f"DeepSpeedCPUAdam can't be built ({last_line(build.stderr)}); torch's fused AdamW")
+        print(f"using torch's AdamW: DeepSpeedCPUAdam can't be built ({last_line(build.stderr)})")
         return versions, "torch"
     return versions, "deepspeed"
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run to completion in a fixed environment; a different one makes DeepSpeed rebuild."""
+    """Run a command to completion in a fixed environment, since DeepSpeed rebuilds in others."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # DeepSpeed builds with the ninja from the interpreter's environment.
     environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
@@ -153,7 +153,7 @@ def last_line(text: str) -> str:
 def run(
     args: argparse.Namespace, system: str, precision: str, adam: str
 ) -> dict[str, float] | None:
-    """Run one system once; return None, and print the reason, if it fails."""
+    """Run one system once; if it fails, print the reason and return None."""
     python = args.deepspeed_python if system in DEEPSPEED else sys.executable
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
@@ -165,25 +165,25 @@ def run(
         command += ["--tiny"] if args.tiny else []
         done = run_command(command)
         if done.returncode != 0:
-            print(f"skipping {system} in {precision}, which failed:\n{done.stderr}", flush=True)
+            print(f"skipping {system} in {precision}: it failed with\n{done.stderr}", flush=True)
             return None
         return json.loads(result.read_text())
 
 
 def compute_ratios(rounds: Rounds, system: str, peer: str, *, key: str = "tokens") -> list[float]:
-    """Ratio to the peer's figure, round by round."""
+    """Return the ratio to the peer's value in each round."""
     pairs = zip(rounds.get(system, []), rounds.get(peer, []), strict=False)
     return [a[key] / b[key] for a, b in pairs]
 
 
 def format_range(values: list[float]) -> str:
-    """Median and range."""
+    """Format the median and range of the values."""
     middle = f"{statistics.median(values):.2f}" if values else ""
     return f"{middle} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else middle
 
 
 def format_table(rounds: Rounds) -> str:
-    """A Markdown table with one row per system; ratios are the system's tokens/s to the peer's."""
+    """Format a Markdown table with one row per system, with ratios of its values to the peers'."""
     peer_stage = "DeepSpeed's stage"
     columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
     columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [
@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
-    parser.add_argument("--deepspeed-adam", choices=["deepspeed", "torch"], help="default: builds?")
+    parser.add_argument("--deepspeed-adam", choices=["deepspeed", "torch"], help="default: detect")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -244,8 +244,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.1M parameters")
-    parser.add_argument("--quick", action="store_true", help="one round of five steps")
+    parser.add_argument("--tiny", action="store_true", help="use a model with 0.1M parameters")
+    parser.add_argument("--quick", action="store_true", help="run one round of five steps")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -259,9 +259,9 @@ def main(argv: Sequence[str]) -> None:
     if deepspeed is None:
         selected = [system for system in selected if system not in DEEPSPEED]
     else:
-        print(f"{deepspeed[0]}, Adam of {adam}")
+        print(f"{deepspeed[0]}, using Adam from {adam}")
     for precision in args.precisions:
-        # fp32 weights have no separate masters, so both variants are the same.
+        # fp32 weights have no separate master weights, so both variants are the same.
         systems = [s for s in selected if precision == "bf16" or s != "ddp-bf16"]
         rounds = compare(args, precision, adam, systems)
         print(f"\n{precision}\n\n{format_table(rounds)}\n", flush=True)

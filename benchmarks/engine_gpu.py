@@ -1,11 +1,11 @@
-"""The engine on one GPU: its overhead over plain PyTorch.
+"""Benchmark the engine on one GPU: its overhead over plain PyTorch.
 
     python -m benchmarks.engine_gpu [--systems plain "stage 0" ...]
     python -m benchmarks.engine_gpu --tiny      # the same with a tiny model, on any device
 
-Trains a random OPT-1.3B in bf16, with fp32 master weights, clipping and fused AdamW, on 8
-sequences of 512 tokens: a plain loop, then stages 0 to 3 and offload. Nothing is downloaded. With
-the optimizer on the host a step has a target of 0.5 s and is measured twice.
+Trains an OPT-1.3B with random weights in bf16, with fp32 master weights, clipping and fused AdamW,
+on 8 sequences of 512 tokens: in a plain loop, at stages 0 to 3, and with offload. Nothing is
+downloaded. With the optimizer on the host, two steps are measured; the target is 0.5 s.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WARM_UP = 3
 
 
 def measure(system: str, *, tiny: bool, steps: int) -> float:
-    """Median seconds per step of OPT-1.3B, or if `tiny` of two narrow layers."""
+    """Return the median seconds per step of OPT-1.3B, or of two narrow layers if `tiny`."""
     torch.manual_seed(0)
     with DEVICE:
         model: Any = OPTForCausalLM(opt_config(64 if tiny else 2048, use_cache=False))
@@ -59,13 +59,13 @@ def measure(system: str, *, tiny: bool, steps: int) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure and report rows."""
+    """Measure every system and report rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = (PLAIN, *SYSTEMS)
     parser.add_argument("--systems", nargs="+", choices=names, default=names)
-    parser.add_argument("--tiny", action="store_true", help="a toy model")
+    parser.add_argument("--tiny", action="store_true", help="use a toy model")
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args(argv)
     use_expandable_segments()

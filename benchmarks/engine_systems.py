@@ -1,8 +1,8 @@
 """The systems that `benchmarks.engine` compares, each as one function that trains one step.
 
-Each runs one micro-batch with the same loss, sums the gradient over processes, clips its norm to 1
-and runs AdamW. In bf16 all have fp32 masters and moments, except `ddp-bf16`, which updates bf16
-weights with bf16 moments: less memory and work, but numerically different training.
+Each runs one micro-batch with the same loss, all-reduces the gradient, clips its norm to 1 and runs
+AdamW. In bf16, all have fp32 master weights and moments, except `ddp-bf16`, which updates bf16
+weights with bf16 moments: this takes less memory and time, but is numerically different.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ LR = 1e-4
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 BUCKET_ELEMENTS = 12_500_000
-"""Elements of DeepSpeed's buckets: 25 MB in bf16, as in DDP. The default, 1 GB, is many times the
-size of the model."""
+"""Number of elements in DeepSpeed's buckets: 25 MB in bf16, as in DDP. The default, 1 GB, is many
+times the size of the model."""
 
 OURS = tuple(f"ours-{stage}" for stage in range(4))
 DDP = ("ddp", "ddp-bf16")
@@ -32,11 +32,11 @@ SYSTEMS = tuple(
     for stage, other in enumerate((*DDP, *FSDP2))
     for system in (f"ours-{stage}", other, f"deepspeed-{stage}")
 )
-"""All systems in the order of a round: systems to compare run right after each other."""
+"""All systems in the order of a round: systems to compare run directly after each other."""
 
 
 def build_model(*, tiny: bool) -> nn.Module:
-    """A Llama of 25.3M fp32 parameters: hidden 512, 6 layers, vocabulary 12,288, tied."""
+    """Build a Llama with 25.3M fp32 parameters: hidden 512, 6 layers, vocabulary 12,288, tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def build_model(*, tiny: bool) -> nn.Module:
 
 
 def compute_loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
-    """Mean next-token loss."""
+    """Compute the mean next-token loss."""
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits.float(), ids[:, 1:].flatten())
 
@@ -73,7 +73,7 @@ def make_step(system: str, model: nn.Module, precision: Precision, adam: str) ->
 
 
 def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: ANN401
-    """The step of our engine at a ZeRO stage, with settings of `OffloadConfig`."""
+    """Return the step of our engine at a ZeRO stage, with settings of `OffloadConfig`."""
     from pipeline.config import OptimConfig, TrainedModelConfig
     from pipeline.config.model import OffloadConfig, ZeroConfig
     from pipeline.engine.engine import Engine
@@ -102,7 +102,7 @@ def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
 
 
 def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
-    """The step of a plain loop: bf16 weights and gradients, fp32 masters and moments."""
+    """Return a plain loop's step: bf16 weights and gradients, fp32 master weights and moments."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
@@ -149,7 +149,7 @@ def _fsdp2(model: Any, precision: Precision, *, reshard: bool) -> Step:  # noqa:
 
 
 def _plain_step(model: nn.Module) -> Step:
-    """Backward, clip, fused AdamW on the model's own parameters."""
+    """Return a step that runs backward, clipping and fused AdamW on the model's parameters."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 

@@ -1,19 +1,19 @@
-"""Generation against `generate` of transformers: same model, prompts, tokens, precision.
+"""Benchmark generation against transformers' `generate`, with the same model and prompts.
 
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
-    python -m benchmarks.generation --tiny      # the same cases with responses of a few tokens
+    python -m benchmarks.generation --tiny      # the same cases with very short responses
     python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
     python -m benchmarks.generation --opt [--tiny]      # on a GPU
 
-A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
-have responses of 128 tokens each; the last has 64 prompts whose responses are 8 to 128 tokens long,
-as if they ended with an end token. The two sides alternate within one run, after one warm-up round
-each; a figure is the median over rounds of response tokens per second. The last column counts
-responses with identical tokens (others diverge where two tokens are equally likely up to rounding);
-the one before it is the fraction of our decoding passes that were replayed. With `--model`
-the prompts are 56 tokens of this repository's documentation, and all responses have the same
-length. With `--opt` OPT-1.3B with random weights answers 64 prompts of 256 tokens with 256, in
-bf16.
+A Llama with 15M random parameters responds greedily to prompts of 64 tokens. In the first cases,
+all responses have 128 tokens; in the last, responses to 64 prompts have 8 to 128 tokens, as if they
+ended with a stop token. Both sides alternate within one run, after one warm-up round each; reported
+values are medians over rounds of response tokens per second. The last column counts responses with
+identical tokens (others diverge where two tokens are equally likely up to rounding); the one before
+it is the fraction of our decoding passes that were replayed. With `--model`, each prompt is 56
+tokens of this repository's documentation, and all responses have the same length. With `--opt`,
+OPT-1.3B with random weights responds in bf16 to 64 prompts of 256 tokens, with 256 tokens
+each.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class RequestSizes:
 TINY = RequestSizes(longest=8, shortest=3, batches=(1,), spread=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-"""Clocks by name; with one thread, processor time is meaningful even on a shared machine."""
+"""Clocks by name; with one thread, processor time is comparable even on a shared machine."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -99,7 +99,7 @@ def generate_with_transformers(
     prompts: Responses,
     lengths: Sequence[int],
 ) -> Responses:
-    """Greedy responses of one batch, which runs until its longest row ends."""
+    """Return greedy responses from one batch, which runs until its longest row ends."""
     ids = torch.tensor(prompts, device=model.device)
     settings = GenerationConfig(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
@@ -125,7 +125,7 @@ def generate_with_engine(
     *,
     slots: int,
 ) -> Responses:
-    """Greedy responses of the engine, which frees a slot when its response ends."""
+    """Return greedy responses from the engine, which frees a slot when its response ends."""
     finished = generate_each(
         model,
         prompts,
@@ -142,7 +142,7 @@ def generate_with_engine(
 def compare(
     sides: Sequence[Callable[[], Responses]], *, rounds: int, clock: Callable[[], float]
 ) -> tuple[list[list[float]], list[Responses]]:
-    """Seconds per round for each side, and the responses of each."""
+    """Return the seconds of each side's rounds and the responses of each side."""
     responses = [side() for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
@@ -160,14 +160,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--tiny", action="store_true", help="a few short responses")
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the Llama")
+    parser.add_argument("--tiny", action="store_true", help="generate a few short responses")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory to use for the model")
     parser.add_argument("--batches", nargs="+", type=int, help="batch sizes, with --model")
     parser.add_argument(
         "--longest", type=int, default=64, help="maximum tokens per response, with --model"
     )
-    parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="tokens, with --model")
-    parser.add_argument("--opt", action="store_true", help="OPT-1.3B, as on a GPU")
+    parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="length, with --model")
+    parser.add_argument("--opt", action="store_true", help="use OPT-1.3B, as on a GPU")
     args = parser.parse_args(argv)
     fallbacks = Fallbacks()
     torch.set_num_threads(args.threads)
@@ -246,7 +246,7 @@ def measure_cases(
 
 
 def text_prompts(directory: Path, count: int, length: int) -> Responses:
-    """Consecutive passages of the documentation, of `length` tokens each."""
+    """Return consecutive passages of the documentation, of `length` tokens each."""
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     ids = AutoTokenizer.from_pretrained(directory)("".join(page.read_text() for page in pages))
     passages = torch.tensor(ids["input_ids"]).split(length)

@@ -1,13 +1,13 @@
-"""AdamW on the CPU against PyTorch's and, if installed, DeepSpeed's.
+"""Benchmark AdamW on the CPU against PyTorch's and, if installed, DeepSpeed's.
 
     python -m benchmarks.kernels [--parameters 10000000 100000000] [--rounds 24]
     python -m benchmarks.kernels --quick
 
-Each round visits every implementation once, starting with a different one, and times the second of
-two steps. `mixed` is an optimizer step in mixed precision: the gradient times a clip
-coefficient, AdamW on fp32 masters and moments, weights rounded to bf16; `split` stores the
-master as these weights and 16 more bits; `bf16-moments` stores the Adam moments in bf16. Ratios are
-taken within a round.
+Each round runs every implementation once, starting with a different one, and times the second of
+two steps. `mixed` is an optimizer step in mixed precision, which scales the gradient by a clip
+coefficient, runs AdamW on fp32 master weights and moments, and rounds the weights to bf16; `split`
+stores the master weights as these bf16 weights and 16 additional bits; `bf16-moments` stores the
+Adam moments in bf16. Ratios are computed within a round.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pipeline.kernels.adamw import AdamW, FlatAdamW, Shard, Weights, new_moments
 from pipeline.kernels.host_allocator import keep_freed_memory
 
 BYTES = {"fp32": 28, "mixed": 30, "mixed-split": 28, "mixed-split-bf16-moments": 20}
-"""Bytes that a step must move for each parameter."""
+"""Bytes that a step must read and write for each parameter."""
 
 SETTINGS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BF16 = torch.bfloat16
@@ -35,7 +35,7 @@ Step = Callable[[], object]
 
 
 def our_step(numel: int, form: str) -> Step:
-    """One step of the kernel."""
+    """Return one step of our kernel."""
     mixed, split = "mixed" in form, "split" in form
     moments = BF16 if "bf16-moments" in form else torch.float32
     master, low_bits = torch.randn(numel), None
@@ -54,7 +54,7 @@ def our_step(numel: int, form: str) -> Step:
 
 
 def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimizer]) -> Step:
-    """One step of an optimizer; mixed precision adds passes for clipping and rounding."""
+    """Return a step of an optimizer; mixed precision adds passes for clipping and rounding."""
     param = nn.Parameter(torch.randn(numel))
     optimizer = make([param], **SETTINGS)
     param.grad = torch.randn(numel)
@@ -63,7 +63,7 @@ def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimiz
     @torch.no_grad()
     def mixed() -> None:
         assert param.grad is not None
-        param.grad.mul_(1.0)  # any other coefficient would end in denormal numbers
+        param.grad.mul_(1.0)  # repeated scaling by less would produce denormals
         optimizer.step()
         weights.copy_(param)
 
@@ -71,13 +71,13 @@ def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimiz
 
 
 def torch_adamw(params: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:  # noqa: ANN401
-    """PyTorch's fused implementation."""
+    """Create PyTorch's fused AdamW."""
     return torch.optim.AdamW(params, **settings, fused=True)
 
 
 @functools.cache
 def deepspeed_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """DeepSpeedCPUAdam if it is installed and can be compiled, else None."""
+    """Return DeepSpeedCPUAdam, or None if it isn't installed or can't be compiled."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -89,7 +89,7 @@ def deepspeed_adam() -> Callable[..., torch.optim.Optimizer] | None:
 
 
 def measure_adamw(form: str, *, parameters: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every implementation, round by round."""
+    """Return the seconds of every implementation in each round."""
     steps = {
         "ours": our_step(parameters, form),
         "torch": composed_step(parameters, form, torch_adamw),
@@ -109,7 +109,7 @@ def measure_adamw(form: str, *, parameters: int, rounds: int) -> dict[str, list[
 
 
 def show_ratios(slow: Sequence[float], fast: Sequence[float]) -> str:
-    """Median and range of the ratios within rounds."""
+    """Format the median and range of the ratios within rounds."""
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--forms", nargs="+", choices=BYTES, default=list(BYTES))
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--quick", action="store_true", help="a million parameters, three rounds")
+    parser.add_argument("--quick", action="store_true", help="1M parameters, three rounds")
     args = parser.parse_args(argv)
     if args.quick:
         args.parameters, args.rounds = [1_000_000], 3

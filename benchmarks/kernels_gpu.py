@@ -1,12 +1,12 @@
-"""The CUDA kernels against PyTorch and the memory bandwidth of the GPU.
+"""Benchmark the CUDA kernels against PyTorch and the GPU's memory bandwidth.
 
     python -m benchmarks.kernels_gpu
     python -m benchmarks.kernels_gpu --tiny     # the same with small sizes, on any device
 
-AdamW over 1.3B parameters against PyTorch's fused AdamW with casts, and decode attention against
-scaled_dot_product_attention on the live keys, by replays of CUDA graphs over more memory than the
+Compares AdamW on 1.3B parameters with PyTorch's fused AdamW plus casts, and decode attention with
+scaled_dot_product_attention on the same keys. CUDA graphs are replayed over more memory than the
 cache holds. `share` is the fraction of a copy's bandwidth; targets are 0.85 for AdamW and 0.75 for
-attention of 64 sequences or more. `tests/pipeline/kernels/test_device.py` tests the kernels.
+attention with 64 or more sequences. `tests/pipeline/kernels/test_device.py` tests the kernels.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from benchmarks.kernels import BYTES, composed_step, our_step, torch_adamw
 from pipeline.kernels.decode_attention import PAGE, AttentionSpec, decode_attention, gather_pages
 
 BEYOND_CACHE = 256 << 20
-"""Bytes of keys and values that timed calls read: several times the cache of an H200."""
+"""Bytes of keys and values that timed calls read: several times the L2 cache of an H200."""
 
 HEADS = {
     "OPT-1.3B": (32, 32, 64),
@@ -102,11 +102,11 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure and report rows."""
+    """Measure every kernel and report rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the script")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     args = parser.parse_args(argv)
     fallbacks = Fallbacks()
     bandwidth = copy_bandwidth()

@@ -1,4 +1,4 @@
-"""The 15M-parameter Llama used to measure steps and generation, and the clock of TRL's steps."""
+"""The 15M-parameter Llama of the benchmarks, and a callback that times TRL's steps."""
 
 import time
 from pathlib import Path

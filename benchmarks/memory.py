@@ -1,4 +1,4 @@
-"""Memory of the tensors of a process, counted independently of the system that made them."""
+"""Count the bytes of a process's tensors, whichever system created them."""
 
 import gc
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def live_bytes() -> float:
-    """Bytes of the tensors that are alive now on this process, each storage once.
+    """Return the bytes of this process's live tensors, counting each storage once.
 
-    Garbage collection finds the tensors, and their gradients. A page of a shared-memory file
-    counts once, divided among the processes that use it.
+    The garbage collector's objects include the tensors, whose gradients are also counted. A page of
+    a shared-memory file counts once, divided among the processes that use it.
     """
     gc.collect()
     maps = psutil.Process().memory_maps(grouped=False)
@@ -34,7 +34,7 @@ def live_bytes() -> float:
 
 
 def measure_peak_bytes(step: Callable[[], None]) -> float:
-    """Peak bytes of tensors during one step: live tensors plus the step's allocations.
+    """Return the peak bytes of tensors during a step: live tensors plus the step's allocations.
 
     The profiler reports each allocation and release. Internal buffers of collective libraries are
     not included; peak RSS includes them.
@@ -60,12 +60,12 @@ def measure_peak_bytes(step: Callable[[], None]) -> float:
 
 
 def reset_peak_rss() -> None:
-    """Reset the peak RSS."""
+    """Reset the peak RSS of this process."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss() -> int:
-    """Peak RSS since the last reset, shared pages included."""
+    """Return the peak RSS in bytes since the last reset, including shared pages."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

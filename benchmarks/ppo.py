@@ -1,16 +1,16 @@
-"""An iteration of PPO against DeepSpeed-Chat's, and against one of TRL's GRPOTrainer.
+"""Benchmark a PPO iteration against DeepSpeed-Chat's and one of TRL's GRPOTrainer.
 
     pip install -e '.[peers]'       # TRL
     python -m benchmarks.ppo [--rounds 3] [--threads 2] [--precision bf16]
            [--deepspeed-python PATH --deepspeed-chat DIR]
 
-DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat), PATH is a Python
-that has deepspeed. In each iteration every side generates 64 tokens for the same 8 prompts of 128
-tokens and trains on them in one step, with Llamas of 15M parameters: actor, reference, critic and
-reward model. TRL no longer has PPO: its GRPOTrainer has no critic to train, and samples 2 responses
-to each of 4 prompts; ours does the same by `method: grpo_2024`, in addition to PPO. The sides
-alternate within one run, each round in fresh processes. A figure is the median over rounds of the
-median iteration; a ratio is the median of the ratios within rounds.
+DIR contains the package `dschat` from DeepSpeedExamples (applications/DeepSpeed-Chat); PATH is a
+Python interpreter with deepspeed. In each iteration, every side generates 64 tokens for the same 8
+prompts of 128 tokens and trains on them in one step. Actor, reference, critic and reward model are
+Llamas with 15M parameters. TRL no longer has PPO; its GRPOTrainer trains no critic, and samples 2
+responses to each of 4 prompts, which we also run, with `method: grpo_2024`. The sides alternate,
+each round in new processes. Reported times are medians over rounds of the median iteration; ratios
+are medians of the ratios within rounds.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def build_assets(directory: Path) -> None:
-    """Save the models, a tokenizer whose tokens are words, and prompts of exactly PROMPT tokens."""
+    """Save the models, a word-level tokenizer, and prompts of exactly PROMPT tokens."""
     import torch
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
@@ -100,7 +100,7 @@ def run_ours(
     method: str = "ppo",
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Times]:
-    """Run step 3 as users do; return seconds per iteration from its metrics."""
+    """Run step 3 as users do; return the seconds of each iteration from its metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
     from step3_ppo.methods import METHODS
@@ -145,13 +145,13 @@ def run_ours(
 
 
 def run_grpo(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """Our GRPO in TRL's setup: 4 prompts, 2 responses each, same reward model, KL in the loss."""
+    """Run our GRPO in TRL's setup: 4 prompts, 2 responses each, KL in the loss."""
     settings = {"group_size": 2, "kl_coef": 0.05}
     return run_ours(directory, iterations, precision, "grpo_2024", settings)
 
 
 def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """GRPOTrainer with a reference and a reward model: 4 prompts, 2 responses each."""
+    """Run GRPOTrainer with a reference and a reward model: 4 prompts, 2 responses each."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -197,9 +197,9 @@ def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Time
 
 
 def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -> list[Times]:
-    """DeepSpeed-Chat's trainer and reward model, on engines at stage 0 with DeepSpeedCPUAdam.
+    """Run DeepSpeed-Chat's trainer and reward model, at stage 0 with DeepSpeedCPUAdam.
 
-    Models are loaded by our code, because its loader needs names that `transformers` removed.
+    Our code loads the models, because DeepSpeed-Chat's needs names that `transformers` removed.
     """
     import deepspeed
     import torch
@@ -288,14 +288,14 @@ SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
 
 
 def run_worker(args: argparse.Namespace) -> None:
-    """Run one side and print its median iteration as one line of JSON."""
+    """Run one side and print the times of its median iteration as a line of JSON."""
     times = SIDES[args.side](args.directory, args.iterations, args.precision)[WARM_UP:]
     median = {name: statistics.median(row[name] for row in times) for name in times[0]}
     print(f"\n{json.dumps(median)}")
 
 
 def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, float]:
-    """Seconds of a side's median iteration, in total and by phase, in a separate process."""
+    """Run a side in a separate process; return its median seconds, in total and by phase."""
     deepspeed = side == "deepspeed-chat"
     python = args.deepspeed_python if deepspeed else sys.executable
     command = [python, "-m", "benchmarks.ppo", "--side", side]
@@ -316,7 +316,7 @@ OURS = ("ours", "ours, grpo")
 
 
 def format_table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """A Markdown table, with the ratios of our samples per second to each peer's, by method."""
+    """Format a Markdown table, with the ratios of our samples per second to each peer's."""
     from benchmarks.kernels import show_ratios
 
     head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
@@ -340,7 +340,7 @@ def format_table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Alternate the sides and print the table."""
+    """Run the sides alternately and print the table."""
     description: Any = __doc__
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -349,8 +349,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
-    parser.add_argument("--deepspeed-python", help="a Python interpreter with deepspeed")
-    parser.add_argument("--deepspeed-chat", type=Path, help="the directory that contains dschat")
+    parser.add_argument("--deepspeed-python", help="Python interpreter with deepspeed")
+    parser.add_argument("--deepspeed-chat", type=Path, help="directory that contains dschat")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -1,9 +1,9 @@
-"""Two iterations of PPO with tiny models in 15 settings: generation and training must agree.
+"""Run two PPO iterations with tiny models in 15 settings: generation and training must agree.
 
     python -m benchmarks.ppo_cases_gpu [CASE ...]
 
-Log-probabilities of generation and training must agree within the limits that a run enforces, and
-no optimizer step may be skipped. On a GPU decoding must replay graphs and no kernel may be missing.
+Their log-probabilities must agree within the limits that a run enforces, and no optimizer step may
+be skipped. On a GPU, decoding must also replay graphs, and no kernel may be missing.
 """
 
 import argparse
@@ -30,12 +30,12 @@ Settings = Mapping[str, Any]
 
 
 def offload(stage: int, **fields: Any) -> Settings:  # noqa: ANN401
-    """Settings of a ZeRO stage with offload; `fields` are settings of `OffloadConfig`."""
+    """Return the settings of a ZeRO stage with offload; `fields` are those of `OffloadConfig`."""
     return {"zero_stage": stage, "zero": ZeroConfig(offload=OffloadConfig(**fields))}
 
 
 def adam(**settings: Any) -> OptimConfig:  # noqa: ANN401
-    """Settings of AdamW with a constant learning rate."""
+    """Return AdamW settings with a constant learning rate."""
     return OptimConfig(lr=1e-4, schedule="constant", warmup_ratio=0.0, **settings)
 
 
@@ -74,7 +74,7 @@ def iterate_case(name: str, directory: Path, vocabulary: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Report a row for each case."""
+    """Run the cases and report a row for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     names = parser.parse_args(argv).cases or list(CASES)

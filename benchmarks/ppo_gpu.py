@@ -1,18 +1,18 @@
-"""Iterations of PPO or GRPO on one GPU, phase by phase, and where their time goes.
+"""Benchmark iterations of PPO or GRPO on one GPU, by phase, and profile the slowest parts.
 
     python -m benchmarks.ppo_gpu [--rollout 512] [--iterations 2]       # OPT-1.3B, PPO
     python -m benchmarks.ppo_gpu --model qwen2.5-1.5b --method grpo_2024
     python -m benchmarks.ppo_gpu --tiny             # with tiny models, on any device
 
-Random weights, nothing is downloaded: actor and reference are OPT-1.3B or have the shape of
-Qwen2.5-1.5B, critic and reward model OPT-350M, all in bf16, actor and critic with fp32 masters. An
-iteration generates 256 tokens for each prompt of 256 tokens, runs the models, and makes one update.
-The first is a warm-up; figures are medians. For PPO, decoding steps of all rows, of 64 and of one,
-a micro-batch and an optimizer step are profiled; a step of one row is bounded below by reading the
-weights at the bandwidth of a copy, and `share` is that bound over its time. TFLOP/s count 6
-operations per trained parameter and token; the target on an H100 is 45 % of 989. Gates of PPO with
-OPT-1.3B: 30 sequences a second, generation at most 45 % of an iteration, the peak of reserved
-memory at most 1.15 times the plan. The exit code is 1 if a gate fails.
+Weights are random, and nothing is downloaded. Actor and reference are OPT-1.3B or have the shape of
+Qwen2.5-1.5B; critic and reward model are OPT-350M. All are in bf16, actor and critic with fp32
+master weights. An iteration generates 256 tokens for each prompt of 256 tokens, scores them, and
+makes one update. The first is a warm-up; results are medians. For PPO, decoding steps (of all rows,
+64 and one), a micro-batch and an optimizer step are profiled. `share` is the time to read the
+weights at the bandwidth of a copy, a lower bound for one row, divided by the measured time. TFLOP/s
+count 6 operations per trained parameter and token; the target on an H100 is 45 % of 989.
+The exit code is 1 if PPO with OPT-1.3B misses 30 sequences per second, generation takes over 45 %
+of an iteration, or the peak of reserved memory exceeds 1.15 times the plan.
 """
 
 import argparse
@@ -75,7 +75,7 @@ OVER_PLAN = 1.15
 
 
 def opt_config(width: int, **settings: Any) -> OPTConfig:  # noqa: ANN401
-    """Settings of an OPT without dropout, of 24 layers, or of two if `width` is 64."""
+    """Return settings of an OPT without dropout, with 24 layers, or two if `width` is 64."""
     sizes = {
         "hidden_size": width,
         "ffn_dim": 4 * width,
@@ -131,7 +131,7 @@ def load_ppo(
     rollout: int,
     **settings: Any,  # noqa: ANN401
 ) -> tuple[PPOConfig, Models]:
-    """Settings and models of step 3, one update per rollout; `trained` is for actor and critic."""
+    """Load the settings and models of step 3; `trained` has the settings of actor and critic."""
     torch.cuda.empty_cache()
     trained, reward = {"precision": "bf16", **trained}, str(directory / "reward")
     config = PPOConfig(
@@ -149,7 +149,7 @@ def load_ppo(
 
 
 def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) -> Row:
-    """Seconds and peaks of an iteration on random prompts, and figures that check it.
+    """Run an iteration on random prompts; return its seconds, peak memory and checked values.
 
     Raises:
         OffPolicyError: generation and training disagree on log-probabilities.
@@ -195,7 +195,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
 
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
-    """Report iterations; return their medians, and the planned and reserved memory."""
+    """Report iterations; return their medians, with the planned and reserved memory."""
     prompt, answer = (16, 8) if args.tiny else (PROMPT, ANSWER)
     config, models = load_ppo(
         directory,
@@ -228,7 +228,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
 
 
 def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> None:
-    """Report decoding steps for several numbers of rows; for one row also the bandwidth share."""
+    """Report decoding steps with several numbers of rows; with one, also the bandwidth share."""
     sampler = Sampler(temperature=1.0, seed=0)
     with models.hybrid_engine.generating() as actor:
         floor = sum(param.nbytes for param in actor.parameters()) / copy_bandwidth()
@@ -245,7 +245,7 @@ def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> N
 
 
 def measure_training(models: Models, length: int, args: argparse.Namespace) -> None:
-    """Report a micro-batch of the actor, forward and backward, and its optimizer step."""
+    """Report forward and backward of an actor's micro-batch, and its optimizer step."""
     rows = [Encoded([5] * length, [False] + [True] * (length - 1))] * args.micro_batch
     batch = collate(rows).to(DEVICE)
 
@@ -279,13 +279,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--method", choices=("ppo", "grpo_2024"), default="ppo")
     parser.add_argument("--rollout", type=int, default=512, help="sequences per iteration")
     parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=2, help="not counting the first")
+    parser.add_argument("--iterations", type=int, default=2, help="number without the warm-up")
     parser.add_argument("--tiny", action="store_true", help="tiny models, no gates")
     args = parser.parse_args(argv)
     if args.tiny:
         args.rollout, args.micro_batch, args.iterations = 8, 2, 1
     elif not GPU:
-        parser.error("there is no GPU; --tiny runs the same steps anywhere")
+        parser.error("no GPU found; use --tiny to run the same steps on a CPU")
 
     use_expandable_segments()  # like a training step
     fallbacks = Fallbacks()

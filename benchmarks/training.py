@@ -1,15 +1,15 @@
-"""Steps 1, 2 and DPO against TRL's SFTTrainer, RewardTrainer and DPOTrainer: same model and rows.
+"""Benchmark steps 1, 2 and DPO against TRL's SFTTrainer, RewardTrainer and DPOTrainer.
 
     pip install -e '.[peers]'
     python -m benchmarks.training --data-path train.jsonl.gz [--precisions fp32 bf16] [--rounds 3]
     python -m benchmarks.training --data-path train.jsonl.gz --tasks dpo
 
-Both sides train the same Llama of 15M parameters on the same token ids in batches of the same size,
-with fused AdamW, without gradient checkpointing or evaluation. Ours is the step as users run it,
-tokenizing on the fly; TRL gets token ids, or for DPO text, which it tokenizes before training.
-Both precompute DPO's reference log-probabilities of all rows, which is not timed, so a few hundred
-pairs suffice. The two alternate within one run, each round in a fresh process. A figure is the
-median over rounds of real tokens (or pairs) per second, from the fourth step on.
+Both sides train the same Llama with 15M parameters on the same token ids in batches of equal size,
+with fused AdamW, without gradient checkpointing or evaluation. Our side is the step as users run
+it, which tokenizes during training; TRL gets token ids or, for DPO, text that it tokenizes before
+training. Both precompute DPO's reference log-probabilities, which is not timed, so a few hundred
+pairs suffice. The sides alternate within one run, each round in a new process. Reported values are
+medians over rounds of tokens (without padding) or pairs per second, starting at the fourth step.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WARM_UP = 2
 
 
 def build_model(directory: Path, data_path: str) -> None:
-    """Save the 15M Llama (hidden 288, 6 layers, vocabulary 32,000) and a tokenizer of the data."""
+    """Save the 15M Llama, and a tokenizer trained on the data."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -143,7 +143,7 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Our step's rows, in its order, as TRL takes them: token ids, or for DPO text."""
+    """Return our step's rows, in its order, in TRL's form: token ids or, for DPO, text."""
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.batches import RowStream
     from pipeline.data.sharing.steps import load_examples
@@ -193,7 +193,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run one side and print its figures as one line of JSON."""
+    """Run one side and print its metrics as a line of JSON."""
     steps = (run_ours if args.side == "ours" else run_trl)(args)[WARM_UP:]
     seconds = sum(step[0] for step in steps)
     rows = len(steps) * args.batch_size / seconds
@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Alternate both sides and print the table."""
+    """Run both sides alternately and print the table."""
     print("| task | precision | TRL | ours | ratio | spread of the ratio |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
@@ -240,9 +240,9 @@ def run_side(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the options and run."""
+    """Parse the options and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-path", required=True, help="preference pairs, as train.py reads")
+    parser.add_argument("--data-path", required=True, help="preference pairs, as for train.py")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["sft", "reward"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
