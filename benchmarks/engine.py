@@ -48,7 +48,7 @@ from benchmarks.engine_systems import (
 from benchmarks.memory import live_bytes, measure_peak_bytes, peak_rss, reset_peak_rss
 
 WARM_UP = 3
-"""Steps before timing starts."""
+"""Number of steps before timing starts."""
 
 Rounds = dict[str, list[dict[str, float]]]
 """Metrics of every round, by system."""

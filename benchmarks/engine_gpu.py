@@ -36,7 +36,7 @@ SYSTEMS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 """ZeRO stage and settings of `OffloadConfig`, by system."""
 
 WARM_UP = 3
-"""Steps before timing starts."""
+"""Number of steps before timing starts."""
 
 
 def measure(system: str, *, tiny: bool, steps: int) -> float:

@@ -31,7 +31,7 @@ BATCH, PROMPT, ANSWER = 8, 128, 64
 PROMPTS = 64
 PHASES = ("generation", "experience", "training")
 WARM_UP = 3
-"""Iterations before timing starts."""
+"""Number of iterations before timing starts."""
 
 ACTOR_LR, CRITIC_LR = 1e-6, 9e-6
 

@@ -26,7 +26,7 @@ from typing import Any
 TASKS = ("sft", "reward", "dpo")
 
 WARM_UP = 2
-"""Steps before timing starts."""
+"""Number of steps before timing starts."""
 
 
 def build_model(directory: Path, data_path: str) -> None:

@@ -155,8 +155,8 @@ class Responder:
         limit = context_length(self.model)
         if not 0 < len(token_ids) < limit:
             raise DataError(
-                f"{prompt.origin}: the prompt has {len(token_ids)} tokens; it needs at least 1,"
-                f" and the model's context is {limit}, including the response"
+                f"{prompt.origin}: the prompt has {len(token_ids)} tokens; it must have at least 1"
+                f" and fit in the model's context of {limit} with its response"
             )
         return token_ids
 

@@ -53,7 +53,7 @@ def continuation(
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     """Return the text of `token_ids`, without special tokens."""
-    # The clean-up would remove spaces that are already printed.
+    # The clean-up would remove spaces that have already been printed.
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -84,7 +84,7 @@ class OpenBatch:
         self.passes = PassCounts() if passes is None else passes
         self._num_slots = num_slots
         plain = base_model(model)
-        # If rotary angles depend on a pass's length, prompts can't be read in chunks.
+        # If rotary angles depend on a pass's length, prompts can't be processed in chunks.
         is_chunkable = has_fixed_positions(plain)
         default = PREFILL[next(model.parameters()).device.type]
         self._chunk = chunk or default if is_chunkable else default

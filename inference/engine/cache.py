@@ -128,7 +128,7 @@ class DecodeAttention:
     """
 
     is_on_device = False
-    """Whether lengths and pages are read on the device only."""
+    """Whether lengths and pages are read only on the device."""
 
     def __init__(
         self, lengths: Sequence[int], pages: Int[np.ndarray, "B L"], device: torch.device

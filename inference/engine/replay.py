@@ -29,7 +29,7 @@ Column = tuple[int, int, int]
 
 
 class ReplayError(Exception):
-    """A pass can't be repeated without its modules; the message is a clause with the reason."""
+    """A pass can't be replayed without its modules; the message is a clause with the reason."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class ReplayedRows(ABC):
             layout: attention of the rows.
 
         Raises:
-            ReplayError: the modules' pass can't be repeated.
+            ReplayError: the modules' pass can't be replayed.
         """
         self._load_inputs(columns, layout)
         if self.stage is ReplayStage.REPLAY:
@@ -112,7 +112,7 @@ class ReplayedRows(ABC):
 
     @abstractmethod
     def _load_inputs(self, columns: Sequence[Column], layout: DecodeAttention) -> None:
-        """Copy the inputs of the next pass into the tensors that a repetition reads."""
+        """Copy the inputs of the next pass into the tensors that a replay reads."""
 
     @abstractmethod
     def _run_modules(self) -> Float[Tensor, "N V"]:
@@ -120,11 +120,11 @@ class ReplayedRows(ABC):
 
     @abstractmethod
     def _record(self) -> Float[Tensor, "N V"]:
-        """Run the modules, and record how to repeat the pass."""
+        """Run the modules, and record how to replay the pass."""
 
     @abstractmethod
     def _replay(self) -> Float[Tensor, "N V"]:
-        """Repeat the pass without the modules."""
+        """Replay the pass without the modules."""
 
 
 Replay = Callable[[], object]
@@ -304,7 +304,7 @@ class OperatorTrace:
         self._replays = [substitute(call) or make_replay(call) for call in self._calls]
 
     def __len__(self) -> int:
-        """Number of calls in a replay."""
+        """Return the number of calls in a replay."""
         return len(self._replays)
 
     def replay(self) -> Tensor:

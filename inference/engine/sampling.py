@@ -21,7 +21,7 @@ BLOCK = 128
 """Tokens per block, about the square root of a vocabulary's size; only one block is searched."""
 
 MAX_UNBLOCKED = 4096
-"""Vocabulary size up to which one cumulative sum is faster than two steps."""
+"""Vocabulary size up to which one cumulative sum is faster than a search by blocks."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -145,7 +145,7 @@ class Sampler(Draw):
     def draw(
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-        """Like `__call__` if `logits_change_reason` is None, but without waiting for the device."""
+        """Draw like `__call__` if `logits_change_reason` is None, but don't wait for the device."""
         gpu = sampling.find_kernel(logits)
         if gpu is None:
             return sampling.reference_sample(logits, keys, positions, self)

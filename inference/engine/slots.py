@@ -48,7 +48,7 @@ class PagePool:
         self._uses: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """Number of free pages."""
+        """Return the number of free pages."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:

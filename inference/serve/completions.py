@@ -245,8 +245,8 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], *, min_room: int = 
     if served.context - len(prompt) < min_room:
         raise ApiError(
             400,
-            f"the prompt has {len(prompt)} tokens, but {served.name} has a context of"
-            f" {served.context}, including the response; shorten it",
+            f"the prompt has {len(prompt)} tokens, but the context of {served.name} is"
+            f" {served.context}, including the response; shorten the prompt",
             param="messages",
             code="context_length_exceeded",
         )

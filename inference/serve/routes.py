@@ -110,14 +110,14 @@ async def _serve_file(content: bytes, kind: str | None, _: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """`GET /v1/models`."""
+    """`GET /v1/models`: the served models."""
     state = get_state(request)
     data = [_model(state, served) for served in state.models.values()]
     return json_response({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
-    """`GET /v1/models/{id}`."""
+    """`GET /v1/models/{id}`: one of the served models."""
     state = get_state(request)
     return json_response(_model(state, state.model(request.path_params["name"])))
 
@@ -148,12 +148,12 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """`GET /metrics`, for Prometheus."""
+    """`GET /metrics`: metrics in Prometheus's format."""
     return Response(get_state(request).metrics.text, media_type="text/plain; version=0.0.4")
 
 
 async def version(_: Request) -> Response:
-    """`GET /version`."""
+    """`GET /version`: the version of this package."""
     return json_response({"version": __version__})
 
 
