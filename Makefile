@@ -1,6 +1,6 @@
-# make demo    a fresh environment in .venv, then the three steps on the embedded default
-# make test    a fresh environment in .test-venv, then lint, types and tests
-# make check   lint, types and tests in the current environment
+# make demo    a fresh environment in .venv, then the three steps on the embedded model and task
+# make test    a fresh environment in .test-venv, then lint, type checks and tests
+# make check   lint, type checks and tests in the current environment
 # make test-jobs     whole commands, and jobs of several processes; CI runs these with `make test`
 # make test-faults   slow fault tests: kills at random instants, lost machines, every pair of layouts
 # make test-grid     GPU kernels: all cases, injected faults, every architecture; every model family
@@ -10,7 +10,7 @@
 # make test-serve    the server with hundreds of disconnecting clients, and 20,000 fuzzed requests
 #
 # PYTHON selects the interpreter: make demo PYTHON=python3.12
-# TORCH selects the build of torch, as arguments of pip. The default is your package index's build,
+# TORCH selects the build of torch, as arguments for pip. The default is your package index's build,
 # which on Linux may be the CUDA build of several gigabytes. Without a GPU, use the index of CPU
 # builds from PyTorch's installation page:
 #   make demo TORCH="torch==2.13.0 --index-url ADDRESS"
@@ -20,7 +20,7 @@ TORCH ?= torch==2.13.0
 OUTPUT ?= output
 CI_TIERS = not faults and not grid and not serve
 TIERS ?= not jobs and $(CI_TIERS)
-# Keep the order of files from tests/conftest.py, instead of largest first.
+# Keep the order of files from tests/conftest.py instead of running the largest files first.
 WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo recipe install-test test test-jobs test-faults test-grid test-serve check
@@ -32,7 +32,7 @@ demo:
 	@echo "The report is in $(OUTPUT)/report.html"
 	@echo "Chat, compare and rate: .venv/bin/python -m inference.serve --run $(OUTPUT)"
 
-# The commands of docs/recipes.md, with the environment's python. ARGS are further options of training.
+# The commands of docs/recipes.md, with the environment's python. ARGS adds options for training.
 MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
 DATA ?= data
 RUN = $(OUTPUT)/$(NAME)

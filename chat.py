@@ -1,4 +1,4 @@
-"""Talk to a trained model: `python chat.py --path OUT/step3_ppo/actor`."""
+"""Chat with a trained model: `python chat.py --path OUT/step3_ppo/actor`."""
 
 from inference.chat import main
 from pipeline.cli.options import run_main

@@ -112,7 +112,7 @@ def train_help(*, full: bool = False) -> str:
             "YAML files with these options and the steps' sections, such as sft: or ppo:; later"
             " files win, and the command line wins over files.",
         ),
-        *help_entry("--help [all]", "Show this help; all: every option."),
+        *help_entry("--help [all]", "Print this help; `all` describes every option."),
     ]
     if not full:
         others = [f"--{name.replace('_', '-')}" for name in options if name not in names]

@@ -101,7 +101,7 @@ nonsense | 'nonsense' | options start with --
 --step 1 --sft.data.template_args '{"nothing": 1}' | template_args nothing | check its spelling
 --max-length ten | --max-length | integer
 --config none.yaml | none.yaml | no such file
---config bracket.yaml | bracket.yaml | not valid YAML in line 2
+--config bracket.yaml | bracket.yaml | not valid YAML at line 2
 --config twice.yaml | has kl_coef twice | keep one of them
 --config type.yaml | sft.batch_size in type.yaml | integer
 --config unknown.yaml | sft.bach_size in unknown.yaml | did you mean sft.batch_size

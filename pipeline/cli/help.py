@@ -24,7 +24,7 @@ INDENT, WIDTH = 28, 96
 
 
 def step_help(config_class: type, *, full: bool = False) -> str:
-    """The `--help` text of a step; with `full`, of its sections too, otherwise only their names."""
+    """Return the `--help` text of a step; with `full`, also describe the sections' settings."""
     settings = list(list_settings(config_class))
     module = f"{config_class.__module__.partition('.')[0]}.train"
     lines = [
@@ -32,10 +32,10 @@ def step_help(config_class: type, *, full: bool = False) -> str:
         "",
         (config_class.__doc__ or "").strip().splitlines()[0],
         "",
-        *help_entry("--help [all]", "Print this help; with all, every setting."),
+        *help_entry("--help [all]", "Print this help; `all` describes every setting."),
         *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
-        *help_entry("--zero-config FILE", "DeepSpeed file; overrides those: docs/deepspeed.md."),
-        *help_entry("--print_config", "Print the resolved settings and stop."),
+        *help_entry("--zero-config FILE", "DeepSpeed file; overrides --config: docs/deepspeed.md."),
+        *help_entry("--print_config", "Print the resolved settings and exit."),
     ]
     specific, common = _split_by_origin(config_class, settings)
     sections = dict(section_descriptions(config_class))
@@ -49,7 +49,7 @@ def step_help(config_class: type, *, full: bool = False) -> str:
 
 
 def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[str]:
-    """Help lines of settings: name, kind of value, meaning, default."""
+    """Return help lines for settings: name, kind of value, description and default."""
     lines: list[str] = []
     for setting in settings:
         description = f"{setting.description} {_format_default(setting)}".strip()
@@ -64,7 +64,7 @@ def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[
 
 
 def help_entry(option: str, description: str) -> list[str]:
-    """Help lines of one option; after a long name, the description starts on the next line."""
+    """Return an option's help lines; after a long name, the description is on a new line."""
     first, wrapped = f"  {option}", textwrap.wrap(description, WIDTH - INDENT) or [""]
     if len(first) + 2 <= INDENT:
         first, wrapped = first.ljust(INDENT) + wrapped[0], wrapped[1:]
@@ -74,7 +74,7 @@ def help_entry(option: str, description: str) -> list[str]:
 def _split_by_origin(
     config_class: type, settings: Sequence[Setting]
 ) -> tuple[list[Setting], list[Setting]]:
-    """The settings that the step's package declares, and those of the base class."""
+    """Return the settings that the step's package declares, and those of its base classes."""
     package = config_class.__module__.partition(".")[0]
     shared = {
         field.name
@@ -92,7 +92,7 @@ def _split_by_origin(
 
 
 def _describe_sections(settings: Sequence[Setting], sections: Mapping[str, str]) -> Iterator[str]:
-    """Describe each section and list the names of its settings."""
+    """Yield the description of each section and the names of its settings."""
     yield "Sections, described by --help all"
     for section, description in sections.items():
         prefix = f"{section}."
@@ -104,7 +104,7 @@ def _describe_sections(settings: Sequence[Setting], sections: Mapping[str, str])
 
 
 def names_help(names: Iterable[str]) -> list[str]:
-    """Help lines that list names, indented like descriptions."""
+    """Return help lines that list names, indented like descriptions."""
     lines = textwrap.wrap(" ".join(names), WIDTH - INDENT, break_on_hyphens=False)
     return [" " * INDENT + line for line in lines]
 
@@ -119,7 +119,7 @@ def _format_default(setting: Setting) -> str:
 
 
 def _placeholder(kind: object) -> str:
-    """The placeholder of a value in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
+    """Return a value's placeholder in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
     kind = without_none(kind)
     if section_class(kind) is not None:
         return ""

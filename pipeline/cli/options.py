@@ -4,7 +4,7 @@ The steps use:
 
     parse_step(config_class, argv) -> config           presets, then dotted overrides, then checks
     write_config(config, path) -> None                 YAML that repeats the run
-    run_main(main, argv=None) -> NoReturn              calls main(argv); wrong input exits 2
+    run_main(main, argv=None) -> NoReturn              calls main(argv); exits with 2 on wrong input
 
 A step's module ends with
 
@@ -17,10 +17,10 @@ A step's module ends with
 
 and begins with `prepare_imports(SFTConfig)` under the same condition.
 
-`python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
-defaults, then a method's, then each file in order, then the command line. Option names take dashes
-or underscores; lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a switch
-without a value is true.
+`python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4` applies the
+defaults of the dataclass, then those of the method, then each file in order, then the command line.
+Option names take dashes or underscores; lists are written with spaces (`--data.path a.jsonl
+b.jsonl`) or as JSON; a switch without a value is true.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def parse_step(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
 
 
 def _select_section(layer: Layer, config_class: type) -> Layer:
-    """The step's section of a file that has one for each step, otherwise the whole file."""
+    """Return the step's section of a file that has one for each step, or else the whole file."""
     section = getattr(config_class, "section", "")
     settings = layer.settings.get(section) if section else None
     return replace(layer, settings=settings) if isinstance(settings, dict) else layer
@@ -115,8 +115,8 @@ def prepare_imports(config_class: type) -> None:
     """Prepare a step's module before it imports PyTorch, which takes seconds.
 
     If the command line requests help or the settings, they are printed and the process exits. Until
-    `run_main`, Ctrl-C ends the process without a traceback from an import, and the garbage
-    collector, which takes a quarter of the import time, is off. OpenMP's spin time is set now.
+    `run_main`, Ctrl-C stops the process without a traceback from an import, and the garbage
+    collector, which takes a quarter of the import time, is off. OpenMP's spin time is set here.
     """
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -137,7 +137,7 @@ def _exit_on_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def split_options(argv: Sequence[str]) -> list[Option]:
-    """The options of a command line, with dashes in names converted to underscores.
+    """Return the options of a command line, with dashes in names converted to underscores.
 
     Raises:
         ConfigError: a word precedes the first option.
@@ -159,7 +159,7 @@ def split_options(argv: Sequence[str]) -> list[Option]:
 def load_layers(paths: Sequence[str]) -> list[Layer]:
     """Read the settings of the YAML (or JSON) files that follow `--config`.
 
-    A preset is found by its name, such as `opt-1.3b.yaml`, in any directory.
+    A preset is found by its name, such as `opt-1.3b.yaml`, from any working directory.
 
     Raises:
         ConfigError: no file is given, or the file doesn't exist or is not a YAML mapping.
@@ -178,9 +178,9 @@ def write_config(config: object, path: Path) -> None:
 def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
     """Call `main(argv)` and exit: 0 when it returns, 2 on a `UserError`, 130 on Ctrl-C.
 
-    Errors that the user can fix become one line on standard error, printed by one process only. A
-    `KeyboardInterrupt` with a message prints it. The exit code is 79 if memory ran out, 80 if
-    training diverged, and 81 if a disk was full. Other errors keep their traceback.
+    An error that the user can fix becomes one line on standard error, printed by one process only.
+    The message of a `KeyboardInterrupt`, if any, is printed. The exit code is 79 if memory ran out,
+    80 if training diverged, and 81 if a disk was full. Other errors keep their traceback.
     """
     if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -215,21 +215,21 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
 
 
 def print_output(text: str) -> None:
-    """Print text to standard output, from the first process only."""
+    """Print text to standard output, from rank 0 only."""
     if launched.rank() == 0:
         sys.stdout.write(text.rstrip("\n") + "\n")
         sys.stdout.flush()
 
 
 def print_error(message: str, *, once_per_job: bool = False) -> None:
-    """Print a line to standard error, from the first process or the first that has this message."""
+    """Print a line to standard error, from rank 0 or from the first process with this message."""
     if _claim_message(message) if once_per_job else launched.rank() == 0:
         sys.stderr.write(" ".join(message.split()) + "\n")
         sys.stderr.flush()
 
 
 def print_notice(text: str) -> None:
-    """Print lines to standard error, from the first process; standard output is for results."""
+    """Print lines to standard error, from rank 0; standard output is for results."""
     if launched.rank() == 0:
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
@@ -237,7 +237,7 @@ def print_notice(text: str) -> None:
 
 def _parse_single_path(option: str, values: Sequence[str]) -> Path:
     if len(values) != 1:
-        raise ConfigError(f"{option} takes a single file, got {len(values)}: {' '.join(values)}")
+        raise ConfigError(f"{option} takes one file, got {' '.join(values) or 'none'}")
     return Path(values[0])
 
 
@@ -269,7 +269,7 @@ def parse_command(
 ) -> ConfigT:
     """Read the settings of a command line; `--help` prints and exits with code 0.
 
-    A list may be given as one option with several values, or as several options. The setting
+    A list may be given as one option with several values, or by repeating the option. The setting
     `threads` is applied if the command has it.
 
     Args:
@@ -312,15 +312,15 @@ def parse_command(
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of commands, whose errors are a ConfigError."""
+    """An argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message, which argparse would print."""
+        """Raise a ConfigError with the message that argparse would print."""
         raise ConfigError(f"{message}; {self.prog} --help lists the options")
 
 
 def _option_name(name: str) -> str:
-    """The spelling of an option: --best-of for `best_of`."""
+    """Return the spelling of an option: `--best-of` for `best_of`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -340,7 +340,7 @@ def _format_help(config_class: type, usage: str | Sequence[str], about: str) -> 
             "",
             about,
             "",
-            *help_entry("--help", "Print this and stop."),
+            *help_entry("--help", "Print this help and exit."),
             *settings_help(settings, dashes=True),
         ]
     )

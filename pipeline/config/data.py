@@ -31,14 +31,14 @@ class RowColumns:
     """Whether step 2 trains on `label`, which tells other steps which rows they can use."""
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of the columns that the step reads and the row has."""
+        """Return the values of the columns that the step reads and the row has."""
         names = self.needed | (columns.keys() if self.all else set())
         values = {name: find_column(columns, name) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """A row's column, or an entry of a nested one (OUTER.INNER, or as in verl's rows), or None."""
+    """Return a row's column or nested entry (OUTER.INNER, or as in verl's rows), or None."""
     nested = (_parse_nested(columns.get(outer)) for outer in ("reward_model", "extra_info"))
     values = (_get_entry(source, name) for source in (columns, *nested))
     return next((value for value in values if value is not None), None)
@@ -68,8 +68,8 @@ def parse_literal(value: Any) -> Any:  # noqa: ANN401
 
 
 RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]
-"""The part of a row that a step reads: a response to imitate; pairs of a better and a worse one;
-pairs, labels or ranked responses; the prompt; or single responses, good or bad."""
+"""The part of a row that a step reads: a response to imitate; a better and a worse response; pairs,
+labels or ranked responses; the prompt; or single responses marked as good or bad."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ class RowShare:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Rows of a step, and how they become tokens."""
+    """Rows of a step, and how they are converted to tokens."""
 
     path: tuple[str, ...] = (EMBEDDED,)
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names
-    (data_path); each may end in `@split`, a split of a set, and `:weight`, its share of the
+    (data_path); each may end in `@split`, a split of the data set, and `:weight`, its share of the
     mixture. `embedded` is the built-in task."""
 
     eval_path: tuple[str, ...] = ()
-    """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
+    """Rows for evaluation; if empty, the test split or `eval_fraction` of `path` is held out."""
 
     eval_fraction: float = 0.1
     """Fraction of the prompts held out for evaluation if `eval_path` is empty."""
@@ -102,10 +102,10 @@ class DataConfig:
     independent of the training seed, and must be the same in all steps."""
 
     max_eval_rows: int = 256
-    """Maximum number of evaluation rows; for prompts, of those that are short enough."""
+    """Maximum number of evaluation rows; prompts that are too long are not counted."""
 
     split: tuple[float, float, float] = (2.0, 4.0, 4.0)
-    """Proportions of the prompts for steps 1, 2 and 3, which are disjoint (data_split)."""
+    """Proportions of the prompts for steps 1, 2 and 3, which share no prompt (data_split)."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names if they differ from the usual ones: `{"prompt": "question", "chosen":
@@ -120,15 +120,15 @@ class DataConfig:
     saved with the model."""
 
     train_on: Literal["assistant", "all"] = "assistant"
-    """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
+    """Tokens included in the loss: assistant turns only, or the whole dialogue."""
 
     max_length: int = 512
-    """Maximum tokens in prompt and response (max_seq_len). Longer rows lose their end in step 1,
-    and their beginning in step 2, where the score is read at the end; step 3 has its own limits."""
+    """Maximum tokens in prompt and response (max_seq_len). Longer rows are truncated at the end in
+    step 1, and at the beginning in step 2, which scores the last token; step 3 has other limits."""
 
     labels: bool = False
-    """Step 2 trains on the column `label`, so that prompts are assigned to steps accordingly;
-    train.py sets it for all steps."""
+    """Whether step 2 trains on the column `label`, which determines how prompts are assigned to
+    steps; train.py sets this for all steps."""
 
     def __post_init__(self) -> None:
         self.check_path()
@@ -144,7 +144,7 @@ class DataConfig:
 
     def check_path(self) -> None:
         """Raise `ConfigError` if no data path is given."""
-        require(bool(self.path), "data.path is empty; set a file, a directory or a Hub name")
+        require(bool(self.path), "data.path is empty; set it to a file, directory or Hub name")
 
 
 def check_split(name: str, split: Sequence[float]) -> None:
@@ -158,7 +158,7 @@ def check_split(name: str, split: Sequence[float]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataConfig(DataConfig):
-    """Texts of the step, and how they become sequences."""
+    """Texts of the step, and how they are divided into sequences."""
 
     path: tuple[str, ...] = ()
     """Token files (Megatron's .bin and .idx, or their common prefix); names may contain `*`, and

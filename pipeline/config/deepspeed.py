@@ -5,7 +5,7 @@ value leaves a feature off. Key names are those of DeepSpeed 0.19; `docs/deepspe
 them. The value "auto" leaves a setting unchanged. As in DeepSpeed, files may have comments and
 trailing commas, but no duplicate keys.
 
-Values are checked where the settings are built, so that an error names our setting and the file.
+Values are checked when the settings are built, so that an error names our setting and the file.
 """
 
 import difflib
@@ -46,7 +46,7 @@ SUPPORTED = (
     *(f"{prefix}{key}" for prefix in OFFLOADS.values() for key in OFFLOAD_KEYS),
     *("tensorboard.enabled", "wandb.enabled"),
 )
-"""Keys that set something; `docs/deepspeed.md` lists their effects."""
+"""Keys that take effect; `docs/deepspeed.md` lists the settings that they correspond to."""
 
 IGNORED = (
     *("optimizer.legacy_fusion", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -74,7 +74,7 @@ IGNORED = (
     *("tensorboard.*", "wandb.*", "flops_profiler", "comms_logger", "activation_checkpointing"),
     *("hybrid_engine.*", "dataloader_drop_last"),
 )
-"""Patterns of keys or sections that have no effect here; `docs/deepspeed.md` has the reasons."""
+"""Patterns of keys or sections that have no effect here; `docs/deepspeed.md` gives the reasons."""
 
 SECTIONS = frozenset(
     name.rsplit(".", depth)[0]
@@ -96,10 +96,10 @@ DEEPSPEED_SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-"""Our names for DeepSpeed's schedules; here all have a linear warm-up from 0."""
+"""DeepSpeed's schedules with our names for them; here, all warm up linearly from 0."""
 
 IGNORED_PARAMS = ("warmup_type", "warmup_min_lr", "total_num_steps", "last_batch_iteration")
-"""Parameters of DeepSpeed's schedules without effect: the run determines the length."""
+"""Parameters of DeepSpeed's schedules that have no effect; the run determines the length."""
 
 FIXED_PARAMS = {
     **dict.fromkeys(("adam_w_mode", "torch_adam", "fused", "foreach", "capturable")),
@@ -124,27 +124,27 @@ class DeepSpeedFile:
     ignored: list[str] = field(default_factory=list[str])
 
     def get(self, key: str) -> Any:  # noqa: ANN401
-        """The value of a key with an effect; None if it is missing or "auto"."""
+        """Return the value of a key with an effect; None if it is missing or "auto"."""
         value = self.supported.get(key)
         return None if value == AUTO else _normalize(value)
 
     def params(self, key: str) -> dict[str, Any]:
-        """The parameters of the optimizer or schedule, except those that are null or "auto"."""
+        """Return the optimizer's or schedule's parameters that are neither null nor "auto"."""
         section = self.supported.get(key) or {}
         if not isinstance(section, Mapping):
-            raise self.error(key, f"must contain settings, {{...}}, got {section!r}")
+            raise self.error(key, f"must be an object, {{...}}, got {section!r}")
         params = {str(name): _normalize(value) for name, value in section.items()}
         return {name: value for name, value in params.items() if value not in (None, AUTO)}
 
     def batch_size(self, key: str) -> int | None:
-        """A batch size; None if it is missing or "auto"."""
+        """Return a batch size; None if it is missing or "auto"."""
         value = self.get(key)
         if value is None or (isinstance(value, int) and value is not True and value > 0):
             return value
         raise self.error(key, f"must be an integer above 0, got {value!r}")
 
     def error(self, key: str, message: str) -> ConfigError:
-        """An error whose message starts with the key and the file."""
+        """Return an error whose message starts with the key and the file."""
         return ConfigError(f"{key} in {self.origin} {message}")
 
 
@@ -174,7 +174,7 @@ def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
 
 
 def ignored_keys_notice(path: Path) -> str | None:
-    """Notice about keys of a file that have no effect; None if there are none.
+    """Return a notice about keys of a file that have no effect; None if there are none.
 
     Raises:
         ConfigError: the file can't be read, or has a key that is not available.
@@ -184,7 +184,7 @@ def ignored_keys_notice(path: Path) -> str | None:
 
 
 def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
-    """The given sizes; train_batch_size = micro-batch size x accumulation steps x processes."""
+    """Return the sizes; train_batch_size = micro-batch size x accumulation steps x processes."""
     train, micro, accumulation = (file.batch_size(key) for key in BATCH_KEYS)
     if train is None and micro and (accumulation or BATCH_KEYS[0] not in file.supported):
         train = micro * (accumulation or 1) * world
@@ -196,14 +196,14 @@ def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
                 BATCH_KEYS[0],
                 f"is {train}, which is not {BATCH_KEYS[1]} ({micro}) x {BATCH_KEYS[2]}"
                 f" ({accumulation}) x {world} process{'' if world == 1 else 'es'}; remove one of"
-                " the three, or choose sizes that divide",
+                " the three, or choose sizes that agree",
             )
     sizes = {"batch_size": train, "micro_batch_size": micro}
     return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _convert_precision(file: DeepSpeedFile) -> dict[str, Any]:
-    """Data type and loss scale; fp32 if both formats are off."""
+    """Return the data type and loss scale; the type is fp32 if both formats are off."""
     keys = [key for key in ("fp16.enabled", "bf16.enabled") if key in file.supported]
     enabled = [key for key in keys if file.get(key)]
     if len(enabled) == 2:
@@ -219,7 +219,7 @@ def _convert_precision(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _convert_zero(file: DeepSpeedFile) -> dict[str, Any]:
-    """ZeRO stage, offload and the engine's other settings."""
+    """Return the ZeRO stage, offload and the data type of communication."""
     stage = file.get(f"{ZERO}stage")
     if stage is None and any(key.startswith(ZERO) for key in file.supported):
         stage = 0
@@ -241,7 +241,7 @@ def _convert_zero(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _convert_optimizer(file: DeepSpeedFile) -> dict[str, Any]:
-    """The parameters of AdamW, and clipping."""
+    """Return the parameters of AdamW and the clipping threshold."""
     params = file.params("optimizer.params")
     settings: dict[str, Any] = {}
     optimizer_clip = params.pop("max_grad_norm", None)
@@ -257,7 +257,7 @@ def _convert_optimizer(file: DeepSpeedFile) -> dict[str, Any]:
         return settings
     is_adamw = str(name).lower() in ("adam", "adamw") and params.get("adam_w_mode") is not False
     if not is_adamw:
-        raise file.error("optimizer.type", f"{name} is not available; use AdamW")
+        raise file.error("optimizer.type", f"is {name}, which is not available; use AdamW")
     for param, value in params.items():
         required = FIXED_PARAMS.get(param, AUTO)
         if required not in (None, value) and (param in FIXED_PARAMS or not _is_off(value)):
@@ -266,13 +266,14 @@ def _convert_optimizer(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
-    """The schedule with its warm-up and end, which replace another schedule's."""
+    """Return the schedule with its warm-up and final rate, which replace those set before."""
     name = file.get("scheduler.type")
     if name is None:
         return {}
     names = {schedule.lower(): schedule for schedule in DEEPSPEED_SCHEDULES}
     if str(name).lower() not in names:
-        raise file.error("scheduler.type", f"{name} is not available; {suggestion(name, names)}")
+        hint = suggestion(name, names)
+        raise file.error("scheduler.type", f"is {name}, which is not available; {hint}")
     name = names[str(name).lower()]
     params = file.params("scheduler.params")
     params = {key: value for key, value in params.items() if key not in IGNORED_PARAMS}
@@ -299,10 +300,10 @@ _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 
 
 def parse_file(path: Path) -> DeepSpeedFile:
-    """The keys of a DeepSpeed file.
+    """Read a DeepSpeed file and classify its keys.
 
     Raises:
-        ConfigError: the file doesn't exist or is not JSON, or a key is duplicate or unavailable.
+        ConfigError: the file doesn't exist or is not JSON, or a key is duplicated or unavailable.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8-sig")
@@ -323,12 +324,12 @@ def parse_file(path: Path) -> DeepSpeedFile:
         content = json.loads(text, object_pairs_hook=reject_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{path} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for a DeepSpeed configuration") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must contain one JSON object of settings, {{...}}")
+        raise ConfigError(f"{path} must contain a single JSON object, {{...}}")
     file = DeepSpeedFile(str(path))
     _classify_keys(content, file)
     return file
@@ -349,14 +350,14 @@ def _classify_keys(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str 
                 file.ignored.append(name)
         elif name in SECTIONS and value is not False:
             if not isinstance(value, Mapping):
-                raise file.error(name, f"must contain settings, {{...}}, got {value!r}")
+                raise file.error(name, f"must be an object, {{...}}, got {value!r}")
             _classify_keys(value, file, f"{name}.")
         elif not _is_off(value) and value != NEUTRAL.get(name):
             raise file.error(name, f"is not available here; {_suggest_key(name)}")
 
 
 def _is_off(value: object) -> bool:
-    """Whether `value` disables a feature: `{"enabled": false}`, or only neutral values."""
+    """Return whether `value` disables a feature: `{"enabled": false}`, or only neutral values."""
     if isinstance(value, Mapping):
         inner = [value["enabled"]] if "enabled" in value else value.values()
         return all(_is_off(item) for item in inner)

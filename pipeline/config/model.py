@@ -10,7 +10,7 @@ from pipeline.system.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """States that leave the device between uses: less memory, less speed.
+    """Where states are stored between uses; offloading saves device memory but is slower.
 
     On CPUs, results are bitwise identical. On a GPU an offloaded optimizer runs on the host, whose
     kernel rounds differently; offloading gradients and weights doesn't change their bits.
@@ -28,8 +28,7 @@ class OffloadConfig:
     `zero_stage` 3."""
 
     nvme_path: Path | None = None
-    """Directory on a fast local disk for tensors offloaded to nvme; space is reserved at the
-    start."""
+    """Directory on a fast local disk for tensors offloaded to nvme; allocated at startup."""
 
     def __post_init__(self) -> None:
         devices = {"optimizer": self.optimizer, "params": self.params}
@@ -49,14 +48,14 @@ class ZeroConfig:
 
     reduction: Literal["fast", "deterministic"] = "fast"
     """How gradients are summed: fast leaves the order to the collective; deterministic sums
-    micro-batches in a fixed tree, so that results are bitwise independent of the number of
-    processes, a power of two. In steps 1 and 2 the micro-batches, of at most `micro_batch_size`,
-    are then the same for any such number."""
+    micro-batches in a fixed tree, so that results are bit-identical for any number of processes
+    that is a power of two. In steps 1 and 2 the micro-batches, of at most `micro_batch_size`, are
+    then the same for any such number."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Data type in which gradients are sent between processes: bf16 halves the bytes and rounds
-    each gradient; gloo, and NCCL with reduction deterministic, then sum in fp32, otherwise NCCL
-    sums in bf16. Nothing is rounded on the way through shared memory."""
+    """Data type in which gradients are sent between processes: bf16 halves the traffic and rounds
+    each gradient; the sums are then in bf16 with NCCL, but in fp32 with gloo or a deterministic
+    reduction. Gradients that are sent through shared memory are not rounded."""
 
     shared_memory: bool = True
     """Let CPU processes of one machine read each other's memory; false sends everything through the
@@ -93,7 +92,7 @@ class LoraConfig:
     """The update is scaled by alpha / rank, or as the variant specifies."""
 
     variant: AdapterVariant = "lora"
-    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 or more (use_rslora)."""
+    """rslora scales the update by alpha / sqrt(rank), which suits ranks from 64 up (use_rslora)."""
 
     dropout: float = 0.0
     """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""
@@ -132,14 +131,14 @@ class FrozenModelConfig:
     Only for sources you trust; the Hub has older models as safetensors too."""
 
     quantize: Quantize = "none"
-    """Storage of the frozen linear weights of the blocks: nf4 in 4.5 bits each (QLoRA,
-    load_in_4bit), int8 in 8.5, none as loaded. A trained model needs lora for it. Embeddings, norms
-    and heads are not quantized."""
+    """Storage of the frozen linear weights of the blocks: nf4 takes 4.5 bits per weight (QLoRA,
+    load_in_4bit), int8 8.5 bits, and none keeps them as loaded. A trained model needs lora for
+    this. Embeddings, norms and heads are not quantized."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(FrozenModelConfig):
-    """A trained model: where it starts and how it is trained."""
+    """A trained model: its initial weights, and how it is trained."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Sharded states: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
@@ -158,8 +157,8 @@ class TrainedModelConfig(FrozenModelConfig):
 
     kernels: Kernels = "auto"
     """This project's kernels (docs/kernels.md): auto uses those that can be built on this machine,
-    required ends the run if one is missing, off uses PyTorch. They affect memory and speed, and the
-    rounding of attention in bf16 on a CPU."""
+    required stops the run if one is missing, off uses PyTorch. They affect memory and speed, and
+    the rounding of attention in bf16 on a CPU."""
 
     @property
     def peak_lr(self) -> tuple[str, float]:

@@ -13,17 +13,17 @@ from pipeline.system.errors import require, suggestion
 
 
 def constant(_progress: float) -> float:
-    """The peak rate (transformers' constant_with_warmup)."""
+    """Return 1: the rate stays at its peak, as with transformers' constant_with_warmup."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """1 - p (transformers)."""
+    """Decay linearly from 1 to 0, as in transformers."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """(1 + cos(pi p)) / 2: half a wave, from 1 to 0 (transformers)."""
+    """Decay from 1 to 0 over half a cosine period, (1 + cos(pi p)) / 2, as in transformers."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -35,8 +35,8 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": constant,
     "constant_with_warmup": constant,
 }
-"""Functions by the name in `optim.schedule`. As in DeepSpeed-Chat, a cosine with restarts has one
-cycle and a polynomial the power 1, the defaults of transformers."""
+"""Schedules by their name in `optim.schedule`. As in DeepSpeed-Chat, cosine_with_restarts has one
+cycle and polynomial has the power 1, which are the defaults of transformers."""
 
 IGNORE_FINAL_RATIO = ("constant", "constant_with_warmup")
 """Schedules that ignore `final_lr_ratio`."""
@@ -53,14 +53,14 @@ class OptimConfig:
     """Decay rates of Adam's first and second moment."""
 
     eps: float = 1e-8
-    """Added to Adam's denominator."""
+    """Term added to Adam's denominator for numerical stability."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay; biases, norms and other one-dimensional weights are exempt."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
-    """How AdamW keeps its two moments between steps: fp32, 8 bytes for each trained weight; or
-    bf16, 4. The step itself is in fp32."""
+    """Data type in which AdamW stores its two moments between steps: fp32 takes 8 bytes per trained
+    weight, bf16 takes 4. The step itself is computed in fp32."""
 
     schedule: str = "cosine"
     """Learning-rate schedule (lr_scheduler_type): linear, cosine, cosine_with_restarts, polynomial,
@@ -81,10 +81,10 @@ class OptimConfig:
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
 
     def lr_factor(self, step: int, *, total_steps: int) -> float:
-        """Fraction of the peak learning rate at applied step `step` (from 0).
+        """Return the fraction of the peak learning rate at applied step `step`, counted from 0.
 
-        A linear warm-up, then the schedule, scaled to end at `final_lr_ratio`. The warm-up, of W
-        steps, is one step ahead of transformers': its first step uses 1 / W of the peak, not 0.
+        A linear warm-up precedes the schedule, which is scaled to end at `final_lr_ratio`. The
+        warm-up, of W steps, starts at 1 / W of the peak: it is one step ahead of transformers'.
         """
         warmup = self.warmup_steps
         if warmup is None:
@@ -103,7 +103,8 @@ class OptimConfig:
         )
         require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
         require(
-            self.weight_decay >= 0, f"optim.weight_decay must not be below 0: {self.weight_decay}"
+            self.weight_decay >= 0,
+            f"optim.weight_decay must not be below 0, got {self.weight_decay}",
         )
         require(
             0 <= self.warmup_ratio < 1,
@@ -141,23 +142,23 @@ class LossScaleConfig:
     """Loss scaling of fp16, with DeepSpeed's names; no effect in other precisions."""
 
     loss_scale: float = 0.0
-    """A fixed factor of the loss; 0 uses dynamic loss scaling."""
+    """Fixed loss scale; 0 uses dynamic loss scaling."""
 
     initial_scale_power: int = 16
     """The dynamic scale starts at 2 to this power."""
 
     loss_scale_window: int = 1000
-    """Consecutive good steps, after the first one, that double the dynamic scale."""
+    """Consecutive steps without overflow, after a first one, that double the dynamic scale."""
 
     hysteresis: int = 2
-    """Overflow at which the dynamic scale is halved: by default the second, then every further one
-    until the scale is doubled again."""
+    """The dynamic scale is first halved at this overflow, by default the second; every further one
+    halves it again, until it has been doubled."""
 
     consecutive_hysteresis: bool = False
-    """Count only consecutive overflows: every good step resets the count of `hysteresis`."""
+    """Count only consecutive overflows: a step without overflow resets the `hysteresis` count."""
 
     min_loss_scale: float = 1.0
-    """The dynamic scale never falls below this; another overflow there ends the training."""
+    """The dynamic scale never falls below this value; an overflow at this value stops training."""
 
     def __post_init__(self) -> None:
         require(

@@ -15,9 +15,9 @@ class ParallelConfig:
     """How the processes of a step share the models that it trains."""
 
     replicas: int = 1
-    """Copies of the sharded models (HSDP, hybrid sharding): each is kept by 1/replicas of the
-    processes, adjacent in rank, which shard states by `zero_stage` among themselves only, and
-    gradients are summed over the copies; 1 shards over all."""
+    """Copies of the sharded models (HSDP, hybrid sharding): each is sharded by `zero_stage` over
+    1/replicas of the processes, adjacent in rank, and gradients are summed over the copies; 1
+    shards over all processes."""
 
     pp: int = 1
     """Pipeline stages (pipeline_model_parallel_size): each has some of the model's blocks, on 1/pp
@@ -28,7 +28,7 @@ class ParallelConfig:
     rank, share the attention heads and the width of the MLPs of each layer; 1 shards no layer."""
 
     sequence: bool = True
-    """With `tp`: shard hidden states between the sharded layers, and norms, by tokens
+    """With `tp`, shard the norms and the hidden states between the sharded layers by token
     (sequence_parallel); false replicates them."""
 
     micro_batches: int | None = None
@@ -78,14 +78,14 @@ class ParallelConfig:
             )
 
     def num_pipelines(self, processes: int) -> int:
-        """Number of processes, or model-parallel groups, that have different rows."""
+        """Return the number of processes, or model-parallel groups, with different rows."""
         return max(1, processes // (self.pp * self.tp))
 
     def check_model(self, role: str, model: TrainedModelConfig) -> None:
         """Raise if a model-parallel group can't train the model with these settings.
 
         Raises:
-            ConfigError: a setting does not allow it; the message has the fix.
+            ConfigError: a setting prevents it; the message contains the fix.
         """
         require(
             self.pp == 1 or model.zero_stage < 3,

@@ -1,6 +1,6 @@
-"""Settings that every step has, and the description of a step's work on each process.
+"""Settings that every step has, and the description of a step's workload on each process.
 
-Memory, time and the plan are computed from the description (`StepConfig.workload`).
+Memory, time and the plan are computed from the workload (`StepConfig.workload`).
 """
 
 import importlib.util
@@ -41,13 +41,13 @@ class ModelUse:
     """Passes without gradients over each row of an iteration, before training on it."""
 
     text_length: int | None = None
-    """Tokens per text that it is also trained on, in separate passes; None without texts."""
+    """Tokens per text if the model also trains on texts, in separate passes; otherwise None."""
 
     keeps_average: bool = False
     """Whether a moving average of its weights is kept, next to the optimizer's states."""
 
     host_copies: int = 0
-    """Number of copies of its weights in host memory: of the best evaluation, and of the start."""
+    """Number of copies of weights in host memory: the best ones, and the initial ones."""
 
     @property
     def is_trained(self) -> bool:
@@ -104,7 +104,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step's work on the process that has the most."""
+    """A step's workload on its busiest process."""
 
     world: int
     """Number of processes."""
@@ -116,7 +116,7 @@ class Workload:
     """Models in loading order; the main model of the step precedes other trained ones."""
 
     iteration_rows: int
-    """Responses per rollout, or rows per optimizer step if there is none; over all processes."""
+    """Responses per rollout, or rows per optimizer step without rollouts, over all processes."""
 
     batch_size: int
     """Rows per optimizer step, over all processes."""
@@ -130,7 +130,7 @@ class Workload:
     """Length of the longest sequence, in tokens."""
 
     targets: int
-    """Maximum number of tokens per sequence in a loss."""
+    """Maximum number of tokens per sequence that enter a loss."""
 
     generation: Generation | None = None
 
@@ -260,7 +260,7 @@ class StepConfig(ABC):
     """Settings of each method, by its name; empty for a step without methods."""
 
     MINIMUMS: ClassVar[Mapping[str, str]] = {}
-    """Pairs of settings: if an option sets the second, the first is raised to at least that."""
+    """Pairs of settings: if an option sets the second, it is the minimum of the first."""
 
     output_dir: Path
     """Directory for config.yaml, metrics.jsonl and the model."""
@@ -271,7 +271,7 @@ class StepConfig(ABC):
     """Seed of the data order, sampling and new weights."""
 
     max_steps: int | None = None
-    """Optimizer steps (iterations in step 3); null runs `epochs`."""
+    """Optimizer steps (iterations in step 3); null trains for `epochs`."""
 
     epochs: float = 1.0
     """Passes over the training rows (num_train_epochs) if `max_steps` is null."""
@@ -286,19 +286,19 @@ class StepConfig(ABC):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     threads: int | None = None
-    """CPU threads per process; null uses RLHF_THREADS, else one per core of its
-    share. Another number may change rounding."""
+    """CPU threads per process; null uses RLHF_THREADS, or else one per core of the process's share.
+    A different number may change rounding."""
 
     tf32: bool = False
     """Multiply fp32 matrices on GPUs in TF32, which has a 10-bit mantissa."""
 
     timeout_seconds: float = 1800.0
-    """If a process keeps the others waiting for this long, it is named and the step ends; must
-    exceed the longest time that one process works alone."""
+    """If a process keeps the others waiting for this long, the step stops with an error that names
+    it; must exceed the longest time that one process works alone."""
 
     eval_every: int | None = None
-    """Steps between evaluations; null chooses, with up to 10 evaluations per run in at most 8 % of
-    its work; 0 only evaluates before and after."""
+    """Steps between evaluations; null evaluates up to 10 times per run, at a cost of at most 8 % of
+    training; 0 evaluates only before and after training."""
 
     keep_best: bool = True
     """Export the weights of the best evaluation, at the cost of a copy in host memory; false
@@ -311,14 +311,14 @@ class StepConfig(ABC):
     """Destinations of metrics in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow."""
 
     save_every: int | str | None = "15m"
-    """Time between checkpoints, such as 90s or 2h, or steps (save_steps); null saves only when a
-    signal ends the run."""
+    """Time between checkpoints, such as 90s or 2h, or a number of steps (save_steps); null saves
+    only when a signal stops the run."""
 
     keep_last: int = 2
-    """Checkpoints kept (save_total_limit), at least 2."""
+    """Number of checkpoints that are kept (save_total_limit), at least 2."""
 
     resume: bool = False
-    """Continue from the newest checkpoint that verifies; start from scratch if there is none."""
+    """Continue from the newest intact checkpoint; start from scratch if there is none."""
 
     def __post_init__(self) -> None:
         counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")
@@ -335,7 +335,7 @@ class StepConfig(ABC):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        """Settings, by dotted name, that follow from several train.py options or other settings."""
+        """Return settings, by dotted name, that several train.py options or settings imply."""
         return {}
 
     @property
@@ -344,7 +344,7 @@ class StepConfig(ABC):
         return frozenset()
 
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
-        """The models that the step loads, by the field that names them."""
+        """Return the models that the step loads, by the name of their field."""
         models = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             role: model
@@ -365,7 +365,7 @@ class StepConfig(ABC):
         return RowColumns()
 
     def choose_rows(self, train: Any, held_out: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        """The step's training and evaluation examples of the kind it learns from.
+        """Return the training and evaluation examples of the kind that the step learns from.
 
         Raises:
             DataError: there are no such examples, or none can be trained on.
@@ -386,7 +386,7 @@ class StepConfig(ABC):
 
     @abstractmethod
     def workload(self, world: int) -> Workload:
-        """The work of the step on each process."""
+        """Return the step's workload on each process."""
 
     def require_trackers(self) -> None:
         """Raise ConfigError if the package of a tracker is not installed."""
@@ -405,7 +405,7 @@ class StepConfig(ABC):
         return any(model.zero.reduction == "deterministic" for model in trained)
 
     def workload_of_rows(self, model: TrainedModelConfig, world: int) -> Workload:
-        """The work of a step in which one language model trains on rows of `max_length` tokens."""
+        """Return the workload of training one language model on rows of `max_length` tokens."""
         return Workload(
             world=world,
             parallel=self.parallel,
@@ -425,7 +425,7 @@ class StepConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping(StepConfig):
-    """Settings of a step that may end before its last optimizer step."""
+    """Settings of a step that may stop before its last optimizer step."""
 
     patience: int | None = None
     """Stop after this many evaluations without improvement; null never stops early."""
@@ -438,7 +438,7 @@ class EarlyStopping(StepConfig):
         )
         require(
             self.patience is None or self.eval_every != 0,
-            "patience counts evaluations: eval_every must not be 0",
+            "patience counts evaluations, so eval_every must not be 0",
         )
 
 
@@ -454,6 +454,6 @@ CHANGEABLE_SETTINGS = (
 
 
 def affects_result(name: str) -> bool:
-    """Whether the setting of this dotted name affects a run's result."""
+    """Return whether the setting with this dotted name affects a run's result."""
     is_changeable = any(fnmatch(name, pattern) for pattern in CHANGEABLE_SETTINGS)
     return not is_changeable or name.endswith(".zero.reduce_dtype")

@@ -1,4 +1,4 @@
-"""A child process whose end and interruption are reported to the parent exactly once."""
+"""A child process whose exit and interruption are reported to the parent exactly once."""
 
 import os
 import signal
@@ -17,10 +17,10 @@ SIGNALS = (*INTERRUPTS, *STOP_SIGNALS)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a child ended."""
+    """How a child exited."""
 
     code: int
-    """Exit code; -n if the child was ended by signal n."""
+    """Exit code; -n if the child was killed by signal n."""
 
     signal_received: signal.Signals | None = None
     """The signal that this process received meanwhile: Ctrl-C, a closed terminal, a scheduler's."""
@@ -30,7 +30,7 @@ class ExitStatus:
     when it started the child."""
 
     ran_out_of_memory: bool = field(default=False, compare=False)
-    """Whether memory ran out, shown by the child's own error or the kernel's signal."""
+    """Whether memory ran out, as shown by the child's own error or the kernel's signal."""
 
 
 def run_child(
@@ -49,7 +49,7 @@ def run_child(
     kills = count_memory_kills()
 
     def send(number: int) -> None:
-        # Popen.send_signal() would reap a child that has ended, so that wait4() fails.
+        # Popen.send_signal() would reap a child that has exited, so that wait4() fails.
         if child is not None and child.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number if number in STOP_SIGNALS else signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Runs a module on several machines, as the `deepspeed` command does, with torchrun on each.
+"""Run a module on several machines, as the `deepspeed` command does, with torchrun on each.
 
     python -m pipeline.launch.cluster --hostfile hosts -m step1_sft.train --config my.yaml
 
@@ -68,7 +68,7 @@ def run_over_ssh(step: Sequence[str], layout: Layout, deployment: Deployment) ->
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
-    """The options, and the module with its settings from `-m` on.
+    """Return the launcher's options, and the words from `-m` on: the module and its settings.
 
     `--help` prints and exits with code 0.
 
@@ -80,7 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
         _Options,
         argv[:index],
         usage="python -m pipeline.launch.cluster [OPTION ...] -m MODULE [SETTING ...]",
-        about="Run a module on several machines, torchrun on each.",
+        about="Run a module on several machines, with torchrun on each.",
     )
     step = list(argv[index:])
     require(

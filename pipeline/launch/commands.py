@@ -23,23 +23,23 @@ MISSING_REASONS = {
     " machines share at the same path",
     NO_PYTHON: "does not have this Python; install the same environment at the same path",
 }
-"""Clauses that follow the name of such a machine."""
+"""Error messages for these codes, which follow the name of the machine."""
 
 
 def step_command(
     module: str, config_file: Path, layout: Layout, deployment: Deployment
 ) -> list[str]:
-    """The command line on this machine that runs a step."""
+    """Return the command line on this machine that runs a step."""
     return launch_command(step_arguments(module, config_file), layout, deployment)
 
 
 def step_arguments(module: str, config_file: Path) -> list[str]:
-    """Arguments of a step's command line after Python or torchrun."""
+    """Return the arguments of a step's command line after Python or torchrun."""
     return ["-m", module, "--config", str(config_file)]
 
 
 def launch_command(step: Sequence[str], layout: Layout, deployment: Deployment) -> list[str]:
-    """The command line on this machine that runs `-m module ...` on all machines."""
+    """Return the command line on this machine that runs `-m module ...` on all machines."""
     match layout.launcher:
         case "process":
             return [sys.executable, *step]
@@ -58,12 +58,12 @@ def launch_command(step: Sequence[str], layout: Layout, deployment: Deployment) 
 
 
 def node_command(step: Sequence[str], layout: Layout, rank: int) -> list[str]:
-    """The command line that runs the processes on one of several machines."""
+    """Return the command line that runs the processes on one of several machines."""
     return _torchrun_command(step, layout.hosts[rank], _rendezvous_options(layout, rank))
 
 
 def _rendezvous_options(layout: Layout, rank: int | str) -> list[str]:
-    """Torchrun's rendezvous options for machine number `rank`."""
+    """Return torchrun's rendezvous options for machine number `rank`."""
     return [
         *("--nnodes", str(len(layout.hosts)), "--node-rank", str(rank)),
         *("--master-addr", layout.address, "--master-port", str(layout.port)),
@@ -71,9 +71,9 @@ def _rendezvous_options(layout: Layout, rank: int | str) -> list[str]:
 
 
 def srun_command(step: Sequence[str], layout: Layout) -> list[str]:
-    """The command line with which SLURM starts torchrun once on each machine of the allocation.
+    """Return the command line with which SLURM starts torchrun once per allocated machine.
 
-    srun labels the output by machine, forwards signals, names a failed task, and ends all others.
+    srun labels the output by machine, forwards signals, names a failed task, and stops the others.
     """
     rank = "$SLURM_NODEID"
     words = _torchrun_command(step, layout.hosts[0], _rendezvous_options(layout, rank))
@@ -88,9 +88,9 @@ def srun_command(step: Sequence[str], layout: Layout) -> list[str]:
 def host_command(
     command: Sequence[str], host: Host, layout: Layout, deployment: Deployment
 ) -> list[str]:
-    """The command line on this machine that runs another command on a host, by ssh or srun.
+    """Return the command line on this machine that runs another on a host, by ssh or srun.
 
-    It runs there in the directory of the same name, with this repository's packages on its path.
+    The host runs it in the same directory, with this repository's packages on PYTHONPATH.
     """
     shell_command = shell_line(command)
     if layout.launcher == "slurm":
@@ -102,7 +102,7 @@ def host_command(
 
 
 def shell_line(command: Sequence[str]) -> str:
-    """The line for another machine's shell that runs a command in this directory."""
+    """Return the line for another machine's shell that runs a command in this directory."""
     python = shlex.quote(sys.executable)
     return (
         f"cd {shlex.quote(str(Path.cwd()))} || exit {NO_DIRECTORY};"
@@ -112,7 +112,7 @@ def shell_line(command: Sequence[str]) -> str:
 
 
 def non_default_options(deployment: Deployment) -> list[str]:
-    """Command-line words of launcher options that differ from the defaults, except `no_check`."""
+    """Return launcher options that differ from their defaults, except `no_check`, as words."""
     words: list[str] = []
     for option in fields(Deployment):
         value = getattr(deployment, option.name)
@@ -123,7 +123,7 @@ def non_default_options(deployment: Deployment) -> list[str]:
 
 
 def step_environment(layout: Layout, deployment: Deployment) -> Mapping[str, str]:
-    """The environment of the command on this machine, with our packages first on its path.
+    """Return the command's environment on this machine, with our packages first on its path.
 
     The path excludes the working directory, where a folder may have the same name as one of them.
     """
@@ -140,9 +140,9 @@ def step_environment(layout: Layout, deployment: Deployment) -> Mapping[str, str
 
 
 def list_devices(host: Host, deployment: Deployment) -> list[str]:
-    """The GPUs used by a host's processes, as named by `list_gpus`, if the host is this machine.
+    """Return the GPUs that a host's processes use, as named by `list_gpus`; empty without any.
 
-    Empty if it has none.
+    The host must be this machine.
     """
     if deployment.host_filter or not host.has_first_slots:
         return [str(slot) for slot in host.slots] if list_gpus(hidden=True) else []
@@ -150,7 +150,7 @@ def list_devices(host: Host, deployment: Deployment) -> list[str]:
 
 
 def visible_devices(host: Host) -> Mapping[str, str]:
-    """The environment variable that restricts a process to the devices in use on a host."""
+    """Return the environment variable that restricts a process to the host's chosen devices."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) for slot in host.slots)}
 
 

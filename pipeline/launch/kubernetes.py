@@ -1,7 +1,7 @@
-"""The manifest of a JobSet of Kubernetes, whose pods run the steps together.
+"""The manifest of a Kubernetes JobSet, whose pods run the steps together.
 
 All pods run the same command: `multi_node` reads a pod's rank from its completion index. They
-rendezvous at the first pod's name in the headless service that JobSet makes.
+rendezvous at the first pod's name in the headless service that JobSet creates.
 """
 
 import re
@@ -17,7 +17,7 @@ MOUNT = "/volume"
 
 
 def job_set_manifest(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
-    """The manifest in YAML, named after the output directory; `options` are those of `train.py`."""
+    """Return the manifest, named after `out`, as YAML; `options` are those of `train.py`."""
     slug = re.sub("[^a-z0-9]+", "-", f"rlhf {out.name}".lower())
     name = slug[:40].strip("-")  # names of pods, which are longer, are limited to 63 characters
     first_pod = f"{name}-nodes-0-0.{name}"

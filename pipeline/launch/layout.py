@@ -6,7 +6,7 @@ A host file has DeepSpeed's format, one machine per line with its slots (usually
     worker-1 slots=8
 
 `--include worker-0@worker-1:0,2` takes all slots of worker-0 and two of worker-1, `--exclude` takes
-all it does not name, and `4-7` is `4,5,6,7`.
+all slots that it does not name, and `4-7` is `4,5,6,7`.
 """
 
 import os
@@ -22,7 +22,7 @@ from pipeline.launch.local import CPU_PROCESSES, count_processes, list_gpus
 from pipeline.system.errors import ConfigError, require, suggestion
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
-"""ssh without a password prompt, which detects a lost connection within a minute."""
+"""ssh without a password prompt; it detects a lost connection within a minute."""
 
 RESTRICTED_OPTIONS = (
     (("hostfile", "master_addr", "master_port"), "multi_node"),
@@ -31,14 +31,14 @@ RESTRICTED_OPTIONS = (
     (("include", "exclude"), "single_node or multi_node"),
     (("num_gpus",), "single_node, multi_node, ray or kubernetes"),
 )
-"""Options for some types of deployment only."""
+"""Options that only some types of deployment accept."""
 
 EXCLUSIVE_OPTIONS = (
     ("include", "exclude"),
     *((name, other) for name in ("include", "exclude") for other in ("num_gpus", "num_nodes")),
     *((name, "num_processes") for name in ("include", "exclude", "num_gpus")),
 )
-"""Pairs of options that exclude each other."""
+"""Pairs of mutually exclusive options."""
 
 PORT = 29500
 """Default rendezvous port, as with torchrun and DeepSpeed."""
@@ -46,7 +46,7 @@ PORT = 29500
 HOST_LINE = re.compile(r"(?P<name>[\w.@\[\]:%][\w.@\[\]:%-]*)\s+slots=(?P<slots>[1-9]\d*)")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 NODE_PATTERN = r"[\w.-]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][\w.-]*)?"
-"""One part of SLURM's list of names."""
+"""One item of SLURM's node list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,36 +57,36 @@ class Deployment:
         "single_gpu"
     )
     """One process, on the GPU if there is one; one process per GPU of this machine; several
-    machines, by --hostfile or inside a SLURM allocation; the nodes of a Ray cluster; or the pods of
-    a Kubernetes JobSet, for which only the manifest is written: OUTPUT_DIR/jobset.yaml."""
+    machines, from --hostfile or a SLURM allocation; the nodes of a Ray cluster; or the pods of a
+    Kubernetes JobSet, for which only the manifest is written: OUTPUT_DIR/jobset.yaml."""
 
     image: str | None = None
-    """Container image of kubernetes, in which this package is installed."""
+    """Container image for kubernetes, with this package installed."""
 
     volume: str | None = None
-    """PersistentVolumeClaim of kubernetes, mounted as the working directory of all pods."""
+    """PersistentVolumeClaim for kubernetes, mounted as the working directory of all pods."""
 
     num_processes: int | None = None
-    """Processes of single_node. By default one per GPU, or 2 without a GPU."""
+    """Number of processes for single_node; by default one per GPU, or 2 without a GPU."""
 
     hostfile: Path | None = None
-    """Machines of multi_node in DeepSpeed's format, `worker-0 slots=8` per line. ssh must reach
-    each without a password, and each must have the same files at the same paths."""
+    """Machines for multi_node in DeepSpeed's format, such as `worker-0 slots=8`, one per line. ssh
+    must reach each without a password, and each must have the same files at the same paths."""
 
     include: str | None = None
-    """Hosts and slots to use: worker-0@worker-1:0,2 has all slots of worker-0 and two of worker-1.
+    """Hosts and slots to use: worker-0@worker-1:0,2 is all slots of worker-0 and two of worker-1.
     With single_node, GPUs of this machine: localhost:0,2."""
 
     exclude: str | None = None
     """Hosts and slots to exclude, written as for --include."""
 
     num_nodes: int | None = None
-    """Number of machines of multi_node (the first ones) or nodes of ray, by default all; or of pods
-    of kubernetes, which needs it."""
+    """Number of machines for multi_node (the first ones) or nodes for ray, by default all; or of
+    pods for kubernetes, which requires it."""
 
     num_gpus: int | None = None
-    """Number of processes on each machine, from each host's first slot, or in each pod, with a GPU
-    each. Processes of ray use a CPU each in a cluster without GPUs."""
+    """Number of processes, with one GPU each, on each machine (from its first slot) or in each pod.
+    With ray in a cluster without GPUs, each process uses one CPU."""
 
     master_addr: str | None = None
     """Address of the first machine, for the rendezvous. By default the first host's name."""
@@ -141,7 +141,7 @@ class Deployment:
 
 
 def option_name(name: str) -> str:
-    """The spelling of an option: --num-gpus for `num_gpus`."""
+    """Return the spelling of an option: `--num-gpus` for `num_gpus`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -150,7 +150,7 @@ class Host:
     """One machine."""
 
     name: str
-    """Host name, as ssh takes it."""
+    """Host name, as passed to ssh."""
 
     slots: tuple[int, ...]
     """Devices used on the host, one process each, in order."""
@@ -179,11 +179,11 @@ class Layout:
     port: int = PORT
 
     rank: int = 0
-    """Number of this pod."""
+    """Rank of this pod."""
 
     @property
     def processes(self) -> int | None:
-        """Number of processes of the step; None for one without torchrun."""
+        """Number of processes of the step; None for a single one without torchrun."""
         return None if self.launcher == "process" else sum(len(host.slots) for host in self.hosts)
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ def resolve_layout(deployment: Deployment, environment: Mapping[str, str] = os.e
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host's name is that of this machine."""
+    """Return whether a host's name is that of this machine."""
     hostname = socket.gethostname()
     return name in (*THIS_MACHINE, hostname, hostname.partition(".")[0])
 
@@ -340,7 +340,7 @@ def select_hosts(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> list[Host]:
-    """The hosts and slots that the options select, in the order of the file.
+    """Return the hosts and slots that the options select, in the order of the file.
 
     Raises:
         ConfigError: an option is malformed, names an unknown host or slot, or leaves nothing.
@@ -372,7 +372,7 @@ def select_hosts(
 
 
 def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
-    """Slots by host in the notation `worker-0@worker-1:0,2`."""
+    """Parse the notation `worker-0@worker-1:0,2` into slots by host."""
     known = {host.name: host for host in hosts}
     selected: dict[str, tuple[int, ...]] = {}
     for part in text.split("@"):
@@ -393,8 +393,8 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str,
             missing = sorted(numbers - set(host.slots))
             require(
                 not missing and bool(numbers),
-                f"{option} {text}: {name} has no slot {missing[0] if missing else slots}, only"
-                f" {len(host.slots)} of them{f' ({host.location})' if host.location else ''}",
+                f"{option} {text}: {name} has no slot {missing[0] if missing else slots}; it has"
+                f" {len(host.slots)} slots{f' ({host.location})' if host.location else ''}",
             )
             chosen = tuple(sorted(numbers))
         selected[name] = chosen

@@ -29,7 +29,7 @@ PLANNED = "RLHF_PLANNED"
 
 
 def count_processes(requested: int | None, *, option: str = "--num-processes") -> int:
-    """Processes per step on one node: as requested by `option`, else one per GPU, else 2.
+    """Return the number of processes on a node: `requested`, or else one per GPU, or else 2.
 
     Raises:
         ConfigError: there are more processes than GPUs.
@@ -41,7 +41,7 @@ def count_processes(requested: int | None, *, option: str = "--num-processes") -
 
 
 def list_gpus(*, hidden: bool = False) -> list[str]:
-    """Indices or names of the GPUs that this process may use, or of all if `hidden`."""
+    """Return indices or names of the GPUs that this process may use, or of all if `hidden`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
         return [gpu for name in visible.split(",") if (gpu := name.strip()) not in ("", "-1")]
@@ -62,7 +62,7 @@ class Gpu(NamedTuple):
 
 
 def query_gpus() -> list[Gpu]:
-    """The GPUs of this machine, visible to this process or not; empty without nvidia-smi."""
+    """Return the machine's GPUs, visible to this process or not; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
@@ -76,5 +76,5 @@ def query_gpus() -> list[Gpu]:
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of this machine that remote processes also get."""
+    """Return the environment variables of this machine that remote processes also get."""
     return {name: value for name, value in environment.items() if FORWARDED.fullmatch(name)}

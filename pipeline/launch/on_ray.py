@@ -1,4 +1,4 @@
-"""Runs a step on the nodes of a Ray cluster, torchrun on each.
+"""Run a step on the nodes of a Ray cluster, with torchrun on each.
 
 A placement group reserves the nodes. An actor on each node starts `pipeline.launch.remote`, as ssh
 does, and forwards its standard streams and its exit code.
@@ -57,17 +57,17 @@ def _reserve_nodes(layout: Layout) -> list[Any]:
     group = placement_group([{device: number}] * len(layout.hosts), strategy="STRICT_SPREAD")
     if not group.wait(TIMEOUT_SECONDS):
         print_notice(
-            f"waiting for {len(layout.hosts)} nodes of Ray with {number} free {device} each"
+            f"waiting for {len(layout.hosts)} Ray nodes with {number} or more free {device}s"
         )
         ray.get(group.ready())
-    # By value, since the Python of the cluster may have no other package than Ray.
+    # By value, since the Python of the cluster may have no package other than Ray.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     return [
         ray.remote(_Node)
         .options(
             **{f"num_{device.lower()}s": number},
             max_concurrency=2,  # `read`, and all other calls
-            # `remote` ends its command when the actor is gone; Ray would kill `remote` alone.
+            # `remote` stops its command when the actor is gone; Ray would kill `remote` alone.
             runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
         )
@@ -80,7 +80,7 @@ class _Node:
     """The actor on a node."""
 
     def find_address(self) -> tuple[str, int]:
-        """The address of the node, and a port that is free there."""
+        """Return the address of the node, and a port that is free there."""
         with socket.socket() as server:
             server.bind(("", 0))
             return ray.util.get_node_ip_address(), server.getsockname()[1]
@@ -92,11 +92,11 @@ class _Node:
         self.process: Any = subprocess.Popen(command, **options)
 
     def write(self, data: bytes) -> None:
-        """Write to its standard input."""
+        """Write to the command's standard input."""
         os.write(self.process.stdin.fileno(), data)
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Its output with the stream's index, 0 or 1; then its exit code."""
+        """Yield output with its stream's index, 0 or 1; finally, the exit code."""
         streams = [self.process.stdout, self.process.stderr]
         unfinished = list(streams)
         while unfinished:

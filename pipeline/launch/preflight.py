@@ -1,4 +1,4 @@
-"""Checks all machines of a job before it starts.
+"""Check all machines of a job before it starts.
 
 Each machine runs `python -m pipeline.launch.preflight FILE`, which prints one line of JSON.
 """
@@ -23,7 +23,7 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.installation import OWN_PACKAGES, ROOT
 
 TIMEOUT_SECONDS = 30.0
-"""Seconds for a machine to reply; starting Python from a slow file system takes time."""
+"""Time limit for a machine's reply; starting Python from a slow file system takes time."""
 
 MAX_USED_FRACTION = 0.1
 """Fraction of used GPU memory above which another job is assumed to use the GPU."""
@@ -49,7 +49,7 @@ class Machine:
 
 
 def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> None:
-    """Check the machines; pods, which have one image and one volume, are not checked.
+    """Check the machines; pods are not checked, since they share one image and one volume.
 
     Args:
         layout: the machines.
@@ -90,7 +90,7 @@ def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> N
 
 
 def _probe(host: Host, command: Sequence[str]) -> Machine | str:
-    """The report of a machine, or the reason for a missing one and its fix."""
+    """Return a machine's report, or the reason why there is none and how to fix it."""
     location = f" ({host.location})" if host.location else ""
     manual = f"`{' '.join(command[:-1])} true`"
     try:
@@ -103,9 +103,7 @@ def _probe(host: Host, command: Sequence[str]) -> Machine | str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return (
-            f"{host.name}{location} has not answered within {TIMEOUT_SECONDS:.0f} s; try {manual}"
-        )
+        return f"{host.name}{location} did not reply within {TIMEOUT_SECONDS:.0f} s; try {manual}"
     for line in result.stdout.splitlines():
         if line.startswith(REPORT_PREFIX):
             values = json.loads(line.removeprefix(REPORT_PREFIX))
@@ -130,7 +128,7 @@ def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine)
         if version != other.versions[name]:
             yield (
                 f"{name} is {version} on {host.name} and {other.versions[name]} on {first.name};"
-                " install the same on all machines"
+                " install the same version on all machines"
             )
 
 
@@ -147,7 +145,7 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
         if gpu.used_mib > MAX_USED_FRACTION * gpu.total_mib:
             yield (
                 f"GPU {slot} of {host.name} has {gpu.used_mib / 1024:.1f} of"
-                f" {gpu.total_mib / 1024:.0f} GiB in use; stop that job, or exclude the GPU with"
+                f" {gpu.total_mib / 1024:.0f} GiB in use; stop its other job, or exclude it with"
                 f" --exclude {host.name}:{slot}"
             )
 
@@ -164,7 +162,7 @@ def main(marker: Path) -> None:
 
 
 def _code_hash() -> str:
-    """SHA-256 of the code of this repository."""
+    """Return a short SHA-256 of this repository's code."""
     digest = hashlib.sha256()
     files = [ROOT / "train.py"]
     for package in OWN_PACKAGES:

@@ -14,14 +14,14 @@ from pipeline.launch.local import CPU_PROCESSES
 from pipeline.system.errors import EXIT_FAILED, ConfigError, require
 
 TIMEOUT_SECONDS = 10.0
-"""Seconds to connect, and to wait for free nodes before a message."""
+"""Time limit for connecting, and for free nodes before a notice is printed."""
 
 NODE_LOST = "the node was lost; --resume continues on the nodes that remain"
 
 
 @contextmanager
 def ray_connection() -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS, else to that of this machine, or raise ConfigError."""
+    """Connect to the cluster at RAY_ADDRESS, or else this machine's; ConfigError if none."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
     try:
@@ -49,7 +49,7 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
-    """The number of nodes and of processes on each: as given, else all that the cluster has."""
+    """Return the number of nodes and of processes on each: as given, else all that exist."""
     with ray_connection():
         resources = [
             node["Resources"]
@@ -59,11 +59,11 @@ def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
     device = process_resource(resources)
     counts = sorted((int(node.get(device, 0)) for node in resources), reverse=True)
     counts = [count for count in counts if count >= (processes or 1)][:nodes]
-    require(bool(counts), f"no node of the Ray cluster has {processes or 1} {device}s")
+    require(bool(counts), f"no node of the Ray cluster has {processes or 1} or more {device}s")
     max_processes = counts[-1] if device == "GPU" else min(counts[-1], CPU_PROCESSES)
     return nodes or len(counts), processes or max_processes
 
 
 def process_resource(resources: Sequence[Mapping[str, float]]) -> str:
-    """The resource of one process: a GPU, or a CPU in a cluster without GPUs."""
+    """Return the resource of one process: a GPU, or a CPU in a cluster without GPUs."""
     return "GPU" if any(node.get("GPU") for node in resources) else "CPU"

@@ -1,9 +1,9 @@
-"""Runs one command on each of several machines, forwards output, and ends all when one fails.
+"""Run one command on each of several machines, forward output, and stop all when one fails.
 
 On each machine `python -m pipeline.launch.remote COMMAND ...` runs the command. It reads its
 standard input: first a line of JSON, with variables for the command's environment; then lines with
 the name of a signal for the command, or empty ones, which show that the launcher is alive. If the
-launcher or the connection is lost, the command is ended, so that no process is left behind.
+launcher or the connection is lost, the command is stopped, so that no process is left behind.
 """
 
 import json
@@ -27,16 +27,16 @@ from pipeline.launch.commands import MISSING_REASONS
 from pipeline.system.signals import STOP_SIGNALS
 
 HEARTBEAT_SECONDS = 10.0
-"""Seconds between two lines to a remote process."""
+"""Seconds between two heartbeat lines to a remote process."""
 
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a line after which a remote process assumes that the launcher is lost."""
 
 FAILURE_GRACE_SECONDS = 15.0
-"""Seconds for the other machines to end after a failure, before they get a signal."""
+"""Seconds for the commands on other machines to exit after a failure, before they are signalled."""
 
 GRACE_SECONDS = 30.0
-"""Seconds for a command to end after a signal, before it or the connection is ended."""
+"""Seconds for a command to exit after a signal, before it is killed or disconnected."""
 
 SAVE_GRACE_SECONDS = 600.0
 """Seconds for processes to save their state after Ctrl-C or a scheduler's signal."""
@@ -62,7 +62,7 @@ class RemoteCommand:
     """Starts the command, with the arguments of `subprocess.Popen`."""
 
     lost_message: str = "the connection failed or was lost"
-    """Clause for a lost machine."""
+    """Message about a lost machine, which follows its name."""
 
 
 def run_on_all_hosts(remotes: Sequence[RemoteCommand]) -> int:
@@ -102,7 +102,7 @@ class _Group:
         self._signals.append(signal.Signals(number))
 
     def wait(self) -> int:
-        """Wait for all commands to end; return the exit code."""
+        """Wait for all commands to exit; return the launcher's exit code."""
         next_heartbeat = time.monotonic()
         while running := [command for command in self.commands if command.poll() is None]:
             self._forward_signals(running)
@@ -173,7 +173,7 @@ class _Command:
             thread.start()
 
     def poll(self) -> int | None:
-        """The exit code once the command has ended, else None."""
+        """Return the exit code once the command has exited, else None."""
         self.code = self._process.poll()
         return self.code
 
@@ -193,30 +193,30 @@ class _Command:
                 self._process.stdin.flush()
 
     def terminate(self) -> None:
-        """Ask the command to end; a second call closes the connection."""
+        """Ask the command to stop; a second call closes the connection."""
         if self._terminated:
             self.close()
         self._terminated = True
         self.send(signal.SIGTERM.name)
 
     def describe(self) -> str:
-        """A clause that describes how it ended."""
+        """Describe how the command exited, for an error message."""
         if self.code == EXIT_LOST:
             return f"{self.host}: {self._lost_message}"
         code = self.exit_code
         if code in MISSING_REASONS:
             return f"{self.host} {MISSING_REASONS[code]}"
         if code > 128 and (number := code - 128) in set(signal.Signals):
-            return f"{self.host} exited first, by {signal.Signals(number).name}"
+            return f"{self.host} exited first, killed by {signal.Signals(number).name}"
         return f"{self.host} exited first, with exit code {code}"
 
     def drain_output(self) -> None:
-        """Forward all output, before the command's end is reported."""
+        """Forward the remaining output, before the command's exit is reported."""
         for thread in self._threads:
             thread.join(timeout=5)
 
     def close(self) -> None:
-        """End the local process; the remote process then ends as well."""
+        """Stop the local process, which also stops the remote one."""
         with suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -242,7 +242,7 @@ STDIN = 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code, or 128 + n if signal n ended it."""
+    """Run the command; return its exit code, or 128 + n if signal n killed it."""
     buffer, is_open = b"", True
     while b"\n" not in buffer and is_open:
         buffer += (received := os.read(STDIN, 2**16))

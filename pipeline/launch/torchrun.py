@@ -4,7 +4,7 @@
 into exit code 1 with a long traceback; here only the failed process prints its error. Ctrl-C and a
 scheduler's signals are forwarded to the processes, which get the time they need to save their
 state; a second Ctrl-C aborts them. The processes share the cores of the machine, and register under
-the address on the route to the first machine.
+the address with which they reach the first machine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 from pipeline.system.threads import cores_per_process
 
 GRACE_SECONDS = 600
-"""Seconds until processes that got a stop signal are killed; schedulers wait less."""
+"""Seconds until processes that received a stop signal are killed; schedulers wait less."""
 
 ANY_PORT = 9
 """Port for route look-ups: connecting a datagram socket sends nothing."""
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     except ValueError:
         print_error(
             f"error: --nproc-per-node {options.nproc_per_node} is not a device of this machine;"
-            " pass the number of processes (NUM_PROCESSES of the scripts)"
+            " pass the number of processes (NUM_PROCESSES in the scripts)"
         )
         return EXIT_USER_ERROR
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))  # pyrefly: ignore[bad-argument-type]
@@ -87,7 +87,7 @@ def select_exit_code(codes: Sequence[int]) -> int:
 
 
 def _kill_children() -> None:
-    """End processes that outlive torchrun, which doesn't wait for them after a second signal."""
+    """Kill processes that outlive torchrun, which doesn't wait for them after a second signal."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -111,7 +111,7 @@ def _use_route_to_first_node(options: argparse.Namespace) -> None:
 
 
 def own_address(other: str) -> str | None:
-    """This machine's address on the route to another machine, given by name or address.
+    """Return this machine's address on the route to another, given by name or address.
 
     None if there is no route or the name can't be resolved.
     """

@@ -1,4 +1,4 @@
-"""Checks of a plan before its first step starts, and the rows of its steps.
+"""Check a plan and read the rows of its steps, before the first step starts.
 
 Cheap checks come first, and nothing heavy is imported before they pass. Weights are never loaded.
 """
@@ -57,13 +57,13 @@ class Preview:
     """Mean tokens per training row (both sequences of a pair, a prompt alone); None if unknown."""
 
     def steps(self, config: StepConfig) -> int | None:
-        """Optimizer steps (in step 3, iterations of rollout and update); None if unknown."""
+        """Return the number of optimizer steps (in step 3, iterations); None if unknown."""
         if config.max_steps is not None or self.data is None:
             return config.max_steps
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
     def held_out(self, config: StepConfig) -> int:
-        """Number of rows for the step's evaluation; 0 if the rows were not read."""
+        """Return the number of evaluation rows; 0 if the rows were not read."""
         return min(len(self.data.eval), config.data.max_eval_rows) if self.data else 0
 
 
@@ -117,7 +117,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
 
 def _run_checks(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
-    """Run the checks on each unfinished step, or none with `--plan off`."""
+    """Run the checks on each unfinished step; with `--plan off`, run none."""
     for stage in plan.unfinished if plan.request.plan != "off" else ():
         for check in checks:
             try:
@@ -142,7 +142,7 @@ def _check_processes(plan: Plan, stage: Stage) -> None:
     in_groups = f" in groups of {group}" if group > 1 else ""
     require(
         rollout is None or rollout // group >= world,
-        f"{stage.prefix}.rollout_size {rollout}{in_groups} leaves some of {world} processes"
+        f"{stage.prefix}.rollout_size {rollout}{in_groups} leaves some of the {world} processes"
         " without a prompt; raise it, or start fewer processes",
     )
     require(
@@ -171,14 +171,14 @@ def _check_model_files(plan: Plan, stage: Stage) -> None:
 
 
 def _writers(plan: Plan) -> dict[str, Stage]:
-    """The steps that will run, by output directory."""
+    """Return the steps that will run, by output directory."""
     return {str(plan.configs[stage.name].output_dir): stage for stage in plan.unfinished}
 
 
 def _check_lengths(plan: Plan, stage: Stage) -> None:
     """Check that each model of step 3 can read a complete prompt and response.
 
-    A model that does not exist yet has the context of the one it starts from.
+    A model that does not exist yet has the context length of the model it starts from.
     """
     settings: Any = plan.configs[stage.name]
     if not hasattr(settings, "max_prompt_length"):
@@ -207,7 +207,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     unread = _unread_reason([path for data, *_ in inputs for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(unread=unread)
-    # Nothing reads the preview of a run that starts, and drawing these rows takes seconds.
+    # A run that starts doesn't use the preview, and drawing these rows takes seconds.
     if downloads and all(EMBEDDED in data.path for data, *_ in inputs):
         for data, _, kept, _ in inputs:
             check_embedded(data, kept)
@@ -223,7 +223,7 @@ ON_HUB = "on the Hub, read when the run starts"
 
 
 def _unread_reason(paths: Iterable[str]) -> str:
-    """The reason why rows of these data paths are not read for a plan; empty if they are."""
+    """Return the reason why a plan doesn't read the rows of these paths; empty if it does."""
     size = 0
     for path in paths:
         bare = without_weight(path)
@@ -241,7 +241,7 @@ def _unread_reason(paths: Iterable[str]) -> str:
 
 
 def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat") -> float:
-    """Mean tokens per training row, estimated from a sample."""
+    """Estimate the mean number of tokens per training row from a sample."""
     rows = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
     work = config.workload(1)
     if work.generates_first and work.generation is not None:
@@ -252,7 +252,7 @@ def mean_tokens(rows: Sequence[Example], config: StepConfig, chat: "ChatFormat")
 
 
 def _row_lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
-    """Tokens of each sequence of a row."""
+    """Return the number of tokens in each sequence of a row."""
     responses = [text for text in (row.chosen, row.rejected) if text]
     if not responses:
         return [len(chat.encode_prompt(row.prompt, origin=row.origin))]
@@ -264,8 +264,8 @@ class ChatFormats:
     """The tokenizer and chat format of every model of a plan, even if it does not exist yet.
 
     A model made by an earlier step has the tokenizer of the model it starts from, with the chat
-    format of that step. Only tokenizers are loaded, each once. Hub names are requested if
-    `downloads` is true; otherwise tokenizers not yet downloaded are unknown.
+    format of that step. Only tokenizers are loaded, each once. They are downloaded from the Hub if
+    `downloads` is true; otherwise those not yet downloaded are unknown.
     """
 
     def __init__(self, plan: Plan, *, downloads: bool) -> None:
@@ -273,11 +273,11 @@ class ChatFormats:
         self.tokenizers: dict[str, PreTrainedTokenizerBase | None] = {}
 
     def get_format(self, stage: Stage) -> "ChatFormat | None":
-        """The format that a step trains with; None if its tokenizer is unknown.
+        """Return the format that a step trains with; None if its tokenizer is unknown.
 
         Raises:
-            UserError: there is no tokenizer or no such format, or a model of the step has another
-                vocabulary or was trained with another format.
+            UserError: there is no tokenizer or no such format, or a model of the step has a
+                different vocabulary or was trained with a different format.
         """
         from pipeline.models.hf.chat import require_same_chat, same_chat_format
 
@@ -294,7 +294,7 @@ class ChatFormats:
         return chat
 
     def tokenizer(self, model: FrozenModelConfig) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer of a model; None if unknown.
+        """Return the tokenizer of a model; None if unknown.
 
         Raises:
             UserError: the model has no tokenizer.
@@ -317,7 +317,7 @@ class ChatFormats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """Like `pipeline.models.hf.chat.load_chat`, but for a model that may not exist yet."""
+        """Load a chat as `pipeline.models.hf.chat` does, even if the model doesn't exist yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = copy.deepcopy(self.tokenizer(model))
@@ -330,7 +330,7 @@ class ChatFormats:
 
 
 def _has_tokenizer(path: str) -> bool:
-    """Whether a tokenizer can be read without the network.
+    """Return whether a tokenizer can be read without network access.
 
     A directory that is used only for planning may have a configuration but no tokenizer.
     """
@@ -341,7 +341,7 @@ def _has_tokenizer(path: str) -> bool:
 
 
 def _models_sharing_vocabulary(config: StepConfig) -> list[ModelUse]:
-    """The step's models that must share a vocabulary, the trained one first.
+    """Return the step's models that must share a vocabulary, the trained one first.
 
     A model used only for comparison is not included: the step skips it if the vocabulary differs.
     """

@@ -1,8 +1,8 @@
-"""Describes the plan of a run: commands, models, data, steps, time, memory.
+"""Describe the plan of a run: commands, models, data, steps, time, memory.
 
-The time of a step is a coarse count of operations: two per weight and token for a forward pass,
-four for a backward pass (two if only adapters are trained), at a fraction of the device's peak,
-with a minimum time for each block of each pass. The responses of a group share their prompt.
+The time of a step is a coarse estimate from the number of operations: two per weight and token for
+a forward pass, four for a backward pass (two if only adapters are trained), at a fraction of the
+device's peak, with a minimum time per block and pass. The responses of a group share their prompt.
 Unknown quantities, such as the length of responses, are taken from the settings. The result is
 accurate within a factor of two or three.
 """
@@ -34,16 +34,16 @@ RESPONSE_FRACTION = 0.6
 """Mean length of a response, as a fraction of the maximum."""
 
 STARTUP_SECONDS = 12.0
-"""Seconds of imports, loading and export."""
+"""Seconds for imports, loading and export."""
 
 EFFICIENCY = 0.35
 """Fraction of the peak that computation reaches."""
 
 BLOCK_SECONDS = 1e-3
-"""Minimum seconds of a block in a forward pass; a backward pass takes twice as long."""
+"""Minimum seconds per block in a forward pass; a backward pass takes twice as long."""
 
 ESTIMATE_RANGE = (0.5, 2.5)
-"""Factors from an estimate to its shortest and longest time."""
+"""Factors that turn an estimate into the shortest and the longest expected time."""
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:
@@ -62,7 +62,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
 
 
 def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float | str:
-    """Seconds of a step at `flops` operations per second, or the reason they are unknown."""
+    """Return a step's seconds at `flops` operations per second, or why they are unknown."""
     config, data, prompt_tokens = plan.configs[stage.name], preview.data, preview.row_tokens
     steps = preview.steps(config)
     if data is None:
@@ -79,7 +79,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     group = generation.group_size if generation is not None else 1
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
-        """Seconds of `times` forward passes over `rows` rows."""
+        """Estimate the seconds of `times` forward passes over `rows` rows."""
         limit = work.micro_batch_size * work.length * work.sequences_per_row
         floor = max(1, math.ceil(rows * row / limit)) * model.shape.layers * BLOCK_SECONDS
         is_scorer = model.use.scores and model.trained is None
@@ -87,7 +87,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         return times * max(floor, tokens * 2 * model.parameters / flops)
 
     def generate(prompts: int, group: int = 1) -> float:
-        """Seconds to read prompts and to run a pass for each token of the responses."""
+        """Estimate the seconds to prefill the prompts and decode the responses."""
         model = next((m for m in models if generation and m.role == generation.role), None)
         if generation is None or model is None:
             return 0.0
@@ -119,13 +119,13 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
 
 
 def with_spread(seconds: float) -> str:
-    """An estimate formatted with its range, as `5 min (2.5 min to 12 min)`."""
+    """Format an estimate with its range, such as `5 min (2.5 min to 12 min)`."""
     shortest, longest = (format_duration(seconds * factor) for factor in ESTIMATE_RANGE)
     return f"{format_duration(seconds)} ({shortest} to {longest})"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds formatted as `40 s`, `5 min`, `3.5 h`, `2.1 days`."""
+    """Format seconds as `40 s`, `5 min`, `3.5 h` or `2.1 days`."""
     for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.5 * unit:
             number = seconds / unit
@@ -173,7 +173,7 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
 
 
 def describe_memory(plan: Plan) -> str:
-    """The memory table of the steps."""
+    """Return the memory table of the steps."""
     lines = ["Memory of each process, for the largest micro-batch"]
     for stage in plan.stages:
         lines += ["", stage.name, *memory_table(plan.memory(stage), plan.machine)]
@@ -181,7 +181,7 @@ def describe_memory(plan: Plan) -> str:
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:
-    """The machine's memory, a line per step, and the choice of `--plan auto`."""
+    """Yield the machine's memory, a line per step, and the choice of `--plan auto`."""
     yield f"memory: {describe_machine(plan.machine)}"
     for stage in plan.unfinished:
         yield f"  {stage.title} takes {memory_summary(plan.memory(stage), plan.machine)}"
@@ -190,7 +190,7 @@ def memory_lines(plan: Plan) -> Iterator[str]:
 
 
 def chosen_settings(plan: Plan) -> Iterator[str]:
-    """The choice of `--plan auto` as a settings file."""
+    """Yield the choice of `--plan auto` as a settings file."""
     yield "chosen by --plan auto; as a file for --config:"
     dotted = {f"{k}.{name}": v for k, group in plan.chosen.items() for name, v in group.items()}
     text = yaml.safe_dump(unflatten(dotted), sort_keys=False)
@@ -198,7 +198,7 @@ def chosen_settings(plan: Plan) -> Iterator[str]:
 
 
 def memory_errors(plan: Plan) -> Iterator[str]:
-    """An error message for each unfinished step that can't fit its machine."""
+    """Yield an error message for each unfinished step that can't fit its machine."""
     for stage in plan.unfinished:
         config, memory = plan.configs[stage.name], plan.memory(stage)
         names = stage.title, stage.prefix
@@ -226,7 +226,7 @@ def _describe_step(plan: Plan, stage: Stage) -> Iterator[str]:
     shared = [f"{n} {text}" for name, text in sizes.items() if (n := getattr(parallel, name)) > 1]
     if parallel.pp > 1:
         idle = bubble_fraction(parallel.pp, work.micro_batches)
-        shared.append(f"{work.micro_batches} micro-batches per step: stages wait {idle:.0%}")
+        shared.append(f"{work.micro_batches} micro-batches per step: stages idle {idle:.0%}")
     if shared:
         yield _line("parallel", ", ".join(shared))
     if work.generates_first and (method := getattr(config, "method", None)):
@@ -242,7 +242,7 @@ def _describe_step(plan: Plan, stage: Stage) -> Iterator[str]:
 
 
 def _describe_data(config: StepConfig, preview: Preview) -> Iterator[str]:
-    """Lines on the step's rows, optimizer steps and tokens."""
+    """Yield lines on the step's rows, optimizer steps and tokens."""
     if preview.data is None:
         yield _line("rows", f"unknown: {preview.unread}")
         return
@@ -264,7 +264,7 @@ def _describe_data(config: StepConfig, preview: Preview) -> Iterator[str]:
 
 
 def _describe_commands(plan: Plan) -> Iterator[str]:
-    """Return the command of each step, with the settings that differ from the step's defaults."""
+    """Yield the command of each step, with the settings that differ from the step's defaults."""
     yield "Equivalent commands, step by step"
     if Path.cwd() != ROOT:
         yield f"  export PYTHONPATH={shlex.quote(str(ROOT))}"
@@ -289,7 +289,7 @@ def _describe_commands(plan: Plan) -> Iterator[str]:
 
 
 def _wrap_command(words: Sequence[str]) -> Iterator[str]:
-    """A command wrapped with line continuations, keeping each option with its values."""
+    """Yield a command wrapped with line continuations, keeping options with their values."""
     groups: list[str] = []
     for word in words:
         quoted = word if word.startswith("CUDA_VISIBLE_DEVICES=") else shlex.quote(word)
@@ -312,7 +312,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _format_count(number: float) -> str:
-    """A number formatted as `850`, `12.3 thousand`, `4.5 million`."""
+    """Format a number as `850`, `12.3 thousand` or `4.5 million`."""
     for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""Checks that the models and data of a step exist, before anything heavy is imported."""
+"""Check that the models and data of a step exist, before anything heavy is imported."""
 
 import re
 import shlex
@@ -31,8 +31,8 @@ def check_inputs(
     checked until they are loaded.
 
     Raises:
-        ModelError: a model directory is missing; if a step makes it, the message has the step's
-            command.
+        ModelError: a model directory is missing; if a step creates it, the message contains the
+            step's command.
         ConfigError: a model is in the output directory of the step that loads it.
         DataError: a data file is missing.
     """
@@ -57,13 +57,13 @@ def check_inputs(
 
 
 def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
-    """The (setting, path) of each model of a step: ("actor.path", "output/step1_sft"), ..."""
+    """Yield the (setting, path) of each model: ("actor.path", "output/step1_sft"), ..."""
     for role, model in config.used_models().items():
         yield f"{role}.path", str(model.path)
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a local path rather than a name on the Hub.
+    """Return whether `path` is a local path rather than a name on the Hub.
 
     Hub names are `name` or `owner/name`.
     """
@@ -72,7 +72,7 @@ def is_local(path: str) -> bool:
 
 
 def without_weight(path: str) -> str:
-    """A data path without its `:weight`, the share in the mixture."""
+    """Return a data path without its `:weight`, the share in the mixture."""
     return re.sub(r":\d+(\.\d+)?$", "", path)
 
 
@@ -105,7 +105,7 @@ def _check_written(stage: Stage, writer: Stage, path: Path, request: Request) ->
             command = [TRAIN, shlex.join(["--output-dir", out, "--resume"])]
     problem += " ".join(command) + "`"
     if stage.number == 3 and writer.number == 2:
-        problem += ", or pass another source of rewards by --reward or --reward-function"
+        problem += ", or pass another source of rewards with --reward or --reward-function"
     raise ModelError(f"step {stage.number} needs the model of step {writer.number}, and {problem}")
 
 
@@ -147,7 +147,7 @@ def _check_data(name: str, path: str) -> None:
 
 
 def _label(name: str, path: str, request: Request) -> str:
-    """The option with which the user gave `path`, else the setting's name."""
+    """Return the option with which the user gave `path`, or else the setting's name."""
     given = {
         "sft.model.path": ("--actor-model", (request.actor_model,)),
         "reward.model.path": ("--reward-model", (request.reward_model,)),

@@ -2,8 +2,8 @@
 
 `OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
 `OUT/<step>/result.json` marks the step as finished. Replacing a step removes the files that steps
-make (`OUTPUTS`) and nothing else. `OUT/command.txt` has the run's shell command, so that `--resume`
-alone repeats its options; paths are as typed.
+write (`OUTPUTS`) and nothing else. `OUT/command.txt` contains the run's shell command with paths as
+typed, so that `--resume` alone repeats its options.
 """
 
 import json
@@ -41,7 +41,7 @@ JOB_SET = "jobset.yaml"
 RATINGS = "ratings.jsonl"
 """Ratings from the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
-"""Directory of the trials of autotuning and their results."""
+"""Directory of the autotuning trials and their results."""
 
 RECORDS = (
     *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.hashes*"),
@@ -72,7 +72,7 @@ def finished_steps(
     *,
     known: Sequence[Stage] | None = None,
 ) -> set[str]:
-    """Names of the steps that `--resume` skips because they are finished. Changes nothing.
+    """Return the names of the finished steps, which `--resume` skips; change nothing.
 
     Args:
         request: the options of `train.py`.
@@ -81,8 +81,8 @@ def finished_steps(
         known: all steps of all methods; by default `stages`.
 
     Raises:
-        ConfigError: the output directory has another run or foreign files, and neither `--resume`
-            nor `--overwrite` is given; or it can't be used even then.
+        ConfigError: the output directory contains another run or foreign files, and neither
+            `--resume` nor `--overwrite` is given; or it can't be used even with them.
     """
     out = request.output_dir
     if out.exists() and not out.is_dir():
@@ -97,8 +97,9 @@ def finished_steps(
             )
     if foreign and not (request.resume or request.overwrite):
         raise ConfigError(
-            f"--output-dir {out} has files that are not from a run ({', '.join(foreign[:3])});"
-            " choose another, or pass --resume or --overwrite, which keep them"
+            f"--output-dir {out} contains files that are not from a run"
+            f" ({', '.join(foreign[:3])}); choose another directory, or pass --resume or"
+            " --overwrite, which keep them"
         )
     if not request.overwrite:
         for stage in present:
@@ -119,7 +120,7 @@ def clear_step(out: Path, name: str) -> None:
 
 
 def can_resume(out: Path, name: str) -> bool:
-    """Whether the step was interrupted and has a checkpoint."""
+    """Return whether the step was interrupted and has a checkpoint."""
     directory = out / name
     ended = (directory / DIVERGED).exists() or (directory / RESULT).exists()
     return not ended and any((directory / CHECKPOINTS).glob("step_*"))
@@ -169,7 +170,7 @@ def lock_output(out: Path) -> Iterator[None]:
 
 
 def _files(directory: Path) -> list[str]:
-    """The files below `directory`, relative to it, in order."""
+    """Return the files below `directory`, relative to it, sorted."""
     files = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
     return sorted(str(file.relative_to(directory)) for file in files)
 
@@ -178,7 +179,7 @@ def add_to_summary(out: Path, name: str) -> None:
     """Add the finished step's result.json to summary.json.
 
     Raises:
-        FileNotFoundError: the step ended without a result.
+        FileNotFoundError: the step exited without a result.
     """
     result = json.loads((out / name / RESULT).read_text(encoding="utf-8"))
     steps = read_summary(out).get("steps", {}) | {name: result}
@@ -186,7 +187,7 @@ def add_to_summary(out: Path, name: str) -> None:
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """The content of summary.json; empty before the first step is finished."""
+    """Return the content of summary.json; empty before the first step has finished."""
     try:
         return json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -200,17 +201,17 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _foreign_files(out: Path, stages: Sequence[Stage]) -> list[str]:
-    """Foreign names in the output directory, ignoring hidden files."""
+    """Return foreign names in the output directory, ignoring hidden files."""
     known_names = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *all_directories(stages)}
     if not out.is_dir():
         return []
-    # A run that was killed while writing one of them leaves a temporary name.
+    # A run that is killed while it writes one of them leaves a temporary file.
     names = (path.name.removesuffix(".tmp").removesuffix(".partial") for path in out.iterdir())
     return sorted(name for name in names if name not in known_names and not name.startswith("."))
 
 
 def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage) -> None:
-    """Raise if the step's earlier output conflicts with this run, whose first step is `first`."""
+    """Raise if the step's existing output conflicts with this run, whose first step is `first`."""
     directory = request.output_dir / stage.name
     difference = _find_difference(stage, directory, config, request)
     finished = (directory / RESULT).is_file()
@@ -226,7 +227,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage
     elif difference:
         name = difference.partition(" ")[0].partition(".")[2]
         own_paths = f"--{first.section}.data.path and --{first.section}.data.eval_path"
-        rows = f", with {own_paths} for other rows only in {first.title}"
+        rows = f" (to use other rows only in {first.title}, pass {own_paths})"
         raise ConfigError(
             f"--output-dir {request.output_dir} contains another run, with {difference}; use that"
             f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"
@@ -242,7 +243,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage
 
 
 def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
-    """The finished steps that `--resume` skips: those before the first step that must run."""
+    """Return the finished steps that `--resume` skips: those before the first one to run."""
     chosen = [stage for stage in stages if stage.number in request.step]
     finished = {
         stage.name
@@ -259,9 +260,9 @@ def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
 
 
 def _find_difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
-    """The first setting in which a recorded step differs: "sft.seed 1 where this run has 2".
+    """Return the first setting that differs: "sft.seed 1 where this run has 2".
 
-    For a step that will not run, only the settings that all steps share are compared.
+    If the step will not run, only the settings that all steps share are compared.
     """
     settings = read_step_config(directory)
     if not settings:
@@ -286,7 +287,7 @@ def _find_difference(stage: Stage, directory: Path, config: StepConfig, request:
 
 
 def recorded_model(path: str) -> str | None:
-    """The model that a run fine-tuned into this one; None if it is not the output of a run."""
+    """Return the model that a run fine-tuned into this one; None if no run produced it."""
     directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
     if not path:
         return None
@@ -297,7 +298,7 @@ def recorded_model(path: str) -> str | None:
 
 
 def recorded_base_model(path: str, within: Path | None = None) -> str:
-    """The model from which the chain of runs to this one, or its part in `within`, started."""
+    """Return the start of the chain of runs to this model, or the first one outside `within`."""
     for _ in range(100):  # records may form a cycle
         if within is not None and not Path(path).is_relative_to(within):
             break
@@ -312,7 +313,7 @@ def _format(value: object) -> str:
 
 
 UNRECORDED_OPTIONS = ("output_dir", "resume", "overwrite", "dry_run")
-"""Options of a command that are not part of the run, and are never recorded."""
+"""Options of a command that are not part of the run and are never recorded."""
 
 
 def record_command(out: Path, argv: Sequence[str]) -> None:
@@ -322,7 +323,7 @@ def record_command(out: Path, argv: Sequence[str]) -> None:
 
 
 def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """The words of a command line, except those of these options."""
+    """Return the words of a command line, except those of the given options."""
     words: list[str] = []
     kept = True
     for word in argv:
@@ -333,17 +334,16 @@ def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def last_steps(out: Path) -> set[int]:
-    """Numbers of the steps in the last run that was recorded in `out`; empty if there is none."""
+    """Return the numbers of the steps in the last run recorded in `out`; empty without one."""
     given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
     steps = given.get("step", ["1", "2", "3"])
     return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()
 
 
 def with_last_options(argv: Sequence[str]) -> list[str]:
-    """The command line; with `--resume` and no other options, the recorded run's options are added.
+    """Return the command line; `--resume` alone adds the options of the recorded run.
 
-    The options in `UNRECORDED_OPTIONS` do not count as other options. If no command is recorded,
-    nothing is added.
+    Options in `UNRECORDED_OPTIONS` may accompany it. If no command is recorded, nothing is added.
     """
     given = dict(split_options(argv))
     if given.get("resume") not in ([], ["true"]) or given.keys() - set(UNRECORDED_OPTIONS):

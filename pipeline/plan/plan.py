@@ -42,13 +42,13 @@ class Plan:
     """Placement of the processes of each step."""
 
     machine: Machine
-    """One of the machines that run them; all are alike."""
+    """One of the machines that run the steps; all are assumed to be alike."""
 
     chosen: Mapping[str, Settings]
     """Settings chosen by `--plan auto`, by stage prefix."""
 
     user_settings: Mapping[str, frozenset[str]]
-    """Dotted names of the settings on the command line, by the name of the step."""
+    """Dotted names of the settings on the command line, by step name."""
 
     notes: tuple[str, ...] = ()
     """Notes on the origin of models and settings that no option determines."""
@@ -64,12 +64,12 @@ class Plan:
         return get_origins(self.configs)
 
     def memory(self, stage: Stage, config: StepConfig | None = None) -> StepMemory:
-        """The memory of a step on the plan's machine, with its own or other settings."""
+        """Return the memory of a step on the plan's machine, with its own or other settings."""
         config = config or self.configs[stage.name]
         return step_memory(config, machine=self.machine, origins=self.origins)
 
     def config_file(self, stage: Stage) -> Path:
-        """Path of the file with the step's resolved settings."""
+        """Return the path of the file with the step's resolved settings."""
         return self.request.output_dir / stage.name / MARK
 
     @property
@@ -80,15 +80,15 @@ class Plan:
         return {**environment, PLANNED: "1"} if is_checked else environment
 
     def command(self, stage: Stage) -> list[str]:
-        """The command that runs the step."""
+        """Return the command that runs the step."""
         layout = self.layout
-        if layout.launcher == "pod":  # a pod may start a step before pod 0 ends the one before
+        if layout.launcher == "pod":  # a pod may start a step before pod 0 ends the previous one
             layout = replace(layout, port=layout.port + self.stages.index(stage))
         return step_command(stage.module, self.config_file(stage), layout, self.request)
 
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
-    """The initial model of each step with the role `model`, by the step's output directory."""
+    """Return the initial model of each step with the role `model`, by output directory."""
     models = {str(c.output_dir): c.used_models().get("model") for c in configs.values()}
     return {out: str(model.path) for out, model in models.items() if model is not None}
 
@@ -141,7 +141,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
 
 
 def _is_configured(stage: Stage, command_line: CommandLine) -> bool:
-    """Whether a later step has a directory, or settings given by the user."""
+    """Return whether a later step has a directory, or settings given by the user."""
     given = {name.partition(".")[0] for name, options in command_line.overrides.items() if options}
     given = given.union(*(file.settings for file in command_line.files))
     is_given = not given.isdisjoint({stage.section, METHODS})
@@ -149,7 +149,7 @@ def _is_configured(stage: Stage, command_line: CommandLine) -> bool:
 
 
 def _get_replaced_steps(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
-    """Earlier steps without output that --actor-model or --reward-model replaces, by section."""
+    """Return the earlier steps that lack output and that a model option replaces, by section."""
     models = {"actor": request.actor_model, "reward": request.reward_model}
     return {
         stage.section: stage
@@ -165,7 +165,7 @@ def _get_replaced_steps(request: Request, stages: Sequence[Stage]) -> dict[str, 
 def _notes(
     plan: Plan, resolver: Resolver, replaced: Mapping[str, Stage], known: Sequence[Stage]
 ) -> Iterator[str]:
-    """Notes on the models that replace steps, the preset and the upload."""
+    """Yield notes on models used in place of steps' outputs, the preset and the upload."""
     models = {step.section: step.models for step in known}
     for stage in plan.stages:
         for role, model in plan.configs[stage.name].used_models().items():
@@ -188,7 +188,7 @@ def _notes(
 def _choose_settings(
     resolver: Resolver, stages: Sequence[Stage], configs: Mapping[str, StepConfig], machine: Machine
 ) -> Mapping[str, Settings]:
-    """The choice of `--plan auto`: settings by stage prefix."""
+    """Return the choice of `--plan auto`: settings by stage prefix."""
     from pipeline.budget.fit import choose_settings
 
     require(
@@ -209,7 +209,7 @@ def _choose_settings(
 
 
 def _get_machine(layout: Layout, request: Request) -> Machine:
-    """This machine if it is part of the job, else one of unknown memory; all are assumed alike."""
+    """Return this machine if it is in the job, else one of unknown memory; all are alike."""
     if layout.launcher == "process":
         return detect_machine(processes=1, world=1, gpus=list_gpus()[:1])
     per_host = max(len(host.slots) for host in layout.hosts)
@@ -221,7 +221,7 @@ def _get_machine(layout: Layout, request: Request) -> Machine:
 
 
 def _hypothetical_layout(machine: Machine) -> Layout:
-    """Placement of processes on hypothetical machines."""
+    """Return the placement of processes on hypothetical machines."""
     slots = tuple(range(machine.processes))
     if machine.world == 1:
         return Layout("process")

@@ -24,44 +24,44 @@ class Request(Deployment):
     """The options of `train.py`."""
 
     step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
-    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; by default
-    all whose models are used: not step 2 if programs give the rewards or the method trains on
-    pairs, nor step 1 for orpo. Step 0, before them, is pre-training on --pretrain.data.path."""
+    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method. By default
+    all whose models are used, which excludes step 2 if programs give the rewards or the method
+    trains on pairs, and step 1 for orpo. Step 0 is pre-training on --pretrain.data.path."""
 
     method: tuple[str, ...] = ()
-    """How step 3 trains: ppo, or without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo,
-    rloo, reinforce_pp, raft, or distill or gkd from a --teacher; each sets defaults of --ppo
-    settings (docs/methods.md). Or from preferences, without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge,
-    simpo, cpo, orpo, kto, with --preference settings (docs/preference.md). Several run in separate
+    """Method of step 3: ppo; without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo, rloo,
+    reinforce_pp or raft; from a --teacher distill or gkd. Each sets defaults of --ppo settings
+    (docs/methods.md). Without RL, from preferences: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo,
+    orpo or kto, with --preference settings (docs/preference.md). Several methods run in separate
     directories step3_NAME and are compared; --methods.NAME.SETTING applies to one."""
 
     actor_model: str | None = None
-    """Model that becomes the chat model: Hugging Face id, local directory, or one of
-    DeepSpeed-Chat's sizes of OPT: 1.3b is facebook/opt-1.3b. By default the embedded model with 1M
-    parameters. Without output of step 1, step 3 starts from it."""
+    """Model that becomes the chat model: Hugging Face id, local directory, or an OPT size as in
+    DeepSpeed-Chat (1.3b is facebook/opt-1.3b). By default the embedded model with 1M parameters. If
+    there is no output of step 1, step 3 starts from this model."""
 
     reward_model: str | None = None
-    """Initial model of the reward model, written as for --actor-model. By default step 1's output.
-    Without output of step 2, PPO uses it as the reward model."""
+    """Model from which the reward model starts, given as for --actor-model; by default step 1's
+    output. If there is no output of step 2, PPO uses this model as the reward model."""
 
     reward_function: tuple[str, ...] = ()
     """Python functions that give the rewards of step 3, each as FILE.py:NAME, instead of a reward
     model: sources of --ppo.rewards."""
 
     reward: tuple[str, ...] = ()
-    """Built-in programs that give the rewards: math, regex:PATTERN, ... (docs/rewards.md), or
-    verifier, the embedded task's; or settings in braces. Also model, the reward model."""
+    """Built-in sources of rewards: math, regex:PATTERN, ... (docs/rewards.md); verifier, for the
+    embedded task; or model, the reward model. Settings of a source are given in braces."""
 
     teacher: str | None = None
-    """Model from which step 3 learns by --method distill or gkd, with the tokenizer of the actor,
-    or for distill the address of an OpenAI-compatible server with it: http://HOST:8000/v1."""
+    """Model with the actor's tokenizer from which step 3 learns with --method distill or gkd; for
+    distill also the address of an OpenAI-compatible server that has it: http://HOST:8000/v1."""
 
     environment: str | None = None
     """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""
 
     guards: Literal["warn", "strict", "none"] | None = None
-    """Action in step 3 when a guard trips: warn, the default; strict rolls back to the last
-    healthy checkpoint; none switches guards off (docs/guards.md)."""
+    """Action in step 3 when a guard trips: warn logs a warning (the default), strict rolls back to
+    the last healthy checkpoint, none switches guards off (docs/guards.md)."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 0, 1 and 3."""
@@ -94,15 +94,15 @@ class Request(Deployment):
     Dahoas/rm-static for any other. If only step 0 runs, its texts."""
 
     eval_path: tuple[str, ...] = ()
-    """Rows for evaluation in all steps, as for --data-path; prompts for step 3 alone are given with
-    --ppo.data.eval_path. By default the test split, or a held-out part of the data."""
+    """Rows for evaluation in all steps, given as for --data-path; prompts for step 3 only are given
+    with --ppo.data.eval_path. By default the test split, or a held-out part of the data."""
 
     data_split: tuple[float, float, float] | None = None
     """Proportions of the prompts for steps 1, 2 and 3; default 2,4,4."""
 
     data_seed: int | None = None
-    """Decides which prompts are held out, and which step gets each of the others; default 0.
-    Independent of --seed."""
+    """Seed that decides which prompts are held out, and which step gets each of the others; default
+    0. Independent of --seed."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names if they differ from the usual ones: prompt=question chosen=good."""
@@ -142,8 +142,8 @@ class Request(Deployment):
     """Seed of all steps; default 1234."""
 
     threads: int | None = None
-    """CPU threads per process; by default RLHF_THREADS or OMP_NUM_THREADS of the
-    environment, else one per core of the process's share."""
+    """CPU threads per process; by default RLHF_THREADS or OMP_NUM_THREADS from the environment, or
+    else one per core of the process's share."""
 
     push_to_hub: str | None = None
     """Hub repository OWNER/NAME for the last step's model, private if it is new; uploaded when all
@@ -161,13 +161,13 @@ class Request(Deployment):
     of this."""
 
     plan_for: str | None = None
-    """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
-    machines, 8xA100-80GB+1024GB with its host memory."""
+    """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB for two
+    machines, 8xA100-80GB+1024GB to specify the host memory."""
 
     autotune: Literal["tune", "run"] | None = None
-    """Find fast settings that fit, by short timed trials, each a real run: the micro-batch is
-    doubled until that stops paying, then recomputation and ZeRO stages are tried. tune prints the
-    settings as options and stops, run continues with them."""
+    """Find fast settings that fit, with short timed trials, each a real run: the micro-batch is
+    doubled while that is faster, then recomputation and ZeRO stages are tried. tune prints the
+    settings as options and exits; run continues with them."""
 
     autotune_steps: int = 4
     """Optimizer steps measured in a trial (iterations in step 3), after 2 warm-up steps."""
@@ -223,7 +223,7 @@ class Request(Deployment):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The command line, before it is resolved into settings of the steps."""
+    """The command line, before it is resolved to settings of the steps."""
 
     request: Request
 
@@ -282,7 +282,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
 
 
 def resolve_model_name(option: str, path: str | None) -> str | None:
-    """`facebook/opt-1.3b` for `1.3b` (DeepSpeed-Chat's sizes).
+    """Expand a DeepSpeed-Chat size: `1.3b` becomes `facebook/opt-1.3b`.
 
     A local directory with that name takes precedence.
 
@@ -316,7 +316,7 @@ def check_sections_run(
             if stage.on_request:
                 how = f"step {stage.number}, which is not selected; add --step {stage.number}"
             raise ConfigError(
-                f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit it"
+                f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit the setting"
             )
     names = ("reward_function", "reward", "environment", "teacher")
     rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
@@ -328,8 +328,8 @@ def check_sections_run(
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(
         takes_rewards or not rewards,
-        f"{' '.join(rewards)} is for methods that learn from rewards, but the selected ones learn"
-        " from preferences; add a method such as grpo to --method, or omit it",
+        f"only methods that learn from rewards take {' and '.join(rewards)}, but the selected ones"
+        " learn from preferences; add a method such as grpo to --method, or omit the option",
     )
 
 
@@ -391,7 +391,7 @@ def _check_names(typed: Sequence[Option], files: Sequence[Layer], stages: Sequen
 
 
 def _with_option_name(sentence: str, files: Sequence[Layer]) -> str:
-    """`sentence` with its leading setting spelled as an option, unless it is from a file."""
+    """Return `sentence` with its leading setting spelled as an option, unless from a file."""
     first, space, rest = sentence.partition(" ")
     name = first.lstrip("-")
     known = {option.name for option in fields(Request)}
@@ -400,5 +400,5 @@ def _with_option_name(sentence: str, files: Sequence[Layer]) -> str:
 
 
 def _option_name(name: str) -> str:
-    """The name as spelled in `--help`: with dashes, except in the settings of a step."""
+    """Return the name as spelled in `--help`: with dashes, except in a step's settings."""
     return "--" + (name if "." in name else name.replace("_", "-"))

@@ -1,6 +1,6 @@
 """The settings of the steps: one list of layers per step, merged once; later ones win.
 
-1. models from earlier steps; 2. `configs/embedded.yaml` for models that come from the embedded one,
+1. models from earlier steps; 2. `configs/embedded.yaml` for models derived from the embedded one,
 else the default data; 3. the defaults of the chosen method; 4. what `--plan auto` chose; 5.
 each `--config` in order: its settings of the step, then those of the step's method; 6. the
 DeepSpeed file of `--zero-config`; 7. options of train.py such as `--actor-model` and `--lr`
@@ -32,7 +32,7 @@ DEFAULT_DATA = "Dahoas/rm-static"
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
 BASE = "base"
-"""Role of the model from which earlier steps made the main one, for comparison."""
+"""Role of the model from which earlier steps trained the main one; used for comparison."""
 
 
 def step_configs(
@@ -42,7 +42,7 @@ def step_configs(
     world: int = 1,
     chosen: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, StepConfig]:
-    """The settings of all steps by name, including steps that don't run.
+    """Return the settings of all steps by name, including steps that don't run.
 
     If a step that runs or has run learns labels, all steps with user data have `data.labels` set.
 
@@ -82,7 +82,7 @@ def resolve_run(
     known: Sequence[Stage] | None = None,
     world: int = 1,
 ) -> tuple[CommandLine, dict[str, StepConfig]]:
-    """The settings of all steps, and the command line without unneeded steps.
+    """Return the command line without unneeded steps, and the settings of all steps.
 
     A step whose model only serves other steps is dropped if no step that runs uses it, unless the
     user chose the steps.
@@ -131,7 +131,7 @@ class Resolver:
         return self.command_line.request
 
     def config(self, stage: Stage) -> StepConfig:
-        """The settings of a step.
+        """Return the settings of a step.
 
         Raises:
             ConfigError: as `step_configs`.
@@ -156,7 +156,7 @@ class Resolver:
         return config
 
     def _with_lora_lr(self, stage: Stage, config: StepConfig) -> StepConfig:
-        """The settings, with --lr also applied to adapters, whose default rate is a multiple."""
+        """Apply --lr to adapters too, whose default rate is a multiple of `optim.lr`."""
         role, _, name = stage.config_class.RUN_OPTIONS["lr"][0].partition(".")
         model: TrainedModelConfig = getattr(config, role)
         given = flatten(self._option_layer(stage).settings).get(f"{role}.{name}")
@@ -165,7 +165,7 @@ class Resolver:
         return replace(config, **{role: replace(model, lora=replace(model.lora, lr=given))})  # pyrefly: ignore[bad-argument-type]
 
     def user_settings(self, stage: Stage, *, files: bool = True) -> frozenset[str]:
-        """Dotted names of the settings that the user gave in options, or also in files.
+        """Return the dotted names of settings given in options or, with `files`, in files.
 
         Raises:
             ConfigError: as `step_configs`.
@@ -175,9 +175,9 @@ class Resolver:
         return frozenset(names | {name for name, _ in self._overrides(stage)})
 
     def initial_model(self, stage: Stage, role: str = "") -> str:
-        """The model before all steps from which a role's weights come, by default the main role's.
+        """Return the model, older than all steps, from which a role's weights derive.
 
-        Empty if there is none.
+        The role is by default the main one. The result is empty if there is no such model.
         """
         role, out = role or stage.main_role, self.request.output_dir
         origin = stage.origins(stage.models, _get_method(stage, self.request))[role]
@@ -190,11 +190,11 @@ class Resolver:
         return recorded_base_model(path, within=out)
 
     def has_preset(self, stage: Stage, role: str = "") -> bool:
-        """Whether the model of a role, by default the main one, comes from the embedded model."""
+        """Return whether a role's model, by default the main one, derives from the embedded one."""
         return recorded_base_model(self.initial_model(stage, role)) == EMBEDDED
 
     def _model_path(self, stage: Stage, role: str, default: str) -> str:
-        """The path of a role's model in files and options."""
+        """Return the path of a role's model in files and options, or else `default`."""
         layers = [Layer({role: {"path": default}}, "train.py"), *self._file_layers(stage)]
         layers.append(self._option_layer(stage))
         section = f"{stage.section}."
@@ -202,7 +202,7 @@ class Resolver:
         return str((model or {}).get("path") or "")
 
     def _output_path(self, origin: str) -> str:
-        """Path of the model that a section's step makes; for `INITIAL`, the initial model."""
+        """Return the path of the model that a section's step writes, or of the initial model."""
         if origin == INITIAL:
             first, default = self.stages[0], self.request.actor_model or EMBEDDED
             return self._model_path(first, first.main_role, default)
@@ -216,7 +216,7 @@ class Resolver:
         return {stage.section for stage in self.stages if stage.number in running} | {INITIAL}
 
     def _default_layers(self, stage: Stage) -> list[Layer]:
-        """Layers 2 to 4."""
+        """Return layers 2 to 4."""
         layers: list[Layer] = []
         if self.has_preset(stage):
             preset = _read_preset()
@@ -232,14 +232,14 @@ class Resolver:
         return [*layers, defaults, chosen]
 
     def _responder(self, stage: Stage) -> Stage:
-        """The step whose model responds: for a reward model step 1, if it runs or has run."""
+        """Return the step whose model responds: for a reward model, step 1 if available."""
         role, origins = stage.main_role, self._available
         if stage.options[role] == "reward" and stage.models[role] in origins:
             return next((s for s in self.stages if s.section == stage.models[role]), stage)
         return stage
 
     def _user_layers(self, stage: Stage) -> list[Layer]:
-        """Layers 5 to 7."""
+        """Return layers 5 to 7."""
         files, options = list(self._file_layers(stage)), self._option_layer(stage)
         path = self.request.zero_config
         # Steps that don't run are resolved only for their outputs: the file need not fit them.
@@ -248,7 +248,7 @@ class Resolver:
         return [*files, deepspeed_layer(stage.config_class, path, world=self.world), options]
 
     def _file_layers(self, stage: Stage) -> Iterator[Layer]:
-        """Each file's settings of a step, followed by those of the method it runs."""
+        """Yield each file's settings of a step, followed by those of the method it runs."""
         method = _get_method(stage, self.request)
         for layer in self.command_line.files:
             yield replace(layer, settings=layer.settings.get(stage.section, {}))
@@ -256,7 +256,7 @@ class Resolver:
                 yield replace(layer, settings=layer.settings.get(METHODS, {}).get(method, {}))
 
     def _overrides(self, stage: Stage) -> tuple[Option, ...]:
-        """The dotted options of a step, followed by those of the method it runs."""
+        """Return the dotted options of a step, followed by those of the method it runs."""
         overrides = self.command_line.overrides
         method = f"{METHODS}.{_get_method(stage, self.request)}" if stage.methods else ""
         return *overrides.get(stage.section, ()), *overrides.get(method, ())
@@ -276,7 +276,7 @@ class Resolver:
         )
 
     def _inherited_models(self, stage: Stage, origins: Mapping[str, str]) -> Layer:
-        """Models from earlier steps, by role."""
+        """Return the models from earlier steps, by role."""
         paths = {
             role: self._output_path(origin)
             for role, origin in origins.items()
@@ -285,7 +285,7 @@ class Resolver:
         main_role = stage.main_role
         main = self._model_path(stage, main_role, paths[main_role])
         paths |= {role: main for role in stage.fallbacks if origins[role] != stage.models[role]}
-        if "critic" in paths and origins["critic"] not in self._available:  # else that step's
+        if "critic" in paths and origins["critic"] not in self._available:
             paths["critic"] = self._model_path(stage, "reward", paths["critic"])
         if BASE in paths:
             initial_model = self.initial_model(stage)
@@ -299,7 +299,7 @@ class Resolver:
         return Layer(settings, "train.py")
 
     def _option_layer(self, stage: Stage) -> Layer:
-        """The settings that train.py's own options set."""
+        """Return the settings that train.py's own options set."""
         config_class, request = stage.config_class, self.request
         runs, alone = stage.number in request.step, set(request.step) == {stage.number}
         table = {
@@ -327,9 +327,9 @@ class Resolver:
         return Layer(unflatten(settings), "the command line")
 
     def response_length(self, stage: Stage, config: StepConfig) -> tuple[int, str] | None:
-        """The default of max_new_tokens for the user's model, and the reason for it.
+        """Return the default of max_new_tokens for the user's model, and the reason for it.
 
-        None if the length is given, or if not only programs give the rewards.
+        None if the length is given, or if rewards come from anything other than programs.
         """
         initial_model, settings = self.initial_model(stage), cast("Any", config)
         kinds = {source.kind for source in getattr(settings, "rewards", ())}
@@ -346,7 +346,7 @@ class Resolver:
         return None
 
     def _raised_settings(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
-        """Settings that must be at least as large as another setting that an option sets."""
+        """Return settings that must be at least as large as one that an option sets."""
         settings: dict[str, Any] = {}
         options = self._option_layer(stage).settings
         for name, other in stage.config_class.MINIMUMS.items():
@@ -363,6 +363,6 @@ def _read_preset() -> Layer:
 
 
 def _get_method(stage: Stage, request: Request) -> str | None:
-    """The user's method for a step; None if none is named."""
+    """Return the user's method for a step; None if none is named."""
     named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)

@@ -1,4 +1,4 @@
-"""The default of `max_new_tokens` where programs give the rewards, by the kind of the model."""
+"""The default of `max_new_tokens` if programs give the rewards, by the kind of model."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ANSWER, THINKING = 1024, 4096
 def default_length(
     model: str, data: DataConfig, *, reserved: int, downloads: bool
 ) -> tuple[int, str] | None:
-    """The default for a model, and the reason for it; None if `reserved` tokens fill its context.
+    """Return a model's default and the reason; None if `reserved` tokens fill its context.
 
     The settings of a Hub model are read if they are cached, or if `downloads` is true.
     """
@@ -35,14 +35,14 @@ def default_length(
     settings = json.loads(read("config.json") or "{}")
     settings = settings.get("text_config", settings)
     room = (settings.get("max_position_embeddings") or 2**31) - reserved
-    tokens, reason = (THINKING, "a thinking model") if thinking else (ANSWER, "rewards of programs")
+    tokens, reason = (THINKING, "a thinking model") if thinking else (ANSWER, "program rewards")
     if room < tokens:
         tokens, reason = room, f"the context of {model}"
     return (tokens, reason) if room > 0 else None
 
 
 def may_think(template: str, arguments: Mapping[str, object]) -> bool:
-    """Whether a chat template's generation prompt opens thinking, or an argument controls it."""
+    """Return whether a template's generation prompt opens thinking or an argument controls it."""
     names = ("enable_thinking", "thinking")
     if any(arguments.get(name, f"set {name} = false" not in template) is False for name in names):
         return False

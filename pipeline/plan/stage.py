@@ -71,7 +71,7 @@ class Stage:
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:
-        """Origins of the models in a run of `method` that uses the roles in `used`."""
+        """Return the origins of the models in a run of `method` with the roles in `used`."""
         needed = {self.models[role] for role in used if role in self.models.keys() - self.fallbacks}
         origins = {
             role: origin if role not in self.fallbacks or origin in needed else self.fallbacks[role]
@@ -85,12 +85,12 @@ class Stage:
         return self.config_class.METHODS
 
     def directory(self, method: str) -> str:
-        """The directory of a method that runs alongside others: `step3_grpo`."""
+        """Return the directory of a method that runs alongside others: `step3_grpo`."""
         return f"{self.name.partition('_')[0]}_{method}"
 
     @property
     def main_role(self) -> str:
-        """The main model of the step."""
+        """Role of the step's main model."""
         return next(iter(self.models))
 
 
@@ -100,9 +100,9 @@ def drop_unselected(
     finished: Collection[str],
     replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
-    """The stages except those not in `numbers` that are `replaced`, or optional and unfinished.
+    """Drop stages not in `numbers` that are `replaced`, or optional and unfinished.
 
-    Models of required roles that would come from a removed stage come from its origin instead.
+    Models of required roles that would come from a dropped stage come from its origin instead.
 
     Args:
         stages: all stages.
@@ -131,7 +131,7 @@ def drop_unselected(
 
 
 def split_methods(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages of a run, one for each of several named methods.
+    """Return the stages of a run, with one stage for each of several named methods.
 
     `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with at most one method it is unchanged,
     unless its methods have separate directories. Of stages with methods and the same number, those
@@ -160,7 +160,7 @@ def split_methods(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stag
 
 
 def all_directories(stages: Sequence[Stage]) -> set[str]:
-    """Names of all directories that these steps can create."""
+    """Return the names of all directories that these steps can create."""
     return {s.name for s in stages} | {s.directory(m) for s in stages for m in s.methods}
 
 

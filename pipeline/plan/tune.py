@@ -1,7 +1,7 @@
 """Autotuning of a plan: short runs of each step with varied settings; the fastest are kept.
 
-The micro-batch is doubled until that stops paying, then recomputation and the other ZeRO stages are
-tried, each once. Settings given by the user are kept. A trial is a real run of a step over a few
+The micro-batch is doubled while that is faster, then recomputation and the other ZeRO stages are
+tried once each. Settings given by the user are kept. A trial is a real run of a step for a few
 optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
@@ -43,17 +43,17 @@ MODELS = ".models"
 """Directory of the outputs of trials, from which later steps take their models."""
 
 MIN_SPEEDUP = 1.03
-"""A change is kept if the step is faster by this factor; single steps differ by a few percent."""
+"""A change is kept if the step is faster by this factor; single steps vary by a few percent."""
 
 WARM_UP = 2
-"""Number of first optimizer steps of a trial that are not timed, as they allocate and compile."""
+"""Number of initial optimizer steps of a trial that are not timed: they allocate and compile."""
 
 
 def tune(plan: Plan) -> Plan:
-    """The plan with the fastest settings found by trials, for each unfinished step.
+    """Return the plan with the fastest settings found by trials, for each unfinished step.
 
     Raises:
-        ConfigError: a step refuses its input, or fits with none of the candidate settings.
+        ConfigError: a step rejects its input, or fits with none of the candidate settings.
         SystemExit: no trial of a step could be measured, or a scheduler stopped the trials.
         KeyboardInterrupt: Ctrl-C stopped them.
     """
@@ -86,7 +86,7 @@ class _StepTuner:
     """Tokens per second of the first successful trial."""
 
     def run(self) -> Settings:
-        """The settings of the fastest trial."""
+        """Return the settings of the fastest trial."""
         print_output(f"step {self.stage.number}: tuning {self.stage.name}")
         best, speed = self._best_micro_batch({}, self._measure({}))
         for settings in self._alternatives():
@@ -96,7 +96,7 @@ class _StepTuner:
                 best, speed = self._best_micro_batch(combined, new_speed)
         if not self.trials:
             raise ConfigError(
-                f"{self.stage.title} fits with none of the candidates; --dry-run shows its memory"
+                f"{self.stage.title} fits with no candidate settings; --dry-run prints its memory"
             )
         if not speed:
             print_error(
@@ -106,14 +106,14 @@ class _StepTuner:
             raise SystemExit(EXIT_FAILED)
         print_output(
             f"{self.stage.title} is fastest with {_describe(best) or 'unchanged settings'}:"
-            f" {speed / self.first_speed:.2f} times the first trial, of {self.trials} trials"
+            f" {speed / self.first_speed:.2f} times the speed of the first of {self.trials} trials"
         )
         return best
 
     def _best_micro_batch(self, settings: Settings, speed: float) -> tuple[Settings, float]:
-        """The settings with the fastest micro-batch, and its speed; `speed` is that of `settings`.
+        """Return the settings with the fastest micro-batch, and their speed.
 
-        The size is doubled while that pays, and halved if the first doubling doesn't.
+        `speed` is that of `settings`. The size is doubled while that is faster, otherwise halved.
         """
         if "micro_batch_size" in self._user_settings:
             return settings, speed
@@ -121,7 +121,7 @@ class _StepTuner:
         return larger if larger[1] > speed else self._scaled(settings, speed, factor=0.5)
 
     def _scaled(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
-        """The settings with the micro-batch repeatedly multiplied by `factor` while that pays."""
+        """Return the settings with the micro-batch scaled by `factor` while that is faster."""
         base = replace_settings(self._config, settings)
         max_size = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
         best, size = settings, base.micro_batch_size
@@ -135,7 +135,7 @@ class _StepTuner:
         return best, speed
 
     def _alternatives(self) -> Iterator[Settings]:
-        """Recomputation, and the ZeRO stages that the step doesn't use."""
+        """Yield recomputation, and the ZeRO stages that the step doesn't use."""
         (model, *_) = trained_models(self._config).values()
         options: list[Settings] = [{"gradient_checkpointing": not model.gradient_checkpointing}]
         if self._config.workload(self.plan.machine.world).shards > 1:
@@ -159,10 +159,10 @@ class _StepTuner:
         return self.plan.request.output_dir / AUTOTUNE
 
     def _measure(self, settings: Settings) -> float:
-        """Tokens per second of a trial; 0 if it failed, or its settings conflict or don't fit.
+        """Return a trial's tokens per second; 0 if it failed or its settings can't be used.
 
         Raises:
-            ConfigError: the step refuses its input.
+            ConfigError: the step rejects its input.
             SystemExit: a scheduler's signal stopped it; the code is 75.
             KeyboardInterrupt: Ctrl-C stopped it.
         """
@@ -229,7 +229,7 @@ def _describe(settings: Mapping[str, object]) -> str:
 
 
 def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
-    """The settings for `steps` optimizer steps, with evaluations as short as possible."""
+    """Return the settings for `steps` optimizer steps, with evaluations as short as possible."""
     values: dict[str, object] = {"output_dir": output_dir, "max_steps": steps, "resume": False}
     values |= {"eval_every": 0, "keep_best": False, "data.max_eval_rows": world}
     values |= {"log_every": 1, "save_every": None, "trackers": ()}
@@ -240,7 +240,7 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
 
 
 def with_trial_models(config: StepConfig, plan: Plan) -> StepConfig:
-    """The settings with substitutes for models of steps that have not run yet.
+    """Return the settings with substitutes for models of steps that have not run yet.
 
     The speed of a step depends only on the shapes of its models.
     """

@@ -1,9 +1,9 @@
-"""Dataclasses of settings built from files and dotted options, with clear errors.
+"""Build dataclasses of settings from files and dotted options, with clear errors.
 
 A name such as `actor.optim.lr` is a path through nested dataclasses. Layers and options are merged
 into one nested dictionary, whose types pydantic checks; the dataclasses check ranges and
 contradictions themselves. Each error is one sentence that starts with the setting's full name.
-Files are YAML (or JSON, which is YAML); a name twice in one section is refused.
+Files are YAML (or JSON, which is YAML); a duplicate name in a section is an error.
 """
 
 import functools
@@ -80,7 +80,7 @@ def build_config(
 def method_layer(
     config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
 ) -> Layer:
-    """The entry of a dataclass's `METHODS` that the setting `method` names; empty without a name.
+    """Return the `METHODS` entry that the setting `method` names; empty without a name.
 
     An unknown name gives an empty layer, and an error when the settings are built.
     """
@@ -138,7 +138,7 @@ def merge(
 
 
 def get_type(config_class: type, name: str) -> object:
-    """The type of the setting `name`; None if there is no such setting."""
+    """Return the type of the setting `name`; None if there is no such setting."""
     head, _, rest = name.partition(".")
     kind = list_kinds(config_class).get(head)
     if kind is None or not rest:
@@ -163,7 +163,7 @@ def _section_values(value: object) -> dict[str, Any]:
 
 
 def _get_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The value of a setting in the merged layers, or else its default."""
+    """Return the value of a setting in the merged layers, or else its default."""
     head, _, rest = name.partition(".")
     value = merged[head] if head in merged else get_default(config_class, head)
     inner = section_class(list_kinds(config_class)[head])
@@ -188,7 +188,7 @@ def _check_items(item_class: type, value: object, name: str, source: str) -> obj
             keywords = "".join(f"{keyword}, " for keyword in getattr(item_class, "PRESETS", ()))
             or_list = f"one of {keywords}or a list" if keywords else "a list"
             example = f'[{{"{list_fields(item_class)[0].name}": ...}}]'
-            raise ConfigError(f"{name}{source} must be {or_list} as {example}, got {value}")
+            raise ConfigError(f"{name}{source} must be {or_list} such as {example}, got {value}")
         for key in item if isinstance(item, Mapping) else ():
             if get_type(item_class, str(key)) is None:
                 raise _unknown_setting(item_class, str(key), section=f"{name}.", source=source)
@@ -303,7 +303,7 @@ def _describe_type(kind: object) -> str:
     if origin is tuple:
         return "a list" if arguments[-1] is ... else f"a list of {len(arguments)} values"
     if section_class(kind) is not None:
-        return "settings"
+        return "a mapping of settings"
     return _TYPE_NAMES.get(typing.cast("type", origin or kind), str(kind))
 
 
@@ -321,7 +321,7 @@ def _expand_name(message: str, path: str, names: Mapping[str, object]) -> str:
 def _add_file(
     message: str, layers: Sequence[Layer], overrides: Sequence[Option], section: str
 ) -> str:
-    """Insert the file that has the setting's value into `message`, whose first word is the setting.
+    """Insert the file that sets the value into `message`, whose first word is the setting.
 
     "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; a value from the command
     line changes nothing.
@@ -338,7 +338,7 @@ def _add_file(
 
 
 def _contains(settings: Mapping[str, Any], name: str) -> bool:
-    """Whether the nested settings have this dotted name, or a value in place of its section."""
+    """Return whether the settings have this dotted name, or a value in place of its section."""
     head, _, rest = name.partition(".")
     if head not in settings or not rest:
         return head in settings
@@ -347,7 +347,7 @@ def _contains(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def _unknown_setting(config_class: type, name: str, *, section: str, source: str) -> ConfigError:
-    """The error for an unknown setting, with suggestions."""
+    """Return the error for an unknown setting, with suggestions."""
     settings = list(list_settings(config_class))
     suggestion = did_you_mean(settings, name, lambda known: section + known, what="settings")
     hint = deepspeed_chat_hint(name) or suggestion
@@ -379,7 +379,7 @@ def read_settings(path: Path) -> Layer:
 
     Raises:
         ConfigError: the file doesn't exist, is not UTF-8 or YAML, has a duplicate name, or is not a
-            mapping of names to values; the message names the file and the line, if there is one.
+            mapping of names to values; the message names the file and, if known, the line.
     """
     try:
         settings = yaml.load(path.read_bytes().decode("utf-8-sig"), _Loader)
@@ -390,11 +390,11 @@ def read_settings(path: Path) -> Layer:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"--config {path} is not UTF-8 text in line {line}; save the file as UTF-8"
+            f"--config {path} is not UTF-8 text at line {line}; save the file as UTF-8"
         ) from None
     except yaml.YAMLError as error:
         mark: Any = getattr(error, "problem_mark", None)
-        location = "" if mark is None else f" in line {mark.line + 1}"
+        location = "" if mark is None else f" at line {mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError(f"--config {path} is not valid YAML{location}: {problem}") from None
     except RecursionError:
@@ -404,5 +404,5 @@ def read_settings(path: Path) -> Layer:
     except ValueError as error:  # such as the date 2026-99-99
         raise ConfigError(f"--config {path} has a value that can't be read: {error}") from None
     if not isinstance(settings or {}, dict):
-        raise ConfigError(f"--config {path} must contain settings, `name: value`, got {settings}")
+        raise ConfigError(f"--config {path} must be a mapping, `name: value`, got {settings}")
     return Layer(settings or {}, str(path), is_file=True)

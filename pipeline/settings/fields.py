@@ -33,7 +33,7 @@ class Setting:
 def list_settings(
     config_class: type, prefix: str = "", instance: object = None
 ) -> Iterator[Setting]:
-    """All settings of a dataclass, in order of definition.
+    """Yield all settings of a dataclass, in order of definition.
 
     Defaults are read from `instance` if given: a section's default may differ from its class's.
     """
@@ -50,25 +50,25 @@ def list_settings(
 
 
 def list_fields(config_class: type) -> list[dataclasses.Field[Any]]:
-    """The fields that can be set: a class may fix some fields of its base (`init=False`)."""
+    """Return the fields that can be set: a class may fix some of its base's (`init=False`)."""
     return [field for field in dataclasses.fields(config_class) if field.init]
 
 
 @functools.cache
 def list_kinds(config_class: type) -> Mapping[str, object]:
-    """The types, by name, of the fields that can be set."""
+    """Return the types, by name, of the fields that can be set."""
     hints = typing.get_type_hints(config_class)
     return {field.name: hints[field.name] for field in list_fields(config_class)}
 
 
 def get_default(config_class: type, name: str) -> object:
-    """The default of a field; None if it has none."""
+    """Return the default of a field; None if it has none."""
     default = next(_default(field) for field in list_fields(config_class) if field.name == name)
     return None if default is dataclasses.MISSING else default
 
 
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
-    """The sections of a dataclass of settings, with their descriptions.
+    """Yield the sections of a dataclass of settings, with their descriptions.
 
     A section without a docstring gets its class's.
     """
@@ -83,7 +83,7 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
 def did_you_mean(
     settings: Sequence[Setting], name: str, spell: Callable[[str], str], *, what: str = "options"
 ) -> str:
-    """The end of an error message: up to two settings with the same last word or similar names.
+    """Return the end of an error message, which suggests up to two settings with similar names.
 
     If there are none, it refers to `--help`, which lists `what`. `spell` formats a name.
     """
@@ -103,26 +103,26 @@ def did_you_mean(
 
 
 def section_class(kind: object) -> type | None:
-    """The dataclass `X` in `X` or `X | None`; None for other types."""
+    """Return the dataclass `X` in `X` or `X | None`; None for other types."""
     kind = without_none(kind)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def items_class(kind: object) -> type | None:
-    """The dataclass `X` in `tuple[X, ...]`; None for other types."""
+    """Return the dataclass `X` in `tuple[X, ...]`; None for other types."""
     first, *rest = typing.get_args(kind) or (None,)
     is_list = typing.get_origin(kind) is tuple and rest == [...]
     return section_class(first) if is_list else None
 
 
 def expand_keyword(item_class: type, keyword: object) -> list[Mapping[str, Any]] | None:
-    """The list for a keyword in the item class's `PRESETS`; None for other values."""
+    """Return the list for a keyword in the item class's `PRESETS`; None for other values."""
     presets: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "PRESETS", {})
     return list(presets[keyword]) if isinstance(keyword, str) and keyword in presets else None
 
 
 def without_none(kind: object) -> object:
-    """`X` for `X | None`; other types are unchanged."""
+    """Return `X` for `X | None`; return other types unchanged."""
     parts = typing.get_args(kind)
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if not is_union or types.NoneType not in parts:
@@ -138,7 +138,7 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 @functools.cache
 def _descriptions(config_class: type) -> dict[str, str]:
-    """Field name to the docstring below it, base classes first."""
+    """Map each field's name to the docstring below it, base classes first."""
     return {
         parameter.arg_name: " ".join((parameter.description or "").split())
         for base in reversed(config_class.__mro__[:-1])
@@ -164,12 +164,12 @@ def to_plain(value: object) -> Any:  # noqa: ANN401
 
 
 def config_yaml(config: object) -> str:
-    """The settings as YAML, which `--config` reads back to an equal dataclass."""
+    """Return the settings as YAML, which `--config` reads back to an equal dataclass."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def read_step_config(directory: Path) -> dict[str, Any]:
-    """The settings in a step's config.yaml; empty if they can't be read."""
+    """Return the settings in a step's config.yaml; empty if they can't be read."""
     try:
         settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -178,7 +178,7 @@ def read_step_config(directory: Path) -> dict[str, Any]:
 
 
 def to_options(config: object) -> list[Option]:
-    """Settings that differ from their defaults, as command-line options.
+    """Return the settings that differ from their defaults, as command-line options.
 
     Parsing only these options gives an equal dataclass.
     """
@@ -202,10 +202,10 @@ def to_options(config: object) -> list[Option]:
 
 
 def non_default_values(config: object, defaults: Mapping[str, object]) -> dict[str, Any]:
-    """Settings that differ from `defaults`, both by dotted name.
+    """Return the settings that differ from `defaults`, both by dotted name.
 
-    Those in a section that is null in `defaults`, or in a list, are compared to the defaults of
-    their class.
+    Settings in a section that is null in `defaults`, or in a list, are compared with the defaults
+    of their class.
     """
     settings = {setting.name: setting for setting in list_settings(type(config))}
     changed: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def non_default_values(config: object, defaults: Mapping[str, object]) -> dict[s
 
 
 def _without_defaults(kind: object, value: Any) -> Any:  # noqa: ANN401
-    """A list of dataclasses without the settings that have their class's defaults."""
+    """Remove from a list of dataclasses the settings that have their class's defaults."""
     item_class = items_class(without_none(kind))
     if item_class is None:
         return value
@@ -230,14 +230,14 @@ def _without_defaults(kind: object, value: Any) -> Any:  # noqa: ANN401
 
 
 def _can_be_arguments(value: object) -> bool:
-    """Whether a list of strings can be given as separate arguments rather than as JSON."""
+    """Return whether a list of strings can be given as arguments rather than as JSON."""
     if not isinstance(value, list) or not value:
         return False
     return not str(value[0]).startswith(("[", "{", "-"))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name: {"model": {"path": "x"}} is {"model.path": "x"}."""
+    """Flatten nested settings: {"model": {"path": "x"}} becomes {"model.path": "x"}."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -248,7 +248,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`: {"optim.lr": 1} is {"optim": {"lr": 1}}."""
+    """Invert `flatten`: {"optim.lr": 1} becomes {"optim": {"lr": 1}}."""
     settings: dict[str, Any] = {}
     for name, value in flat.items():
         *sections, last = name.split(".")
@@ -260,9 +260,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_portable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's settings by dotted name, without `output_dir`; paths next to it become OUT/NAME.
+    """Flatten a step's settings without `output_dir`; paths next to it become OUT/NAME.
 
-    So a run that was moved, or is given by another path, has the same settings.
+    A run that was moved, or is given by a different path, then has the same settings.
     """
     root = Path(str(settings.get("output_dir", ""))).parent
 

@@ -184,7 +184,7 @@ def test_schedules_use_deepspeed_defaults(
     [
         ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not available"),
         ({"stage": 2}, "did you mean zero_optimization.stage"),
-        ({"fp16": "yes"}, "fp16 in FILE must contain settings"),
+        ({"fp16": "yes"}, "fp16 in FILE must be an object"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"train_batch_size": 0}, "train_batch_size in FILE must be an integer above 0"),
         (
@@ -201,7 +201,7 @@ def test_schedules_use_deepspeed_defaults(
         ({"zero_optimization": {"stage": 4}}, "model.zero_stage in FILE must be one of 0, 1, 2, 3"),
         (
             {"optimizer": {"type": "Lamb"}},
-            "optimizer.type in FILE Lamb is not available; use AdamW",
+            "optimizer.type in FILE is Lamb, which is not available; use AdamW",
         ),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "use AdamW"),
         (
@@ -217,7 +217,7 @@ def test_schedules_use_deepspeed_defaults(
             "model.zero.offload.params in FILE cpu needs zero_stage 3",
         ),
         ('{"fp16": {}, "fp16": {}}', "has fp16 twice"),
-        ('{"fp16": }', "is not valid JSON: Expecting value in line 1"),
+        ('{"fp16": }', "is not valid JSON: Expecting value at line 1"),
         ("[]", "must contain one JSON object"),
     ],
 )

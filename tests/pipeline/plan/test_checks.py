@@ -97,7 +97,7 @@ ERRORS: tuple[tuple[str, str], ...] = (
     (
         "--deployment-type single_node --num-processes 2 --ppo.advantage grpo --ppo.group_size 8"
         " --ppo.rollout_size 8 --ppo.batch_size 8",
-        "ppo.rollout_size 8 in groups of 8 leaves some of 2 processes without a prompt; raise it",
+        "ppo.rollout_size 8 in groups of 8 leaves some of the 2 processes without a prompt",
     ),
 )
 """Errors of later steps, and a part of each message."""

@@ -13,7 +13,7 @@ from step3_ppo.config import PPOConfig
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("math", 'rewards.* must be a list as .*"name": .*got math'),
+        ("math", 'rewards.* must be a list such as .*"name": .*got math'),
         ('[{"kind": "math"}]', "rewards.* lacks its name"),
         ('[{"name": "a"}]', "rewards.* lacks its kind"),
         ('[{"name": "a", "kind": "mth"}]', "rewards.kind.* must be one of .*'math'"),

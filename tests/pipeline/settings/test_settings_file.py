@@ -7,8 +7,8 @@ from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 
 MESSAGES = (
-    ("a:\n  b: [c, d\ne: 1", "--config {} is not valid YAML in line 3: "),
-    ("- 1", "--config {} must contain settings, `name: value`, got [1]"),
+    ("a:\n  b: [c, d\ne: 1", "--config {} is not valid YAML at line 3: "),
+    ("- 1", "--config {} must be a mapping, `name: value`, got [1]"),
     ("3: 4", "there is no setting 3 in {}"),
     (
         "epochs: 1\nmodel:\n  path: a\n  zero_stage: 1\n  path: b",
