@@ -192,7 +192,7 @@ def test_schedules_use_deepspeed_defaults(
             "is 10, which is not train_micro_batch_size_per_gpu (4) x gradient_accumulation_steps"
             " (2) x 1 process",
         ),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE OneCycle is not available"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE is OneCycle, which is not"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"power": 2}}},
             "scheduler.params.power in FILE is not available here",
