@@ -329,7 +329,7 @@ def parse_file(path: Path) -> DeepSpeedFile:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for a DeepSpeed configuration") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must contain a single JSON object, {{...}}")
+        raise ConfigError(f"{path} must contain one JSON object, {{...}}")
     file = DeepSpeedFile(str(path))
     _classify_keys(content, file)
     return file

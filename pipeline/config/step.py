@@ -297,8 +297,8 @@ class StepConfig(ABC):
     it; must exceed the longest time that one process works alone."""
 
     eval_every: int | None = None
-    """Steps between evaluations; null evaluates up to 10 times per run, at a cost of at most 8 % of
-    training; 0 evaluates only before and after training."""
+    """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8 % of
+    the run; 0 evaluates only before and after it."""
 
     keep_best: bool = True
     """Export the weights of the best evaluation, at the cost of a copy in host memory; false
@@ -312,10 +312,10 @@ class StepConfig(ABC):
 
     save_every: int | str | None = "15m"
     """Time between checkpoints, such as 90s or 2h, or a number of steps (save_steps); null saves
-    only when a signal stops the run."""
+    only if a signal stops the run."""
 
     keep_last: int = 2
-    """Number of checkpoints that are kept (save_total_limit), at least 2."""
+    """Number of checkpoints kept (save_total_limit), at least 2."""
 
     resume: bool = False
     """Continue from the newest intact checkpoint; start from scratch if there is none."""

@@ -195,7 +195,7 @@ def test_other_rows_for_step_3_raise_with_the_setting_to_use(tmp_path: Path) -> 
     write_step_1(tmp_path, plan_settings(tmp_path, *models)[0])
     dpo = ("--step", "3", "--method", "dpo")
 
-    hint = r"with --preference\.data\.path and --preference\.data\.eval_path for other rows"
+    hint = r"step 3, pass --preference\.data\.path and --preference\.data\.eval_path"
     for changed in ([*models[:-1], "f/g"], [*models[:3], "x/y", *models[4:]]):
         with pytest.raises(ConfigError, match=hint):
             plan_settings(tmp_path, *dpo, *changed)
