@@ -76,9 +76,9 @@ def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
 
 
 def check_memory(config: StepConfig) -> None:
-    """Print the memory that a step needs, on the first process, and raise if it can't fit.
+    """On the first process, print the memory that a step needs, or raise if it can't fit.
 
-    `train.py` checks all steps itself.
+    Skip this if `train.py` has already checked the step.
 
     Raises:
         ConfigError: the step doesn't fit; the message gives the numbers and the cheapest change.
@@ -194,7 +194,7 @@ def choose_settings(
 
 
 def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstimator) -> Settings:
-    """Return the largest `generation_batch_size` that fits, as a setting, if the step has one."""
+    """Return the largest `generation_batch_size` that fits, or nothing for steps without it."""
     generation = config.workload(machine.world).generation
     if generation is None or generation.phase != "each iteration":
         return {}
@@ -307,7 +307,7 @@ def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
 
 
 def for_models(config: StepConfig, settings: Settings) -> dict[str, Any]:
-    """Repeat these settings for every trained model of the step."""
+    """Return these settings for every trained model of the step, prefixed by its role."""
     return {
         f"{role}.{n}": value for role in trained_models(config) for n, value in settings.items()
     }

@@ -236,7 +236,7 @@ class _ModelMemory:
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
-        """Count a rollout's tokens if groups share prompts; infinite if there are no groups."""
+        """Count a rollout's tokens if groups share prompts; return infinity without groups."""
         generation = self.work.generation
         if generation is None or generation.group_size == 1:
             return math.inf
@@ -312,7 +312,7 @@ def _train_items(
     *,
     saves: bool,
 ) -> Iterator[Item]:
-    """Yield the memory of scoring, training and export; `saves`: checkpoints are written."""
+    """Yield the memory of scoring, training and export, and of checkpoints if `saves`."""
     for memory in loaded:
         yield from memory.states()
         if memory.model.trained is not None:
@@ -367,7 +367,7 @@ def memory_summary(memory: StepMemory, machine: Machine) -> str:
 
 
 def memory_table(memory: StepMemory, machine: Machine) -> Iterator[str]:
-    """Yield a table's lines: memory by kind and phase, on the device, the host and the disk."""
+    """Yield the lines of a table: memory by kind and phase, on the device, host and disk."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= 10 * GIB else (MIB, "MiB")
 
     def row(name: str, sizes: Iterable[int]) -> str:

@@ -114,7 +114,7 @@ class CountedModel:
 
 @functools.lru_cache(maxsize=256)
 def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
-    """Check that a model on the meta device can be divided among processes as `parallel` says.
+    """Check that a model on the meta device can be divided among processes as `parallel` requires.
 
     Raises:
         ConfigError, ModelError: the model can't be divided this way.
@@ -130,7 +130,7 @@ def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
 
 
 def _config_value(config: object, *names: str, default: int = 0) -> int:
-    """Return the first of these settings that is set, or its maximum over layers, or `default`."""
+    """Return the first of these settings that is set (the maximum of a list), or `default`."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -180,7 +180,7 @@ def _saved_elements(
     """Count the values per token that a block saves: inputs of norms, matrices and attention.
 
     Rotary embeddings double queries, keys and values. A gated MLP saves four vectors of its width,
-    one with ReLU saves one, with `gelu_new` five, any other two. RMSNorm saves an fp32 copy, and
+    an MLP with ReLU one, with `gelu_new` five, and any other two. RMSNorm saves an fp32 copy, and
     the normalized input unless its weight is frozen, as it is with adapters.
     """
     hidden = _config_value(config, "hidden_size", "d_model", default=1)
@@ -230,8 +230,8 @@ def build_models(
             models.append(CountedModel(use, path, settings, module))
         except ModelError:
             unknown.append(
-                f"{use.role} {path} is not counted: it is not downloaded, or has no readable"
-                " configuration"
+                f"{use.role} {path} is not counted: it has not been downloaded, or its"
+                " configuration can't be read"
             )
     return models, unknown
 

@@ -28,7 +28,7 @@ OPTIONS = ("-std=c++17", "--fmad=false")
 fmaf."""
 
 MIN_CAPABILITY = 70
-"""The oldest supported compute capability, 7.0."""
+"""The lowest supported compute capability, 7.0."""
 
 LOG_LINES = 5
 """Maximum number of lines of the compiler's log in an error message."""
@@ -57,7 +57,7 @@ class Kernel:
     def __call__(
         self, params: ctypes.Structure, *, grid: Dim, block: Dim, shared_bytes: int = 0
     ) -> None:
-        """Launch it on the current stream, with the struct `params` as its by-value argument.
+        """Launch the kernel on the current stream, passing the struct `params` by value.
 
         Raises:
             torch.OutOfMemoryError: the GPU is out of memory.

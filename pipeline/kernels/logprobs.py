@@ -343,7 +343,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
-    """Return whether all are equal; a GPU isn't waited for, but a difference makes it fail."""
+    """Return whether all are equal; on a GPU, return True, and a difference fails later."""
     first = grad[:1]
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))

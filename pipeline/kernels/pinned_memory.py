@@ -1,6 +1,6 @@
 """Pinned host memory without rounding up its size.
 
-PyTorch rounds pinned allocations up to powers of two, which can double the memory of the optimizer.
+PyTorch rounds pinned allocations up to powers of two, which can double the optimizer's memory.
 """
 
 import ctypes

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TEXTS = ("The capital of France is Paris, and 12 + 7 is 19.", "Thank you.")
 
 TOLERANCE = 1e-5
-"""Maximum mean difference of fp32 outputs, relative to the largest output or 1, the larger one."""
+"""Maximum mean difference of fp32 outputs, relative to max(1, the largest output)."""
 
 LOGPROBS, SCORES = "log-probabilities", "scores"
 

@@ -117,7 +117,7 @@ def _write_job_set(request: Request, argv: Sequence[str]) -> None:
 
 
 def _resumes(plan: Plan, stage: Stage) -> bool:
-    """Return whether a step resumes its checkpoint; not if this run also runs an earlier step."""
+    """Return whether a step resumes its checkpoint, which requires that no earlier step runs."""
     if not plan.request.resume or any(other.number < stage.number for other in plan.unfinished):
         return False
     return can_resume(plan.request.output_dir, stage.name)
@@ -181,7 +181,7 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
     """Run the step's processes; if memory runs out, retry with smaller batches.
 
     A retry resumes from the newest checkpoint in new processes, so nothing remains of the state
-    that ran out of memory; the mathematics is the same.
+    that ran out of memory; the result is mathematically the same.
     """
     config = plan.configs[stage.name]
     command = plan.command(stage)

@@ -32,7 +32,7 @@ def cached_file(name: str, file: str) -> str | None:
 
 
 def download_settings(name: str) -> None:
-    """Download a model's settings and tokenizer, unless cached or if the Hub is unreachable."""
+    """Download a model's settings and tokenizer if they aren't cached and the Hub is reachable."""
     from huggingface_hub import snapshot_download
 
     if cached_file(name, "config.json") is None and unreachable_reason() is None:

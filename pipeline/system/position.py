@@ -62,7 +62,7 @@ class Position:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], reason: str = "") -> Iterator[None]:
-        """Context manager around a wait for these processes.
+        """Context manager in which this process waits for these processes.
 
         `reason` describes the wait if it is not for a collective that this process has entered.
         """

@@ -65,7 +65,7 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         if self._thread is None:
             return
-        # A process that exits because others got a signal may still get its own: ignore that.
+        # A process that exits because others got a signal may still get one itself: ignore it.
         if self.received is not None or kind is not SystemExit:
             for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]

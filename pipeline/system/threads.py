@@ -22,7 +22,7 @@ def set_compute_threads(number: int | None) -> None:
     """Set the number of threads; None uses RLHF_THREADS, or else PyTorch's default.
 
     Raises:
-        ConfigError: the number is not above 0.
+        ConfigError: the number is not positive.
     """
     text = os.environ.get(THREADS_VARIABLE) or None if number is None else str(number)
     if text is not None and (not text.isdecimal() or int(text) == 0):
@@ -40,7 +40,7 @@ def shorten_spinning(environment: MutableMapping[str, str]) -> None:
 
     The default, several milliseconds, makes passes of small models many times slower if other
     programs use the cores. With a short spin the threads are still awake for the next operator; if
-    other programs are busy now, threads sleep immediately. The user's own settings are kept.
+    other programs are busy now, threads sleep immediately. The user's own settings take precedence.
     """
     if not SPIN_VARIABLES.intersection(environment):
         busy = psutil.cpu_percent(interval=0.2)
@@ -48,6 +48,6 @@ def shorten_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def cores_per_process(processes: int) -> int:
-    """Return the number of cores per process if this machine runs this many, at least 1."""
+    """Return the number of cores per process, at least 1, if this machine runs `processes`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)
