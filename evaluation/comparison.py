@@ -18,7 +18,7 @@ NEWTON_STEPS = 50
 
 @dataclass(frozen=True)
 class Match:
-    """Two models compared on the prompts that have a verdict."""
+    """Two models compared on the same prompts, some of which may have no verdict."""
 
     model: int
     opponent: int
