@@ -1,4 +1,4 @@
-"""`python -m rlhf_pipeline MODULE [OPTION ...]`: run `python -m MODULE` of a checkout."""
+"""`python -m rlhf_pipeline MODULE [OPTION ...]`: run what `python -m MODULE` runs in a checkout."""
 
 import importlib.util
 import runpy

@@ -126,7 +126,7 @@ def _hold_out(
 ) -> tuple[list[TokenRow], HeldOut]:
     """Return rows of held-out documents, taken from each file by its weight.
 
-    If no document's draw is within `eval_fraction`, as in a small corpus, the smallest is used.
+    If no document's draw is within `eval_fraction`, the one with the smallest is held out.
     """
     max_rows, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(max_rows * weight / total)) for weight in weights]

@@ -58,7 +58,7 @@ def split_rows(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[To
 
 
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
-    """Concatenate the rows' sequences, or if all are empty those of `spare` without targets."""
+    """Concatenate the rows' sequences; if all are empty, use those of `spare` without targets."""
     with_targets = [row for row in rows if row.spans]
     used = with_targets or [spare]
     sequences = [ids for row in used for ids in row.sequences()]

@@ -1,4 +1,4 @@
-"""Batches: concatenated sequences, and the division of a global batch.
+"""Batches of concatenated sequences, and the division of a global batch.
 
 There is no padding: a batch is one long row of tokens and the lengths of its sequences, so masks
 can only come from lengths. Dimensions: N tokens in total, B sequences, K targets.
@@ -239,7 +239,7 @@ def micro_batches(
     """Pack the rows of a global batch into micro-batches; return those of one process.
 
     Each row, longest first, goes to the least filled of k micro-batches; k is the smallest multiple
-    of `num_processes` for which none exceeds `max_tokens`, except with a single row. Every process
+    of `num_processes` for which none exceeds `max_tokens` unless it is a single row. Every process
     gets the same number of micro-batches of nearly the same size; if there are fewer rows than
     micro-batches, some are empty.
 

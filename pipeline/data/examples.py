@@ -65,7 +65,7 @@ class Message:
 class Example:
     """A prompt and its possible continuations.
 
-    Steps read what they need: step 1 trains on `prompt + chosen`, step 2 compares `chosen` with
+    Each step reads what it needs: step 1 trains on `prompt + chosen`, step 2 compares `chosen` with
     `rejected`, step 3 uses `prompt` alone.
     """
 
@@ -104,7 +104,7 @@ class Example:
 
     @cached_property
     def prompt_hash(self) -> int:
-        """64 bits that identify the prompt.
+        """64-bit hash that identifies the prompt.
 
         The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the text itself
         if there is no prompt), in UTF-8, case-folded, with runs of whitespace as one space.

@@ -17,7 +17,7 @@ MAX_ENCODED_EMBEDDED_ROWS = 128
 """The same maximum for the built-in task, whose rows are all similar."""
 
 BATCH_ROWS = 64
-"""Rows encoded at a time to find one with a target."""
+"""Number of rows encoded at a time to find one with a target."""
 
 Row = TypeVar("Row")
 
@@ -37,13 +37,13 @@ class FitCheck(Generic[Row]):
     """Check of how a step's rows fit into `max_length`, and the wording of its messages."""
 
     fit: Callable[[Sequence[Row]], Sequence[RowFit]]
-    """Function that returns how rows fit if encoded and truncated as in the step."""
+    """Function that reports how rows fit when encoded and truncated as in the step."""
 
     end: str
     """The side that a truncated row loses: "end" or "beginning"."""
 
     empty: str
-    """What rows without targets do, for messages: "have nothing left to train on"."""
+    """Predicate of rows without targets, such as "have nothing left to train on"."""
 
     rows: str = "rows"
     """The word for the rows in messages: "rows" or "pairs"."""

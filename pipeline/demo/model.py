@@ -62,7 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(
     *, vocab_size: int, seed: int, hidden_size: int = 128, num_layers: int = 4, tied: bool = True
 ) -> LlamaForCausalLM:
-    """Build the embedded Llama with random fp32 weights: a million for the embedded tokenizer.
+    """Build the embedded Llama with random fp32 weights (a million with the embedded tokenizer).
 
     With `tied` the embeddings are also the output layer. The weights depend only on `seed`, the
     sizes and `tied`; the global random state is unchanged.

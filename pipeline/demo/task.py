@@ -44,7 +44,7 @@ EVAL_ROWS = 512
 """Evaluation rows of steps 1 and 2."""
 
 HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
-"""Number of held-out prompts by kind, for evaluation in step 3; larger if facts are held out."""
+"""Number of held-out prompts by kind, for evaluation in step 3, larger with held-out facts."""
 
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
 """Fractions of the demonstrations in step 1 that are correct, and that are polite."""

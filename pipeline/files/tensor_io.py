@@ -1,4 +1,4 @@
-"""Read and write the bytes of tensors in place in files."""
+"""Read the bytes of tensors from files, and write them in place."""
 
 import os
 

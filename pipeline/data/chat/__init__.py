@@ -1,1 +1,1 @@
-"""From dialogues to token ids."""
+"""Conversion of dialogues to token ids."""

@@ -1,4 +1,4 @@
-r"""Chat formats: from a dialogue to the token ids a model is trained on and prompted with.
+r"""Chat formats: convert a dialogue to the token ids that a model is trained on or prompted with.
 
 A format is a Jinja template and a rule for splitting its text. The text is split where the model's
 turns begin and end, and each segment is tokenized separately:
@@ -55,7 +55,7 @@ UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
     " another --format"
 )
-OMITS_TEXT = "omits part of the response, which is trained on as given in the row instead"
+OMITS_TEXT = "omits part of the response, so the response is trained on as given in the row"
 OMITS_TEXT_WITH_CALLS = "omits text or reasoning next to tool calls, which is not trained on"
 OMITS_REASONING = "does not support reasoning, which is omitted; put it into the content"
 CHANGES_EARLIER_ANSWERS = (
@@ -260,7 +260,7 @@ class ChatFormat:
     def _split_history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
         """Split `text`, the rendered `messages` and generation prompt, at its assistant turns.
 
-        An answer that is rendered differently as the last turn is neither split off nor trained on.
+        An answer that is rendered differently when last is neither split off nor trained on.
         """
         segments: list[Segment] = []
         position = 0
@@ -478,7 +478,7 @@ class ChatFormat:
         if self.name != "plain" and any(text.startswith(begins) for text in asked):
             self._warn_once(origin, RENDERED_PROMPT)
         ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
-        end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s) keeps it linear
+        end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s) keeps the search linear
         answers = [turn.content for turn in messages if turn.role == "assistant"]
         if len(messages) == 1 or not any(map(end.search, answers)):
             return messages
@@ -566,7 +566,7 @@ class ChatFormat:
         dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
         prompt = self.render(PROBE_PROMPT, generation_prompt=True)
         begin, _, tail = dialogue.rpartition(PROBE_RESPONSE.content)
-        inner = begin.removeprefix(prompt) if begin.startswith(prompt) else ""  # as Kimi K3 has
+        inner = begin.removeprefix(prompt) if begin.startswith(prompt) else ""  # as in Kimi K3
         matches = [token for token in self._specials if token in tail and token not in inner]
         return min(matches, key=lambda token: (tail.find(token), -len(token)), default="")
 

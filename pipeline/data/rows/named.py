@@ -33,7 +33,7 @@ class NamedSet:
         """Return the example in `row`, with the `kept` columns as `extra`.
 
         Raises:
-            DataError: the row doesn't have the set's schema.
+            DataError: the row doesn't match the set's schema.
         """
         try:
             example = self.to_example(row.columns)
@@ -47,7 +47,7 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """Return the set with this name, or with the name that ends this path; None if unknown."""
+    """Return the set with this name, or with the name at the end of this path; or None."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 

@@ -376,7 +376,7 @@ def choose_splits(
 def _read_csv(path: Path) -> Iterator[Row]:
     """Read the rows of a CSV file.
 
-    Cells are separated by tabs in a .tsv, otherwise by commas, or if the first line has no comma by
+    Cells are separated by tabs in a .tsv, otherwise by commas, or, if the first line has none, by
     semicolons or tabs. They may be quoted as in RFC 4180. Empty cells and NaN are None.
     """
     text = _read_text(path)

@@ -40,7 +40,7 @@ NEEDS: Mapping[RowUse, str] = {
     "prompts": "a prompt",
     "responses": "a response, chosen, rejected or with a label",
 }
-"""Data that a row needs for each use, in words for messages."""
+"""Data that a row needs for each use, as phrased in messages."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def select_rows(data: StepData, config: StepConfig) -> StepData:
 def embedded_examples(
     *, step: int, seed: int, split_steps: tuple[int, ...] | None = None
 ) -> tuple[list[Example], list[Example]]:
-    """Return training and evaluation rows of the embedded task; they must not be changed.
+    """Return training and evaluation rows of the embedded task; they must not be modified.
 
     Args:
         step: number of the step.
@@ -244,7 +244,7 @@ class _RowSelector:
             rows, count = path.train, max(1, round(unit * weight))
             if count < len(rows):
                 self.notes.append(
-                    f"{path.name}: {count} of {format_rows(len(rows))}, by its weight"
+                    f"{path.name}: uses {count} of {format_rows(len(rows))}, given its weight"
                 )
                 rows = self.shuffle_by_hash(rows, "mixture")[:count]
             mixed.append(rows)
@@ -333,7 +333,7 @@ class _RowSelector:
         usable = [row for row in rows if is_usable(row, self.share.use)]
         if not usable:
             raise DataError(
-                f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}): use"
+                f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}); use"
                 " other data, map its columns with --fields, or use --step to run only steps other"
                 f" than {step}"
             )

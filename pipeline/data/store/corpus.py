@@ -1,8 +1,8 @@
 """The files of a corpus, and the documents that are held out.
 
 A document is held out by a hash of its tokens and `data.seed`, regardless of the other documents,
-their order and the file: all copies of a document are held out or none, and enlarging the corpus
-moves no document.
+their order and the file: either all copies of a document are held out or none are, and enlarging
+the corpus moves no document.
 """
 
 import hashlib

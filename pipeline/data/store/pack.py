@@ -94,7 +94,7 @@ def pack(
     """Write the token file `out` from the texts of the source files.
 
     Raises:
-        ConfigError: the file exists, or is half-written and `resume` is false or its settings
+        ConfigError: the file exists, or is unfinished and `resume` is false or its settings
             differ.
         DataError: a row is bad (without `skip_bad_rows`), a file changed, or there is no text.
     """
@@ -184,7 +184,7 @@ def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: 
 
 
 Summary = tuple[int, list[tuple[int, str]]]
-"""Number of lines of a piece; (line counted from 1, reason) of each bad row."""
+"""Number of lines in a piece, and (line counted from 1, reason) for each bad row."""
 
 
 def _encode_pieces(
@@ -233,7 +233,7 @@ def _load_tokenizer(definition: str) -> "Tokenizer":
 
 
 def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
-    """Write a piece's tokens, with eos after each document, if missing; return its summary."""
+    """Write a piece's file, with eos after each document, unless it exists; return its summary."""
     if piece.target.exists():
         with np.load(piece.target) as content:
             return json.loads(str(content["summary"]))

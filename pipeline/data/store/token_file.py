@@ -48,7 +48,7 @@ class Vocabulary:
     """JSON that `tokenizers` reads."""
 
     hash: str
-    """SHA-256 of the definition and eos, hexadecimal."""
+    """SHA-256 of the definition and eos, in hexadecimal."""
 
     size: int
     """Every id is below this number."""
@@ -84,7 +84,7 @@ class Origin:
     """Name or directory of the tokenizer."""
 
     tokenizer_hash: str
-    """SHA-256 of the tokenizer's definition, hexadecimal."""
+    """SHA-256 of the tokenizer's definition, in hexadecimal."""
 
     bad_rows: int = 0
     """Number of bad rows that were skipped."""
@@ -152,7 +152,7 @@ class TokenFile:
             IndexError: there is no such document.
         """
         if not 0 <= document < self.documents:
-            raise IndexError(f"{self.path} has {self.documents:,} documents, no number {document}")
+            raise IndexError(f"{self.path} has no document {document}: it has {self.documents:,}")
         return int(self.starts[document]), int(self.starts[document + 1])
 
     def tokens(self, document: int) -> NDArray[Any]:

@@ -128,9 +128,9 @@ def test_path_weights_select_shares_without_repeating_rows(tmp_path: Path) -> No
     counts = Counter(prompt[0] for prompt in rows)
     assert counts == {"a": 40, "b": 20, "c": 10}
     assert sorted(prompts(data.eval)) == ["e0", "e1", "e2", "e3"]
-    assert [note.split(": ")[1] for note in data.notes if "by its weight" in note] == [
-        "20 of 40 rows, by its weight",
-        "10 of 40 rows, by its weight",
+    assert [note.split(": ")[1] for note in data.notes if "its weight" in note] == [
+        "uses 20 of 40 rows, given its weight",
+        "uses 10 of 40 rows, given its weight",
     ]
     assert prompts(load(*paths, **all_in_step_1).train).count("c0") == 1
     few = load(f"{paths[0]}:1000", f"{paths[1]}:1", **all_in_step_1)
