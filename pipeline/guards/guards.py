@@ -41,7 +41,7 @@ class Signals(ABC):
     """Names of the metrics whose trend over several checks is a signal."""
 
     UNIT: ClassVar[str]
-    """Name of a training step in messages: iteration, step."""
+    """Name of a training step in messages: `iteration` or `step`."""
 
     ROLLBACK_CHANGES: ClassVar[str]
     """Description of the changes that a rollback makes."""

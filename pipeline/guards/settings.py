@@ -22,7 +22,7 @@ class Guard:
     """One signal, its limit, and the action if the signal is beyond it."""
 
     RELATIVE: ClassVar[tuple[str, ...]] = ()
-    """Signals relative to the start: a limit below 1 is a lower bound, others are upper bounds."""
+    """Signals relative to their initial value: limits below 1 are lower bounds, others upper."""
 
     LOWER: ClassVar[tuple[str, ...]] = ()
     """Signals whose limit is a lower bound; all others have upper bounds."""
@@ -101,7 +101,7 @@ def check_guards(
         guards: the run's guards.
         defaults: guards that are ignored if their signal is not measured.
         section: section of the step's settings, for the message.
-        missing: the requirement of each signal that this run does not measure.
+        missing: what each signal that this run does not measure requires.
         saves: interval between checkpoints.
         unit: name of the training steps, in the plural.
 

@@ -4,7 +4,7 @@ A thread of each process writes its position about once a second to the rendezvo
 torchrun's agent hosts, so that it outlives the processes; another thread reads the positions of the
 others. A process that fails prints and reports its error, and the others stop with one line that
 names it. If a process hangs, it is named, and all print their stacks. No process outlives the job,
-since its thread kills a process that doesn't exit.
+since the second thread kills its process if it doesn't exit.
 """
 
 import faulthandler
@@ -48,7 +48,7 @@ T = TypeVar("T")
 TICK_SECONDS = 1.0
 
 OBSERVERS = 2
-"""Number of ranks, starting at 0, that read all positions; so requests grow only linearly."""
+"""Number of ranks, starting at 0, that read all positions, so that requests grow linearly."""
 
 STALLED_HEARTBEATS = 3
 """Heartbeats at one position after which an observer reads all positions."""
@@ -394,7 +394,7 @@ class Watchdog:
             self._last_heartbeats.clear()
             return None
         if self.store.is_disconnected and stalled_seconds >= HEARTBEAT_TIMEOUT_SECONDS:
-            message = f"rank 0 was lost: rank {self.rank} can't reach its store at {POSITION.last}"
+            message = f"contact with rank 0 was lost while rank {self.rank} was at {POSITION.last}"
             return Failure(0, message, 1, stacks=True)
         if self.rank >= OBSERVERS:
             return None

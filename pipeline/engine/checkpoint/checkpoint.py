@@ -1,4 +1,4 @@
-"""Reads any elements of any tensor of a checkpoint."""
+"""Reads any range of elements of any tensor in a checkpoint."""
 
 import zlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pipeline.files.tensor_io import DTYPES, read_at, view_bytes
 from pipeline.system.errors import CheckpointError, ModelError
 
 CHUNK_BYTES = 16 * 2**20
-"""Host memory for elements that can't be read directly into their destination."""
+"""Bytes read at once if elements can't be read directly into their destination."""
 
 VERIFY_THREADS = 4
 """Number of threads that verify files; zlib and the system calls release the GIL."""
@@ -134,7 +134,7 @@ class Checkpoint:
             )
 
     def read_prefix(self, prefix: str) -> dict[str, Tensor]:
-        """Read all tensors whose names start with `prefix`; return them by the rest of the name."""
+        """Read all tensors whose names start with `prefix`, keyed by the rest of the name."""
         names = [name for name in self._rank_index() if name.startswith(prefix)]
         names = names or [name for name in self._index() if name.startswith(prefix)]
         tensors: dict[str, Tensor] = {}

@@ -50,7 +50,7 @@ class Columns(NamedTuple):
         return row * self.width + min(max(column - self.offset, 0), self.width)
 
     def positions(self, first: int, last: int) -> Int[Tensor, " n"]:
-        """Return the flattened tensor's indices of elements `first` to `last` of the columns."""
+        """Map elements `first` to `last` of the columns to positions in the flattened tensor."""
         number = torch.arange(first, last)
         return number // self.width * self.stride + self.offset + number % self.width
 

@@ -43,7 +43,7 @@ def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, b
 def list_fragments(
     key: str, shard: ParamShard | None, start: int, values: Shaped[Tensor, " n"]
 ) -> Iterator[Fragment]:
-    """Yield elements of a flattened shard, from index `start`, as fragments of the full parameter.
+    """Yield a flattened shard's elements, starting at `start`, as fragments of the full parameter.
 
     Elements that a lower-ranked process also has are omitted.
     """
@@ -67,7 +67,7 @@ def list_fragments(
 def read_shard(
     shard: ParamShard | None, start: int, out: Shaped[Tensor, " n"], read: ReadInto
 ) -> None:
-    """Fill `out` with elements of a flattened shard, from index `start`.
+    """Fill `out` with elements of a flattened shard, starting at `start`.
 
     `read` reads elements of the full parameter. If they are not contiguous there, full rows are
     read, a few at a time.

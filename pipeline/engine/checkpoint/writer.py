@@ -70,7 +70,7 @@ class CheckpointWriter:
         world_size: number of processes.
         keep_last: number of checkpoints to keep, at least 2.
         timeout_seconds: how long the first process waits for the others' files.
-        margin: minimum number of steps undone by a rollback, whose targets are kept; or None.
+        margin: minimum number of steps undone by a rollback; None keeps no rollback targets.
 
     Raises:
         ConfigError: the directory can't be created or written to.

@@ -1,4 +1,4 @@
-"""Collectives over shared memory and over sharded copies, and the choice of an engine's.
+"""Collectives over shared memory and over sharded copies, and the choice between them.
 
 Shared memory: a process copies a chunk of its vector into its slot of a shared file. After a
 barrier, which also compares the processes' histories, the others read it from there. Two sets of
@@ -33,7 +33,7 @@ SLOT_BYTES = 8 * 2**20
 
 
 class SharedMemoryCollectives(GroupCollectives):
-    """All-gather and reduce-scatter over shared memory; others through the process group."""
+    """All-gather and reduce-scatter over shared memory; the others use the process group."""
 
     def __init__(self, name: str, group: Group) -> None:
         super().__init__(torch.device("cpu"), name, group, deterministic=True)

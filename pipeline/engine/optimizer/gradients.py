@@ -28,7 +28,7 @@ BLOCK = 262144
 """Number of elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 MAX_HOST_SUMS = 256
-"""Maximum number of chunks per vector for which their sums are added, exactly, on the host."""
+"""Number of chunks per vector up to which their sums are added, exactly, on the host."""
 
 ROW_ELEMENTS = 4096
 """Row length of a sum: PyTorch distributes rows over threads but never splits such a short row,
@@ -80,7 +80,7 @@ class RunningSum:
         """Do nothing: every addition is final."""
 
     def finish(self) -> Tensor:
-        """Return the sum over all micro-batches, complete on the host; zeros without any."""
+        """Return the sum over all micro-batches, complete on the host; zeros if there were none."""
         self._wait()
         if self.empty:
             self.total.zero_()
@@ -129,7 +129,7 @@ class TreeSum:
         self._levels.append((level, value))
 
     def finish(self) -> Tensor:
-        """Return the sum over all micro-batches, adding small sums first; zeros without any."""
+        """Return the sum over micro-batches, adding small sums first; zeros if there were none."""
         self.end_micro_batch()
         if not self._levels:
             return self._empty().zero_()

@@ -27,7 +27,7 @@ from pipeline.kernels.adamw import (
 from pipeline.parallel.group import SELF_GROUP, Group
 
 MOMENTS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Dtype of AdamW's moments, by the setting `optim.moments`."""
+"""Dtype of AdamW's moments for each value of the setting `optim.moments`."""
 
 MasterKind = Literal["weights", "split", "separate"]
 
@@ -164,7 +164,7 @@ class TrainedParams:
         self.masters = Masters(flat, kind)
         self.gradients = FlatGradients(flat, pool)
         self.state: dict[str, Tensor] = {}
-        """Moments and the number of updates, `step`, under the names in PyTorch's AdamW."""
+        """Moments and the number of updates, `step`, under the names that PyTorch's AdamW uses."""
         self._rounded: Tensor | None = None
         self._gathered_gradient: Tensor | None = None
 
@@ -173,12 +173,12 @@ class TrainedParams:
         return {name: value for name, value in self.state.items() if value.ndim > 0}
 
     def counters(self) -> dict[str, float]:
-        """Return the number of updates under its name, `step`; may be empty before the first."""
+        """Return the number of updates, named `step`; may be empty before the first update."""
         return {name: value.item() for name, value in self.state.items() if value.ndim == 0}
 
     @contextmanager
     def modify(self) -> Iterator[Float[Tensor, " n"]]:
-        """Provide the fp32 masters to modify in place; on exit all processes get the weights."""
+        """Provide the fp32 masters to modify in place; on exit, publish the new weights."""
         self.comm.synchronize()  # finish pending copies to the GPU before weights change
         with self.masters.modify() as masters:
             yield masters
@@ -198,7 +198,7 @@ class TrainedParams:
         self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def param_spans(self, *, saved_only: bool = False) -> Iterator[tuple[str, slice, slice]]:
-        """Yield the name of each parameter in these masters, and its range here and in itself.
+        """Yield (name, range in the masters, range in the parameter) of each parameter.
 
         With `saved_only`, yield only the elements that this process writes to a checkpoint.
         """

@@ -168,7 +168,7 @@ class FlatParams:
     def fill(self, read: Callable[[str, int, Tensor], object]) -> None:
         """Fill the local part of each parameter using `read(name, start, out)`.
 
-        `read` fills `out` with the elements of the flattened parameter from index `start`.
+        `read` fills `out` with the elements of the flattened parameter that begin at `start`.
         """
         local = self.shard if self.placement.shard_params else self.full
         if self.disk is not None:
@@ -256,7 +256,7 @@ class FlatParams:
             param.data = self.views[name]
 
     def detach_params(self) -> None:
-        """Replace the parameters with placeholders of the same shape and dtype, without memory."""
+        """Replace the parameters with placeholders of equal shape and dtype that take no memory."""
         for name, param in self.params.items():
             param.data = self.placeholders[name]
 

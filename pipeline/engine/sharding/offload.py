@@ -39,7 +39,7 @@ class TensorStore:
     The file is unlinked, so nothing is left on disk however the process ends. All space is
     allocated by `reserve`, so that a full disk stops a run at its start. `write` and `read` return
     immediately and copy nothing: until `wait` (or `flush`) the caller must not change a tensor
-    being written nor use one being read. Operations on one key run in call order. After the first
+    being written or use one being read. Operations on one key run in call order. After the first
     failure every call raises `OffloadError`.
     """
 
@@ -189,7 +189,7 @@ class StreamedState:
     def stream(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Iterate over different groups in `order`, with their tensors in the order of `names`.
 
-        In-place changes of the tensors are saved; their memory is reused by the group after the
+        In-place changes to the tensors are saved; their memory is reused by the group after the
         next. If the loop's body raises or breaks, the current group is unchanged.
 
         Raises:

@@ -38,9 +38,9 @@ class UnitParams:
 def find_units(model: nn.Module) -> list[UnitParams]:
     """Find the units of `model`, in the order of its modules but with the root unit last.
 
-    Blocks are the layers that `transformers` can checkpoint or, without any, the entries of the
-    longest `nn.ModuleList` of one class. Of nested blocks only the outermost is used. A parameter
-    that a block shares with anything outside belongs to the root.
+    Blocks are the layers that `transformers` can checkpoint or, if there are none, the entries of
+    the longest `nn.ModuleList` of one class. Of nested blocks only the outermost is used. A
+    parameter that a block shares with anything outside belongs to the root.
     """
     blocks = _find_outermost(model, _find_blocks(model))
     # Include duplicate names: a module shared with the outside can't be freed with its block.
