@@ -26,7 +26,7 @@ class ExportConfig:
     """Format: gguf, onnx, merged (adapter and base) or adapter (without the base)."""
 
     out: Path | None = None
-    """Directory to write; it must be empty or not exist yet."""
+    """Output directory; it must be empty or not exist yet."""
 
     method: str | None = None
     """Method whose actor is exported, in a run with several; null uses the best."""
@@ -48,7 +48,7 @@ class ExportConfig:
         )
         require(
             self.base is None or self.to in ("merged", "adapter"),
-            "base is only for --to merged and --to adapter; merge an adapter before another export",
+            "base is only for --to merged and --to adapter; merge the adapter first",
         )
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""llama.cpp's architecture for a model_type."""
+"""llama.cpp's architecture for each supported `model_type`."""
 
 REQUIRED_SETTINGS = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
 """Values of settings that llama.cpp requires."""
@@ -146,15 +146,15 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
         if vocabulary.encodes_as(expected):
             return vocabulary
     raise ModelError(
-        f"the tokenizer of {path} splits text unlike the supported pre-tokenizers of llama.cpp"
+        f"the tokenizer of {path} splits text differently from llama.cpp's pre-tokenizers"
         f" ({', '.join(pre for pre, _ in candidates)}); export it with --to onnx"
     )
 
 
 def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """`NUM_TEXTS` texts, the same on every call: sentences, words of many alphabets, random tokens.
+    """Make `NUM_TEXTS` texts, always the same: sentences, words in many scripts, random tokens.
 
-    They are in Unicode NFC, which llama.cpp never changes.
+    They are in Unicode NFC, since llama.cpp does not normalize text.
     """
     rng = random.Random(0)
     ids = sorted(tokenizer.get_vocab().values())
@@ -175,7 +175,7 @@ def make_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class GgufExport:
-    """The export of a language model as GGUF in a data type; no weight is read yet.
+    """The export of a language model as a GGUF file with matrices in a given data type.
 
     Raises:
         ModelError: the family, a setting, a tensor or the tokenizer has no GGUF form.
@@ -192,8 +192,8 @@ class GgufExport:
         config = self.config = AutoConfig.from_pretrained(path)
         if config.model_type not in ARCHITECTURES:
             raise ModelError(
-                f"{path} is of the family {config.model_type}, which GGUF export does not support;"
-                f" it supports {', '.join(ARCHITECTURES)}; export it with --to onnx"
+                f"{path} is of the family {config.model_type}, which GGUF export does not support"
+                f" (it supports {', '.join(ARCHITECTURES)}); export it with --to onnx"
             )
         self.rope = config.rope_parameters
         required = REQUIRED_SETTINGS.items()
@@ -202,8 +202,8 @@ class GgufExport:
             unsupported.append("rope_parameters")
         if unsupported:
             raise ModelError(
-                f"{path} has a {unsupported[0]} in its config.json that GGUF export does not"
-                " support; export it with --to onnx"
+                f"GGUF export does not support the value of {unsupported[0]} in the config.json of"
+                f" {path}; export it with --to onnx"
             )
         self.source, self.number_format = source.directory, number_format
         self.architecture = ARCHITECTURES[config.model_type]
@@ -230,7 +230,7 @@ class GgufExport:
         self.title = f"GGUF of a {source.kind}, {number_format}"
 
     def _map_names(self) -> dict[str, str]:
-        """Names of the tensors in the file, by their names in the source."""
+        """Map the names of the source's tensors to their names in the file."""
         import gguf
 
         names_by_id = gguf.MODEL_ARCH_NAMES.items()
@@ -249,21 +249,21 @@ class GgufExport:
         return names
 
     def _is_tied(self) -> bool:
-        """Whether the output layer is the embedding; `transformers` unties them if they differ."""
+        """Return whether the output layer is the embedding; `transformers` unties different ones."""
         if not self.config.tie_word_embeddings:
             return False
         return torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight"))
 
     def read(self, stored: str) -> Tensor:
-        """A tensor of the source."""
+        """Read a tensor of the source."""
         with safe_open(self.stored[stored].file, "pt") as file:
             return file.get_tensor(stored)
 
     def choose_format(self, stored: str) -> str:
-        """The data type of an exported tensor.
+        """Return the data type of an exported tensor.
 
-        Vectors are f32, as llama.cpp adds them in f32. A matrix whose row length is not a multiple
-        of 32 can't be q8_0 and is f16.
+        Vectors are f32, since llama.cpp adds them in f32. A matrix whose row length is not a
+        multiple of 32 can't be q8_0 and is f16.
         """
         shape = self.stored[stored].shape
         if len(shape) < 2:
@@ -274,8 +274,8 @@ class GgufExport:
     def encode(self, stored: str) -> np.ndarray:
         """Encode a tensor in its data type, in llama.cpp's layout.
 
-        In a head of size d, `transformers` rotates row i with row i + d/2, and llama.cpp's
-        architecture `llama` row 2i with row 2i + 1.
+        Within a head of size d, `transformers` rotates row i with row i + d/2, whereas llama.cpp's
+        `llama` architecture rotates row 2i with row 2i + 1.
         """
         import gguf
 
@@ -290,7 +290,7 @@ class GgufExport:
         return gguf.quantize(tensor.contiguous().numpy(), kind)
 
     def rope_factors(self) -> Tensor | None:
-        """Divisors of the rotary frequencies of Llama 3.1, (d / 2,); None if all are 1."""
+        """Return the divisors of Llama 3.1's rotary frequencies, (d / 2,); None if all are 1."""
         if self.rope["rope_type"] != "llama3":
             return None
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))
@@ -369,7 +369,7 @@ class GgufExport:
             writer.add_chat_template(tokenizer.chat_template)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare tokenizer, tensors and outputs; the last two as read by `transformers`.
+        """Compare the tokenizer, and the tensors and outputs as read back by `transformers`.
 
         Raises:
             UnverifiedError: one of them differs.
@@ -406,7 +406,7 @@ class GgufExport:
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
         formats = ", ".join(dict.fromkeys(map(self.choose_format, self.names)))
         return [
-            f"{len(self.names)} tensors read back by transformers, in {formats}",
+            f"{len(self.names)} tensors in {formats} match when read back by transformers",
             *compare_outputs(
                 model,
                 logits_fn(model),
@@ -418,7 +418,7 @@ class GgufExport:
 
 
 def matches_stored(exported: Tensor, tensor: Tensor, number_format: str) -> bool:
-    """Whether `exported` equals `tensor` stored in a data type.
+    """Return whether `exported` equals `tensor` stored in a data type.
 
     In q8_0 no weight may differ by more than half its block's scale (the largest magnitude divided
     by 127), plus the rounding of the scale to fp16.

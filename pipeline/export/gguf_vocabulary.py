@@ -28,7 +28,7 @@ STOPS = ("eos", "eot", "eom")
 ROPE_FACTORS = "rope_freqs.weight"
 
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Names of special tokens in keys of a file."""
+"""Names of special tokens in the keys of a file."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types, as numbered in the specification."""
@@ -50,7 +50,7 @@ PATTERNS = {
 names (src/llama-vocab.cpp)."""
 
 IGNORES_MERGES = "llama-bpe"
-"""The expression with which a word that is a token is never split."""
+"""Name of the pre-tokenizer with which a word that is a token is never split."""
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,20 @@ class Vocabulary:
         return tokenizer
 
     def _merges_by_score(self, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Pairs of tokens that merge into another token, highest score first."""
+        """Return pairs of tokens that merge into another token, highest score first."""
         merged = [t for t, score in zip(self.tokens, self.scores, strict=True) if score < 0]
         merged.sort(key=lambda token: -self.scores[numbers[token]])
         pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
         return [(left, right) for left, right in pairs if left in numbers and right in numbers]
 
     def encodes_as(self, texts: Mapping[str, Sequence[int]]) -> bool:
-        """Whether the tokenizer encodes each text to its given tokens."""
+        """Return whether the tokenizer encodes each text to the given tokens."""
         encode = self.tokenizer.encode
         return all(encode(t, add_special_tokens=False).ids == ids for t, ids in texts.items())
 
 
 def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple[int, ...]]:
-    """The tokenizer of a GGUF file with its chat template, and the ids that end a response.
+    """Return a GGUF file's tokenizer with its chat template, and the ids that end a response.
 
     Raises:
         ModelError: the file's kind of tokenizer or pre-tokenizer is not supported.
@@ -129,8 +129,8 @@ def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple
     is_sentencepiece = raw["model"] == "llama"
     if not is_sentencepiece and (raw["model"] != "gpt2" or raw["pre"] not in PATTERNS):
         raise ModelError(
-            f"its tokenizer ({raw['model']}, {raw['pre']}) is not supported; supported: llama,"
-            f" and gpt2 with {', '.join(PATTERNS)}; use the model's directory"
+            f"its tokenizer ({raw['model']}, {raw['pre']}) is not supported; supported are"
+            f" llama, and gpt2 with {', '.join(PATTERNS)}; use the model's directory"
         )
     defaults: dict[str, Any] = {"pre": "default", "token_type": [NORMAL] * len(raw["tokens"])}
     defaults |= {"scores": [], "merges": [], "add_eos_token": False}

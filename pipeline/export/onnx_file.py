@@ -1,6 +1,6 @@
 """ONNX files by torch.onnx's torch.export-based exporter, for any batch size and length.
 
-A language model computes (input_ids, attention_mask) -> logits, a classifier its outputs and score.
+A graph computes (input_ids, attention_mask) -> logits and, for a reward model, the score.
 Dimension names: B sequences, T tokens, V vocabulary, C labels.
 """
 
@@ -35,7 +35,7 @@ INPUTS = ("input_ids", "attention_mask")
 
 
 class ActorGraph(nn.Module):
-    """The logits of a language model at every token.
+    """Computes the logits of a language model at every token.
 
     Positions are computed from the mask, so padding may be on either side.
     """
@@ -49,7 +49,7 @@ class ActorGraph(nn.Module):
     def forward(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T V"]]:
-        """Logits, which are undefined at tokens whose mask is 0."""
+        """Return the logits, which are undefined at tokens whose mask is 0."""
         positions = positions_from_mask(self.model, attention_mask)
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
@@ -58,10 +58,10 @@ class ActorGraph(nn.Module):
 
 
 class ClassifierGraph(nn.Module):
-    """The outputs of a classifier and, for a reward model, its score.
+    """Computes the outputs of a classifier and, for a reward model, its score.
 
-    A decoder is read at the last token whose mask is 1, whatever its id. The score of several
-    labels is sum_k u_k p_k, u the `class_values` of config.json.
+    A decoder is read at the last token whose mask is 1, regardless of its id. The score of several
+    labels is sum_k u_k p_k, where u are the `class_values` in config.json.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -79,7 +79,7 @@ class ClassifierGraph(nn.Module):
     def forward(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"]
     ) -> tuple[Tensor, ...]:
-        """Outputs (B, C) and, if the model has one, the score (B,)."""
+        """Return the outputs (B, C) and, if the model has one, the score (B,)."""
         logits = self._logits(input_ids, attention_mask)
         if self.has_values:
             return logits, logits.softmax(dim=-1) @ self.values
@@ -105,7 +105,7 @@ class ClassifierGraph(nn.Module):
 def positions_from_mask(
     model: PreTrainedModel, attention_mask: Int[Tensor, "B T"]
 ) -> dict[str, Tensor]:
-    """`position_ids` computed from the mask, for models that take them."""
+    """Return `position_ids` computed from the mask, for models that take them."""
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return {}
     return {"position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0)}

@@ -42,7 +42,7 @@ class Source:
 
 
 def find_directory(path: str, method: str | None) -> Path:
-    """The directory `path`, or the last actor's if `path` is a run.
+    """Return the directory `path`, or the last actor's directory if `path` is a run.
 
     Raises:
         ModelError: `path` is not a directory, or is a run without a model.
@@ -75,7 +75,7 @@ def copy_settings(source: Path, directory: Path) -> None:
 
 
 def require_packages(names: Sequence[str]) -> None:
-    """Raise ConfigError if a package of the extra `export` is missing."""
+    """Raise ConfigError if a package from the `export` extra is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_export_directory(out: Path) -> None:
     """Check that an export can be written to `out`.
 
     Raises:
-        ConfigError: `out` is a file or a directory with files, or is not writable.
+        ConfigError: `out` is a file or a nonempty directory, or is not writable.
     """
     if out.is_dir() and not any(out.iterdir()):
         return
@@ -98,10 +98,10 @@ def check_export_directory(out: Path) -> None:
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
-    """A temporary directory that is renamed to `out` when the block ends without an error.
+    """Yield a temporary directory; rename it to `out` if the block ends without an error.
 
-    Until then it is `<out>.partial`; an error removes it, and the next call removes leftovers of a
-    killed process.
+    Until then it is `<out>.partial`; an error removes it, and the next call removes what a killed
+    process left.
 
     Raises:
         ConfigError: the disk is full, or the directory is not writable.

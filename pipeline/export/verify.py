@@ -14,7 +14,7 @@ from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ModelError
 
 TOLERANCE = 1e-5
-"""Maximum difference of an fp32 output, relative to the largest output of the batch, or to 1."""
+"""Maximum difference of an fp32 output, relative to the largest output of the batch or to 1."""
 
 ROUNDED = 5e-2
 """The same for a model whose weights were rounded to 8 or 16 bits."""
@@ -48,7 +48,7 @@ def compare_outputs(
     """Compare outputs on padded batches.
 
     Args:
-        model: the exported model; its directory has the tokenizer.
+        model: the exported model, whose directory has the tokenizer.
         expected: outputs of the model.
         actual: outputs of the export.
         program: name of the program that computes `actual`.
@@ -56,7 +56,7 @@ def compare_outputs(
         tolerance: relative to the largest output of a batch, or to 1 if that is larger.
 
     Returns:
-        Sentences on what was verified.
+        Sentences that state what was verified.
 
     Raises:
         UnverifiedError: an output differs by more than the tolerance.
@@ -71,14 +71,14 @@ def compare_outputs(
             error = float((reference[valid] - exported[valid]).abs().max()) / scale
             if not error <= tolerance:
                 raise UnverifiedError(
-                    f"not exported: {name} by {program} differ by {error:.1e} of {scale:.3g} from"
-                    f" the model's, more than {tolerance}"
+                    f"not exported: the {name} computed by {program} and by the model differ by"
+                    f" {error:.1e} relative to {scale:.3g}; the limit is {tolerance}"
                 )
             max_error = max(max_error, error)
         count += 1
     return [
-        f"{' and '.join(names)} by {program} within {tolerance} of the model's on {count} padded"
-        f" batches (largest difference {max_error:.1e})"
+        f"{' and '.join(names)} computed by {program} are within {tolerance} of the model's on"
+        f" {count} padded batches (largest difference {max_error:.1e})"
     ]
 
 

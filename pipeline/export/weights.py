@@ -26,7 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class MergedExport:
-    """The weights of a model; merged with its adapter if `directory` has only an adapter."""
+    """The weights of a model, or of an adapter merged into its base."""
 
     def __init__(self, directory: Path, base: str | None) -> None:
         self.source = directory
@@ -36,7 +36,7 @@ class MergedExport:
         self.adapted = _apply_adapter(_load(self.base), directory) if self.has_adapter else None
 
     def write(self, directory: Path) -> None:
-        """Write weights in the base's data type, settings and tokenizer."""
+        """Write the weights in the base's data type, the settings and the tokenizer."""
         base = self.base.directory
         if self.adapted is not None:
             merged, self.adapted = self.adapted.merge_and_unload(), None
@@ -49,7 +49,7 @@ class MergedExport:
             copy_settings(source_directory, directory)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare the outputs of the written model with those of the base with its adapter."""
+        """Compare the outputs of the written model with those of the base and its adapter."""
         is_rounded = self.has_adapter and _dtype(self.base) != torch.float32
         model, exported = _load(self.base), _load(read_source(directory))
         if self.has_adapter:
@@ -64,9 +64,9 @@ class MergedExport:
 
 
 class AdapterExport:
-    """An adapter in peft's format without its base: in `adapter/`, or `directory` itself."""
+    """An adapter in peft's format without its base, from `directory` or its `adapter/`."""
 
-    title = "adapter without its base, in peft's form"
+    title = "adapter without its base, in peft's format"
 
     def __init__(self, directory: Path, base: str | None) -> None:
         candidates = (directory, directory / ADAPTER_DIR)
@@ -137,7 +137,7 @@ def _load(source: Source) -> Any:  # noqa: ANN401  # transformers' Auto classes 
 
 
 def _dtype(source: Source) -> torch.dtype:
-    """The data type of the stored weights."""
+    """Return the data type of the stored weights."""
     dtype = AutoConfig.from_pretrained(source.directory).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -161,7 +161,7 @@ def _apply_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
         ) from None
     if unused := tensors.keys() - loaded:
         raise ModelError(
-            f"{min(unused)} of {adapter} matches nothing in {name}; it is for another base: pass"
-            " its base with --base"
+            f"{min(unused)} of {adapter} matches nothing in {name}; the adapter is for another"
+            " base: pass that base with --base"
         )
     return adapted

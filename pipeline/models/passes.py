@@ -1,6 +1,6 @@
-"""Passes over a step's micro-batches, on one process or through the stages of a pipeline.
+"""Runs a model over a step's micro-batches, on one process or through the stages of a pipeline.
 
-A step passes its loss function, and runs as if the model were not split: all stages get the losses.
+A step supplies its loss function, as if the model were not split; all stages get the losses.
 """
 
 import logging
@@ -30,7 +30,7 @@ from pipeline.parallel.transfer import Transfers
 from pipeline.system.errors import ConfigError, ModelError
 
 MAX_AHEAD = 4
-"""Micro-batches by which a stage may be ahead of the next one in passes without gradients."""
+"""Number of micro-batches that a stage may be ahead of the next in passes without gradients."""
 
 
 class MicroBatch(Protocol):
@@ -50,7 +50,7 @@ BatchFn = Callable[[B], Tensor]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients: no checkpointing, no adapter dropout."""
+    """Set evaluation mode without gradients: no checkpointing and no adapter dropout."""
     training = model.training
     model.eval()
     try:
@@ -61,7 +61,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class ForwardPasses:
-    """The passes of a complete model."""
+    """Forward passes of a complete model."""
 
     def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
         """Apply `fn` to each batch; only the last stage returns results.
@@ -82,7 +82,7 @@ class ForwardPasses:
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:
-        """Sum of the results of `forward`, on every stage, read from the device."""
+        """Return the sum of `forward`'s results on every stage, read from the device."""
         return sum(read_scalars(losses))
 
 
@@ -98,7 +98,7 @@ class PendingMicroBatch:
 
 
 class StagedForwardPasses(ForwardPasses):
-    """The passes of a pipeline stage, in step with the other stages.
+    """Forward passes of a pipeline stage, in step with the other stages.
 
     A weight tied between the first and last stage is trained on the first; the last stage has a
     copy that is kept up to date.
@@ -119,7 +119,7 @@ class StagedForwardPasses(ForwardPasses):
         """Number of weight updates when the last stage's copy was last updated."""
 
     def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
-        """Return the results of the batches; only the last stage has them."""
+        """Return the results of the batches on the last stage, and no results on the others."""
         self._sync_tied_weight()
         outputs: list[Tensor] = []
         for index, batch in enumerate(batches):
@@ -147,7 +147,7 @@ class StagedForwardPasses(ForwardPasses):
         return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyrefly: ignore[bad-return]
 
     def total(self, losses: Sequence[Tensor]) -> float:
-        """The sum of the last stage's losses, on every stage."""
+        """Return the sum of the last stage's losses, on every stage."""
         return self._stages.sum(super().total(losses))
 
     def run_on_all_stages(self, batch: TokenBatch, fn: Callable[[], Tensor], out: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class StagedForwardPasses(ForwardPasses):
         return self.broadcast_from_last(out)
 
     def broadcast_from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's tensor, on every stage."""
+        """Copy the last stage's tensor to all stages, in place, and return it."""
         self._stages.broadcast(tensor, source=self._stages.size - 1)
         return tensor
 
@@ -185,7 +185,7 @@ class StagedForwardPasses(ForwardPasses):
         return []
 
     def _sync_tied_weight(self) -> None:
-        """Update the last stage's copy of a tied weight, if weights have changed since."""
+        """Update the last stage's copy of a tied weight if the weights have changed since."""
         stage, updates = self._stage, self._engine.updates
         if self._synced_at == updates:
             return
@@ -213,7 +213,7 @@ class Passes(ForwardPasses):
     def forward_backward(
         self, batches: Iterable[B], compute_loss: BatchFn[B], *, divisor: float
     ) -> list[Tensor]:
-        """Add the gradients of all losses, divided by `divisor`; return the losses for `total`."""
+        """Accumulate the losses' gradients, divided by `divisor`; return the losses for `total`."""
         losses: list[Tensor] = []
         for batch in batches:
             loss = compute_loss(batch)
@@ -223,7 +223,7 @@ class Passes(ForwardPasses):
 
 
 class StagedPasses(StagedForwardPasses, Passes):
-    """The passes of a trained pipeline stage, in step with the other stages.
+    """Forward and backward passes of a pipeline stage, in step with the other stages.
 
     The last stage sends each micro-batch's gradient of its copy of a tied weight to the first,
     where autograd adds it to the embedding's, as in a single process.
@@ -233,12 +233,12 @@ class StagedPasses(StagedForwardPasses, Passes):
         Passes.__init__(self, engine)
         StagedForwardPasses.__init__(self, engine, stage, stages)
         self._seconds = 0.0
-        """Seconds of the passes in the last optimizer step."""
+        """Duration of the passes in the last optimizer step, in seconds."""
 
     def forward_backward(
         self, batches: Iterable[B], compute_loss: BatchFn[B], *, divisor: float
     ) -> list[Tensor]:
-        """Add all gradients in the order of the schedule; only the last stage returns losses."""
+        """Accumulate gradients in the schedule's order; only the last stage returns losses."""
         start, self._transfers.wait_seconds = time.perf_counter(), 0.0
         self._sync_tied_weight()
         batches = list(batches)
@@ -258,7 +258,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         return losses
 
     def metrics(self) -> dict[str, float]:
-        """`bubble`: the average fraction of the passes' time for which a stage was idle."""
+        """Return `bubble`, the average fraction of the passes' time that a stage was idle."""
         wait_seconds, seconds = self._stages.sums([self._transfers.wait_seconds, self._seconds])
         return {"bubble": wait_seconds / max(seconds, 1e-9)}
 
@@ -300,15 +300,15 @@ def make_stage_module(
     kernels: Kernels,
     wrap_stage: Callable[[StageModule], nn.Module] | None = None,
 ) -> tuple[nn.Module, PipelineStage]:
-    """The module for this process's engine, and its stage; other stages are removed from `model`.
+    """Return the module for this process's engine, and its stage; remove other stages from `model`.
 
     Args:
         model: the Hugging Face model.
         stages: the processes of the pipeline.
         wrap_model: wraps a model with its head for the engine.
         kernels: the setting for a stage without the head.
-        wrap_stage: wraps a stage without the head for the engine, if its parameters have names
-            other than those of `wrap_model`.
+        wrap_stage: wraps a stage without the head for the engine; required if its parameters would
+            otherwise have different names from those of `wrap_model`.
 
     Raises:
         ConfigError: the model has fewer blocks than stages.
@@ -334,10 +334,10 @@ def make_policy(
     seed: int,
     name: str,
 ) -> tuple[nn.Module, Passes]:
-    """A trained language model, or this process's stage of it, with its engine.
+    """Load a language model for training, or this process's stage of it, with its engine.
 
     Raises:
-        ConfigError: the model can't be split as in the settings.
+        ConfigError: the model can't be split as the settings require.
         ModelError: the model can't be used, or its family can't be split.
     """
     model = prepare_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
@@ -364,12 +364,12 @@ def make_passes(
     name: str,
     wrap_stage: Callable[[StageModule], nn.Module] | None = None,
 ) -> Passes:
-    """The passes of a trained model, or of this process's part of it, with an engine.
+    """Return the passes of a model to train, or of this process's part of it, with an engine.
 
     See `make_stage_module` for `wrap_model` and `wrap_stage`.
 
     Raises:
-        ConfigError, ModelError: as `make_stage_module` and `shard_layers`.
+        ConfigError, ModelError: as in `make_stage_module` and `shard_layers`.
     """
     stages = mesh.stages
     shard_layers(model, mesh.tensor, sequence=parallel.sequence)
@@ -400,10 +400,10 @@ def make_frozen_passes(
     *,
     name: str,
 ) -> tuple[FrozenEngine, ForwardPasses]:
-    """An engine for a frozen model with the settings of the trained model `like`, and its passes.
+    """Return an engine for a frozen model, with the settings of a trained one, and its passes.
 
-    The model is sharded like the trained models or, if that is not possible, as for an encoder,
-    replicated on each process. See `make_stage_module` for `wrap_model`.
+    The model is sharded like the trained models or, if that is not possible (for an encoder, for
+    example), replicated on each process. `wrap_model` is the same as in `make_stage_module`.
     """
     stages = mesh.stages
     shard_if_possible(model, mesh.tensor, sequence=parallel.sequence)
@@ -430,7 +430,7 @@ def _move_to_device(model: nn.Module) -> None:
 
 
 class StagedScorer(Scorer):
-    """Runs a batch through the stages in order. A collective of the stages.
+    """A scorer that runs a batch through all stages. A collective of the stages.
 
     Args:
         passes: the passes of the stages.
@@ -453,7 +453,7 @@ class StagedScorer(Scorer):
 
 
 def get_scorer(passes: Passes, model: nn.Module) -> Scorer:
-    """Return the scorer for evaluations: the trained one, or one over its stages."""
+    """Return the scorer for evaluations: the one in training, or one that runs all its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model)
     assert isinstance(passes.engine.model, Scorer)

@@ -34,12 +34,12 @@ def prepare_causal_lm(
     device: torch.device,
     seed: int,
 ) -> nn.Module:
-    """The causal language model that a step trains, with adapters if the settings have them.
+    """Load the causal language model that a step trains, with adapters if the settings have them.
 
     Its weights stay on the CPU until an engine takes its shard (`load_causal_lm`).
 
     Raises:
-        ConfigError: with LoRA, new rows of the embeddings would not be trained.
+        ConfigError: LoRA would leave new rows of the embeddings untrained.
     """
     model = load_causal_lm(config, device=device, seed=seed, defer=True)
     return _prepare_model(model, tokenizer, config, task="causal", seed=seed)
@@ -53,7 +53,7 @@ def prepare_classifier(
     seed: int,
     num_labels: int = 1,
 ) -> nn.Module:
-    """The reward model or critic that a step trains; see `prepare_causal_lm`."""
+    """Load the reward model or critic that a step trains; see `prepare_causal_lm`."""
     model = load_classifier(config, device=device, seed=seed, defer=True, num_labels=num_labels)
     return _prepare_model(model, tokenizer, config, task="classifier", seed=seed)
 
@@ -66,7 +66,7 @@ def _prepare_model(
     task: Task,
     seed: int,
 ) -> nn.Module:
-    """The model in training mode, with rows for all tokens, adapters and recomputation."""
+    """Put a model in training mode, with rows for all tokens, adapters and recomputation."""
     if config.lora is not None and needs_new_rows(plain, tokenizer):
         raise ConfigError(untrained_tokens_error(config))
     add_tokens(plain, tokenizer, seed=seed)
@@ -94,7 +94,7 @@ StepT = TypeVar("StepT", bound=StepConfig)
 
 
 def get_context(config: FrozenModelConfig) -> int:
-    """Maximum length of the model's position encoding, read from its configuration.
+    """Return the maximum length of the model's position encoding, read from its configuration.
 
     Raises:
         ModelError: the model's configuration can't be read.
@@ -110,7 +110,7 @@ def get_context(config: FrozenModelConfig) -> int:
 
 
 def limit_to_context(config: StepT, model: FrozenModelConfig) -> StepT:
-    """The settings, with `data.max_length` limited to the model's context length.
+    """Return the settings with `data.max_length` limited to the model's context length.
 
     Raises:
         ModelError: the model's configuration can't be read.

@@ -18,7 +18,7 @@ from pipeline.config import LoraConfig
 from pipeline.system.errors import ConfigError
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
-"""Modules of classifiers' heads; encoders may have several of them."""
+"""Module names of classifier heads; an encoder may have several of these modules."""
 
 Task = Literal["causal", "classifier"]
 """Output of a model: the next token, or a score."""
@@ -73,10 +73,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
 
 
 def merge_adapter(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
-    """W + s B @ A (Hu et al. 2021, 4.1), in fp32, as a new tensor.
+    """Return W + s B @ A (Hu et al. 2021, section 4.1) in fp32, as a new tensor.
 
-    The sum is in fp32 for any dtype of `weight`, so that the caller rounds once, into a copy: the
-    base never changes.
+    The sum is in fp32 for any dtype of `weight`, so that the caller rounds only once, into a copy;
+    the base never changes.
     """
     update: Tensor = adapter.get_delta_weight("default")  # pyrefly: ignore[missing-attribute]
     return weight.float() + update.float()

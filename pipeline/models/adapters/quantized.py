@@ -29,7 +29,7 @@ from pipeline.engine.sharding.units import ROOT, find_units
 from pipeline.system.errors import ConfigError
 
 BLOCK = 64
-"""Weights that share a scale."""
+"""Number of weights that share a scale."""
 
 NF4 = (
     -1.0,
@@ -52,10 +52,10 @@ NF4 = (
 """Values of the 4-bit codes 0 to 15 (QLoRA, appendix E)."""
 
 INT8_STEPS = 127
-"""Steps of an 8-bit code on either side of zero."""
+"""Number of steps of an 8-bit code on either side of zero."""
 
 CHUNK = 2**20
-"""Weights that are packed or unpacked at once, a multiple of the block."""
+"""Number of weights that are packed or unpacked at once, a multiple of `BLOCK`."""
 
 Packed = Mapping[str, Tensor]
 """Codes and scales of a quantized weight, by name."""
@@ -68,12 +68,12 @@ CODES = "codes"
 
 
 def weights_per_code(scheme: Scheme) -> int:
-    """Weights in one element of the codes."""
+    """Return the number of weights in one element of the codes."""
     return 2 if scheme == "nf4" else 1
 
 
 def quantize(weight: Float[Tensor, "*S"], scheme: Scheme) -> dict[str, Tensor]:
-    """The codes and scales of a quantized `weight`, on its device; equal on all devices.
+    """Return the codes and scales of a quantized `weight`, on its device; equal on all devices.
 
     Codes are rounded to nearest; ties go to the lower code in NF4 and to the even one in int8.
     """
@@ -94,7 +94,7 @@ def quantize(weight: Float[Tensor, "*S"], scheme: Scheme) -> dict[str, Tensor]:
 
 
 def dequantize(packed: Packed, shape: torch.Size, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight of `shape`, computed in fp32 and rounded once."""
+    """Return the dequantized weight of `shape`, computed in fp32 and rounded once."""
     codes, scales = packed[CODES], packed[SCALES]
     if scheme == "int8":
         scales = scales / INT8_STEPS
@@ -115,7 +115,7 @@ def dequantize(packed: Packed, shape: torch.Size, scheme: Scheme, dtype: torch.d
 
 
 def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
-    """Two codes per byte, the first in the high half."""
+    """Pack two codes per byte, the first in the high half."""
     levels = torch.tensor(NF4)
     codes = torch.zeros_like(normalized, dtype=torch.uint8)
     for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times faster than bucketize
@@ -129,7 +129,7 @@ def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"
 
 @functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
-    """The two fp32 values of each byte as one element, for a faster lookup."""
+    """Return the two fp32 values of each byte as one element, for a faster lookup."""
     levels = torch.tensor(NF4, device=device)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(torch.int64).view(-1)
@@ -140,7 +140,7 @@ class QuantizedLinear(nn.Module):
 
     Args:
         layer: provides the bias and the weight.
-        form: storage format.
+        scheme: format of the codes.
         device: device of the vectors; None keeps the weight's device.
     """
 
@@ -184,7 +184,7 @@ class QuantizedLinear(nn.Module):
         """Keep this process's shard; blocks and their scales are those of the full weight.
 
         Raises:
-            ConfigError: the shard of `name`, the weight, does not consist of full blocks.
+            ConfigError: the shard of the weight `name` does not consist of full blocks.
         """
         if part.full_shape.numel() % BLOCK or part.in_blocks(BLOCK) is None:
             shape = " x ".join(map(str, part.full_shape))
@@ -202,16 +202,16 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
-        """The weight, computed in fp32 and rounded once to `dtype`."""
+        """Return the weight, computed in fp32 and rounded once to `dtype`."""
         packed = {name: self.get_parameter(name) for name in (CODES, SCALES)}
         return dequantize(packed, self.shape, self.scheme, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """The output of the dequantized layer, bit for bit."""
+        """Return the output of the dequantized layer, bit for bit."""
         return _DequantizedLinear.apply(x, self, self.bias)
 
     def matmul(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """The output without the bias."""
+        """Return the output without the bias."""
         return _DequantizedLinear.apply(x, self, None)
 
 
@@ -237,22 +237,22 @@ LinearLayer = nn.Linear | Conv1D | QuantizedLinear
 
 
 def weight_shape(layer: LinearLayer) -> torch.Size:
-    """Shape of this process's shard of a layer's weight, quantized or not."""
+    """Return the shape of this process's shard of a layer's weight, quantized or not."""
     return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a layer stores its weight as (inputs, outputs)."""
+    """Return whether a layer stores its weight as (inputs, outputs)."""
     return layer.transposed if isinstance(layer, QuantizedLinear) else isinstance(layer, Conv1D)
 
 
 def quantize_model(
     model: nn.Module, config: FrozenModelConfig, *, device: torch.device | None = None
 ) -> nn.Module:
-    """`model`, with the frozen linear weights of its blocks quantized as in the settings.
+    """Quantize the frozen linear weights of the model's blocks as in the settings; return `model`.
 
-    Adapters, biases, norms, embeddings and heads are not quantized; neither are weights that two
-    layers share, and weights outside of linear layers, such as those of a mixture's experts.
+    Adapters, biases, norms, embeddings and heads are not quantized, nor are weights that two layers
+    share or weights outside of linear layers, such as those of a mixture's experts.
     `device` is passed to `QuantizedLinear`.
 
     Raises:
@@ -278,7 +278,7 @@ def quantize_layers(model: nn.Module, scheme: Scheme, *, device: torch.device | 
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Quantized layers by their names in the model."""
+    """Return the quantized layers by their names in the model."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -287,7 +287,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def num_weights(model: nn.Module) -> int:
-    """Number of weights of the model, quantized or not; tied weights count once."""
+    """Return the number of weights of the model, quantized or not; tied weights count once."""
     layers = quantized_layers(model).values()
     packed = {id(layer.get_parameter(name)) for layer in layers for name in (CODES, SCALES)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
@@ -297,7 +297,7 @@ def num_weights(model: nn.Module) -> int:
 def dequantized_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Named weights, with quantized ones dequantized to fp32.
+    """Yield named weights, with quantized ones dequantized to fp32.
 
     While `weights` yields one tensor of a layer, all tensors of the layer must be in place.
     """
@@ -313,7 +313,7 @@ def dequantized_weights(
 def rounded_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Round the results of `dequantized_weights`, after merging, to the layers' formats."""
+    """Round the results of `dequantized_weights`, after merging, to the layers' data types."""
     formats = {
         f"{name.removesuffix('.base_layer')}.weight": layer.dtype
         for name, layer in quantized_layers(model).items()
@@ -323,7 +323,7 @@ def rounded_weights(
 
 
 def _quantizable_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """Layers to replace, as (parent module, attribute name, layer)."""
+    """Yield the layers to replace, as (parent module, attribute name, layer)."""
     use_counts = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )

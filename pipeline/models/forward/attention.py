@@ -1,15 +1,15 @@
 """Causal attention over concatenated sequences, for any Hugging Face model.
 
-Registered under the name `ragged` in the attention-function registry of `transformers`: a model's
-layers call it and pass on the model's keyword argument `ragged`. In training that is `Ragged`: each
-token attends to the earlier tokens of its own sequence and nothing else. Generation has its own
-layouts, which read a cache. Without the keyword, the library's own scaled-dot-product attention is
-used.
+It is registered as `ragged` in the attention-function registry of `transformers`: a model's layers
+call it and pass on the model's keyword argument `ragged`. In training, that is a `Ragged` layout,
+in which each token attends to itself and to the earlier tokens of its sequence. Generation has its
+own layouts, which read a cache. Without the keyword, the scaled-dot-product attention of
+`transformers` is used.
 
-On a GPU in 16 bits `Ragged` uses `torch.nn.attention.varlen`: FlashAttention over packed sequences
-(Dao 2023). If that kernel can't run, attention is computed sequence by sequence.
+On a GPU in 16-bit precision, `Ragged` uses `torch.nn.attention.varlen`: FlashAttention over packed
+sequences (Dao 2023). If that kernel can't run, attention is computed sequence by sequence.
 
-Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
+Dimension names: N tokens of all sequences, H query heads, G key/value heads, D and E head sizes.
 """
 
 import functools
@@ -45,7 +45,7 @@ VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters.keys()
 
 
 def supports_varlen(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> bool:
-    """True if `varlen_attention` supports these heads, and their gradients if needed."""
+    """Return whether `varlen_attention` supports these heads and their gradients."""
     size = query.shape[-1]
     fits = size <= MAX_HEAD_SIZE and size % 8 == 0 and value.shape[-1] == size
     if not (query.is_cuda and query.dtype in VARLEN_DTYPES and fits) or dropout:
@@ -57,7 +57,7 @@ class Keys(NamedTuple):
     """The keys that sequences attend to, if some attend to more than their own."""
 
     index: Int[Tensor, " M"]
-    """Index in the row of each key, sequence by sequence."""
+    """Index of each key in the row, sequence by sequence."""
 
     bounds: Int[Tensor, " B+1"]
     """int32 offsets of the sequences' keys, and the end of the last one."""
@@ -76,7 +76,7 @@ def varlen_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Float[Tensor, "1 N H D"]:
-    """Causal attention of each sequence to itself, or to `keys`, which end with its own.
+    """Compute causal attention of each sequence to itself, or to `keys`, which end with its own.
 
     Args:
         query: query heads of the packed sequences.
@@ -85,8 +85,8 @@ def varlen_attention(
         bounds: int32 offsets of the sequences, and the end of the last one.
         longest: length of the longest sequence.
         keys: the keys that the sequences attend to; None if each attends only to its own.
-        scaling: factor of the scores; by default head size ** -0.5.
-        sliding_window: number of tokens each token attends to, including itself; None has no limit.
+        scaling: factor of the scores; None uses head size ** -0.5.
+        sliding_window: number of tokens each token attends to, including itself; None for no limit.
     """
     query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     if keys is not None:
@@ -116,13 +116,13 @@ def varlen_attention(
 
 
 def compute_bounds(lengths: Sequence[int]) -> Tensor:
-    """Offsets of sequences in a row and the end of the last one, for `varlen_attention`."""
+    """Return the offsets of sequences in a row, and the end of the last, for `varlen_attention`."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
 @functools.cache
 def _probe_varlen(device: torch.device, dtype: torch.dtype, size: int, shared_by: int) -> bool:
-    """Whether a small call of `varlen_attention` succeeds, forward and backward."""
+    """Return whether a small call of `varlen_attention` succeeds, forward and backward."""
     lengths = (5, 33)
     try:
         # The result is cached: later callers may need gradients even if this one doesn't.
@@ -141,7 +141,7 @@ def _probe_varlen(device: torch.device, dtype: torch.dtype, size: int, shared_by
             out.sum().backward()
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        logger.info("attention runs per sequence, because varlen_attn doesn't run here: %s", reason)
+        logger.info("attention runs per sequence, because varlen_attn can't run here: %s", reason)
         return False
     return True
 
@@ -179,7 +179,7 @@ def run_reproducibly(attend: Attend, query: Tensor, key: Tensor, value: Tensor) 
 
 
 class _ReproducibleBackward(torch.autograd.Function):
-    """Attention whose backward pass raises rather than run a nondeterministic operator."""
+    """Attention whose backward pass raises an error rather than run a nondeterministic operator."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401
@@ -232,7 +232,7 @@ class Layout(Protocol):
         sliding_window: int | None,
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of every token, within `sliding_window` tokens if given."""
+        """Compute the attention of every token, within `sliding_window` tokens if given."""
         ...
 
 
@@ -247,13 +247,13 @@ class Padded:
     """(B, T) of each group."""
 
     source: Int[Tensor, " P"]
-    """Index in the row of each padded token; padding repeats the sequence's last token."""
+    """Index in the row for each padded token; padding repeats the sequence's last token."""
 
     index: Int[Tensor, " N"]
-    """Index among the padded tokens of each token of the row."""
+    """Index among the padded tokens for each token of the row."""
 
     def split(self, padded: Shaped[Tensor, "P ..."]) -> list[Shaped[Tensor, "_B _T ..."]]:
-        """The padded tokens of each group."""
+        """Return the padded tokens of each group."""
         groups = padded.split([rows * length for rows, length in self.shapes])
         return [group.unflatten(0, at) for group, at in zip(groups, self.shapes, strict=True)]
 
@@ -297,10 +297,10 @@ class Ragged:
         sliding_window: int | None,
         dropout: float = 0.0,
     ) -> Float[Tensor, "1 N H E"]:
-        """Causal attention of each sequence to itself and the one that it continues.
+        """Compute causal attention of each sequence to itself and the one that it continues.
 
-        On a GPU in 16 bits, one call computes all sequences if `varlen_attn` supports it. Otherwise
-        each has its own call: padding them to a common length takes longer than the attention.
+        On a GPU in 16-bit precision, one call computes all sequences if `varlen_attn` supports it.
+        Otherwise each has its own call, since padding them would take longer than the attention.
         """
         if self.kernels != "off" and supports_varlen(query, key, value, dropout=dropout):
             attend_all = partial(
@@ -323,7 +323,7 @@ class Ragged:
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def _with_prefix(self, heads: Sequence[Tensor], index: int) -> Float[Tensor, "1 G M D"]:
-        """The keys or values that a sequence attends to."""
+        """Return the keys or values that a sequence attends to."""
         prefix = self.continues[index]
         return heads[index] if prefix is None else torch.cat([heads[prefix], heads[index]], dim=2)
 
@@ -360,7 +360,7 @@ def attend_causally(
     sliding_window: int | None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "1 H T E"]:
-    """Attention of the last T of a sequence's M tokens, each to all tokens up to itself."""
+    """Compute attention of the last T of a sequence's M tokens to all tokens up to each of them."""
     disable_cudnn_attention(query)
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries
@@ -381,7 +381,7 @@ def attend_causally(
 def causal_mask(
     num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
 ) -> Bool[Tensor, "T M"] | None:
-    """Mask for queries at the last positions, True to attend; None if `is_causal` suffices."""
+    """Return the mask for the last queries, True to attend; None if `is_causal` suffices."""
     if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
         return None
     positions = torch.arange(num_keys - num_queries, num_keys, device=device)
@@ -423,7 +423,7 @@ def round_up(number: int, multiple: int) -> int:
 def _pad_groups(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> Padded:
-    """Each group padded to a multiple of KEY_BLOCK."""
+    """Pad the sequences of each group to a common multiple of `KEY_BLOCK` tokens."""
     sizes = torch.tensor(lengths)
     first = sizes.cumsum(0) - sizes
     shapes: list[tuple[int, int]] = []
@@ -456,7 +456,7 @@ def ragged_attention(
     sliding_window: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> tuple[Float[Tensor, "Q N H E"], None]:
-    """Causal attention, within `sliding_window` tokens if given, in the layout `ragged`.
+    """Compute causal attention in the layout `ragged`, within `sliding_window` tokens if given.
 
     With a layout, Q is 1.
 

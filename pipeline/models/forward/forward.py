@@ -1,4 +1,4 @@
-"""Runs a Hugging Face model over a `TokenBatch`: per-token results, no padding in or out.
+"""Runs a Hugging Face model over a `TokenBatch`, with per-token results and without padding.
 
 The engine trains these wrappers of the user's unchanged model. Dimension names: N tokens, K
 targets, B sequences, V vocabulary, d hidden size.
@@ -30,7 +30,7 @@ from pipeline.system.errors import DataError, KernelError
 logger = logging.getLogger(__name__)
 
 SCORE_HEAD = "score"
-"""Attribute with the head of a causal classifier; encoders name theirs differently."""
+"""Name of the attribute with a causal classifier's head; encoders use other names."""
 
 Backbone = Callable[..., tuple[Tensor, ...]]
 """A model without its head: the first output is the hidden states, (B, T, d)."""
@@ -75,11 +75,11 @@ class Policy(nn.Module):
         uniform: bool = False,
         fn: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> TokenLogprobs | tuple[Tensor, ...]:
-        """Log-probabilities of `batch.targets`; `temperature` divides the logits.
+        """Return the log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-        `entropy_grad` says that the loss includes the requested entropy; `uniform`, that the loss
-        weights all log-probabilities equally, which allows a faster computation. With `fn`, the
-        result is `fn(hidden states, matrix, bias)` of the output layer, or `fn(logits)`.
+        Set `entropy_grad` if the loss includes the requested entropy. Set `uniform` if it weights
+        all log-probabilities equally, which allows a faster computation. With `fn`, the result is
+        `fn(hidden states, weight, bias)`, with the output layer's parameters, or `fn(logits)`.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
@@ -130,12 +130,12 @@ class Policy(nn.Module):
         self._output_matrix(batch)
 
     def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
-        """The logits that predict `batch.targets`, all in memory at once."""
+        """Return the logits that predict `batch.targets`, all in memory at once."""
         require_context(base_model(self.model), batch)
         return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
-        """The output layer, if log-probabilities can be computed from it in tiles; otherwise None.
+        """Return the output layer if log-probabilities can be computed from it in tiles, else None.
 
         Every process runs the same forward passes and gets the same result.
         """
@@ -151,7 +151,7 @@ class Policy(nn.Module):
         return head if self._has_linear_logits and isinstance(head, nn.Linear) else None
 
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
-        """Input of the output layer for each target."""
+        """Return the input of the output layer for each target."""
         backbone = cast("Backbone", base_model(self.model).base_model)
         ragged, before = ragged_layout(batch, self.kernels), batch.before_targets
         if is_ragged(self.model):
@@ -159,7 +159,7 @@ class Policy(nn.Module):
         return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
 
     def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
-        """The model's logits for each target: the output at the preceding token."""
+        """Return the model's logits for each target: the output at the preceding token."""
         ragged, before = ragged_layout(batch, self.kernels), batch.before_targets
         if is_ragged(self.model):
             inputs = ragged_inputs(batch, ragged)
@@ -170,8 +170,8 @@ class Policy(nn.Module):
 class Scorer(nn.Module):
     """A sequence classifier that returns a score at every token.
 
-    As a reward model its score of a response is the one at the last token; as a critic, the score
-    at a token is the value of the state after it. With several labels the score is their expected
+    In a reward model, the score of a response is that of its last token; in a critic, the score of
+    a token is the value of the state after it. With several labels the score is their expected
     value. The head computes in fp32; its weight and input have the model's data type, and training
     keeps an fp32 master weight. An encoder such as BERT has the same score at all tokens of a
     sequence.
@@ -185,10 +185,10 @@ class Scorer(nn.Module):
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
     ) -> Float[Tensor, " N"] | Float[Tensor, "N C"]:
-        """Scores at every token, in fp32; with `labels`, the outputs of all labels.
+        """Return the scores at every token, in fp32, or with `labels` the outputs of all labels.
 
         Raises:
-            ModelError: a score is required, and the model's labels have no values.
+            ModelError: a score is required, but the model's labels have no values.
         """
         classifier = base_model(self.model)
         require_context(classifier, batch)
@@ -196,7 +196,7 @@ class Scorer(nn.Module):
         return logits if labels else expected_value(logits, classifier)
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Score of each sequence: at its last token, or from the steps of its response."""
+        """Return each sequence's score: at its last token, or from the steps of its response."""
         return response_scores(self(batch), batch, base_model(self.model).config)
 
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
@@ -212,18 +212,18 @@ class Scorer(nn.Module):
 
 
 def pooled_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Float[Tensor, "B T C"]:
-    """The outputs of an encoder, the same at each token of a sequence."""
+    """Return the outputs of an encoder, the same at each token of a sequence."""
     logits: Tensor = classifier(**inputs).logits.float()
     return logits[:, None].expand(-1, inputs["input_ids"].shape[1], -1)
 
 
 def is_encoder(classifier: PreTrainedModel) -> bool:
-    """Whether a classifier is an encoder, which attends in both directions."""
+    """Return whether a classifier is an encoder, which attends in both directions."""
     return not hasattr(classifier, SCORE_HEAD)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside a peft wrapper, or the model itself."""
+    """Return the Hugging Face model inside a peft wrapper, or the model itself."""
     # Not by attribute: peft sets its attributes on the inner model too.
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     return cast("PreTrainedModel", plain)
@@ -238,10 +238,10 @@ NUM_PROBE_TOKENS = 8
 
 @torch.no_grad()
 def has_linear_logits(model: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the model's logits are exactly its output layer applied to its last hidden states.
+    """Return whether logits are exactly the output layer applied to the last hidden states.
 
     Some families scale, cap or shift them, or the hidden states. The model itself is run on a few
-    tokens of the batch, so that the answer is right for unknown families too.
+    tokens of the batch, so that the answer is also correct for unknown families.
     """
     plain = base_model(model)
     head = cast("nn.Linear", plain.get_output_embeddings())
@@ -280,12 +280,12 @@ def _report_full_logits(family: str, kernels: Kernels) -> None:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Maximum length of the model's position encoding; 2^31 if the settings don't limit it."""
+    """Return the maximum length of the model's position encoding; 2^31 if it has no limit."""
     return max_positions(model.config)
 
 
 def max_positions(settings: PreTrainedConfig) -> int:
-    """`context_length` of a model with these settings."""
+    """Return the `context_length` of a model with these settings."""
     return getattr(settings.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
@@ -304,25 +304,25 @@ def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
 
 
 def score_head(classifier: PreTrainedModel) -> nn.Linear:
-    """The classifier's linear head, or peft's trained copy of it."""
+    """Return the classifier's linear head, or peft's trained copy of it."""
     head = classifier.score
     adapters = getattr(head, "modules_to_save", None)
     return cast("nn.Linear", adapters["default"] if adapters is not None else head)
 
 
 def is_ragged(model: nn.Module) -> bool:
-    """Whether the model was loaded with attention for packed sequences."""
+    """Return whether the model was loaded with attention for packed sequences."""
     return base_model(model).config._attn_implementation == RAGGED  # noqa: SLF001
 
 
 def ragged_layout(batch: TokenBatch, kernels: Kernels) -> Ragged:
-    """Layout of the batch's sequences in one row."""
+    """Return the layout of the batch's sequences in one row."""
     device = batch.input_ids.device
     return Ragged(batch.lengths, device, kernels=kernels, continues=batch.continues)
 
 
 def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:
-    """Keyword arguments for running a Hugging Face model over the batch as one row."""
+    """Return keyword arguments for running a Hugging Face model over the batch as one row."""
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": ragged.positions[None],
@@ -357,7 +357,7 @@ def run_padded(
 
 
 def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
-    """Name of the cache in a model's forward pass and its result.
+    """Return the name of the cache in the parameters and the result of a model's forward pass.
 
     Before transformers 5.24 it was past_key_values in all families.
     """

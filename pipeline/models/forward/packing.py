@@ -1,13 +1,13 @@
 """Decides whether a model's sequences can be packed into one row or must be padded.
 
-A family whose layers are plain causal attention is packed. Its settings don't fully determine this:
-some layers drop the keyword with the sequence boundaries, some add a learned bias to the mask, some
-express their window only in the mask. So the code itself is run, with a small copy of the model:
-its output for each packed sequence must equal that for the sequence alone.
+A family whose layers use only plain causal attention is packed. Settings don't fully determine
+this: some layers drop the keyword with the sequence boundaries, some add a learned bias to the
+mask, some express their window only in the mask. So the code itself is run, in a small copy of the
+model: its output for each packed sequence must equal that for the sequence alone.
 
-The result depends on class and settings, not on weights: without communication it is the same on
-every process, at every ZeRO stage, with weights not yet loaded, with adapters and in every data
-type.
+The result depends on the model's class and settings, not on its weights. It is therefore the same,
+without communication, on every process and at every ZeRO stage, before the weights are loaded, with
+adapters, and in every data type.
 """
 
 import copy
@@ -105,10 +105,10 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"
 
 
 def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrainedConfig:
-    """The settings at reduced sizes: the same number of layers of each kind, but small ones.
+    """Return the settings with reduced sizes, but the same number of layers of each kind.
 
-    Heads that share keys still do, some experts of several are still chosen, and windows are
-    `WINDOW` tokens. With more `heads` than usual (an even number), layers get wider in proportion.
+    Heads that share keys still do, only some experts are still chosen, and windows are `WINDOW`
+    tokens. With more `heads` than usual (an even number), layers get proportionally wider.
     """
     small = copy.deepcopy(settings)
     _shrink(small, heads)
@@ -116,10 +116,10 @@ def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrai
 
 
 def small_copy(model_class: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
-    """A model of this class and these settings, on the CPU in fp32, with large random weights.
+    """Build a model of this class and settings, on the CPU in fp32, with large random weights.
 
-    The weights are the same at each call. With the usual initialization attention is nearly
-    uniform, so that outputs would hardly depend on what a token attends to.
+    The weights are the same in each call. With the usual initialization, attention would be nearly
+    uniform, and outputs would hardly depend on what a token attends to.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def _shrink(settings: PreTrainedConfig, num_heads: int) -> None:
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             _set(settings, name, _small_size(name, value, num_heads))
     width, hidden = (values.get(name) for name in ("word_embed_proj_dim", "hidden_size"))
-    if isinstance(width, int) and width != hidden:  # embeddings are projected, as in OPT 350m
+    if isinstance(width, int) and width != hidden:  # embeddings are projected, as in OPT-350m
         _set(settings, "word_embed_proj_dim", _small_size("hidden_size", width, num_heads) // 2)
     if getattr(settings, "quantization_config", None) is not None:
         delattr(settings, "quantization_config")  # not declared by the base class
@@ -171,7 +171,7 @@ def _small_size(name: str, value: int, heads: int) -> int:
 
 
 def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
-    """The window of a copy; a window that exceeds the context has no effect and is unchanged."""
+    """Return a copy's window; one that exceeds the context has no effect and is unchanged."""
     if isinstance(window, list | tuple):
         return type(window)(_small_window(item, context) for item in window)
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
@@ -200,10 +200,10 @@ LENGTHS = (7, 12, 5)
 
 TOLERANCE = 0.01
 """Maximum difference in nats between packed and separate sequences. Rounding changes a copy in fp32
-by 1e-6 to 1e-4; attending to one token too many or too few, by 0.1 and more."""
+by 1e-6 to 1e-4; attending to one token too many or too few, by 0.1 or more."""
 
 LEAK_TOLERANCE = 0.01
-"""Maximum change in nats, through rounding, of earlier log-probabilities by a later token."""
+"""Maximum change in earlier log-probabilities, in nats, that a later token causes by rounding."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,9 @@ class Batching:
 
 
 def detect_batching(model: PreTrainedModel) -> Batching:
-    """Packed if the result is the same, else padded; a reason that only a trial finds is logged.
+    """Choose packing if its results are equal, else padding; log a reason that only a trial finds.
 
-    The model's weights are not used: it may be on the meta device.
+    The model's weights are not used, so it may be on the meta device.
     """
     reason = find_unsupported_attention(model)
     if getattr(model, "_is_stateful", False):
@@ -263,13 +263,13 @@ class Family:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, *, heads: int = HEADS) -> "Family":
-        """The family of a model."""
+        """Return the family of a model."""
         settings = small_settings(model.config, heads=heads)
         settings.name_or_path = ""
         return cls(type(model), settings.to_json_string(use_diff=False), settings)
 
     def copy(self, *, packed: bool = False) -> PreTrainedModel:
-        """A small model, the same at each call, optionally with attention over packed rows."""
+        """Build a small model, the same each time, optionally with attention over packed rows."""
         model = small_copy(self.model_class, self.settings)
         if packed:
             model.set_attn_implementation(RAGGED)
@@ -277,7 +277,7 @@ class Family:
 
 
 def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
-    """The last hidden states of a small copy on a few tokens, packed if the copy supports it."""
+    """Return the last hidden states of a small copy on a few tokens, packed if it supports that."""
     is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
     lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # padded rows are multiples of it
     generator = torch.Generator().manual_seed(0)
@@ -302,8 +302,8 @@ def _probe_batching(family: Family, reason: str | None) -> Batching:
             difference = 0.0 if is_known else packing_difference(model)
     except MissingLayoutError as error:
         reason = f"{error}, so tokens would attend to other sequences"
-    except Exception as error:  # noqa: BLE001  # its code may raise anything; padding may still work
-        reason = reason or f"a small copy of it can't be tried ({one_line(error)})"
+    except Exception as error:  # noqa: BLE001  # model code may raise anything; padding may still work
+        reason = reason or f"a small copy of it can't be run ({one_line(error)})"
     else:
         if difference > TOLERANCE:
             reason = (
@@ -319,10 +319,10 @@ def _probe_batching(family: Family, reason: str | None) -> Batching:
 
 @torch.no_grad()
 def measure_leak(model: PreTrainedModel) -> float:
-    """Largest change of earlier log-probabilities by the last token, in nats; 0 if causal.
+    """Return the largest change, in nats, that the last token causes in earlier log-probabilities.
 
-    Compares two last tokens, and a sequence with and without its last token: ProphetNet's code
-    mixes up positions, so that its log-probabilities depend on the length of the whole text. The
+    It is 0 for causal models. The last token is replaced and, since ProphetNet's code mixes up
+    positions so that log-probabilities depend on the length of the whole text, also removed. The
     few tokens fit in the window of any learned mask.
     """
     ids, prefix = _probe_tokens()[: max(LENGTHS)], _probe_tokens()[: min(LENGTHS)]
@@ -335,7 +335,7 @@ def measure_leak(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def packing_difference(model: PreTrainedModel) -> float:
-    """Largest difference of log-probabilities between packed and separate sequences, in nats.
+    """Return the largest log-probability difference, in nats, of packed and separate sequences.
 
     The model is left with ragged attention.
 
@@ -360,7 +360,7 @@ def _max_abs(difference: Tensor) -> float:
 
 
 def _outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "N X"]:
-    """Log-probabilities over the vocabulary, or the hidden states of a model without a head."""
+    """Return log-probabilities over the vocabulary, or hidden states of a model without a head."""
     if model.get_output_embeddings() is not None:
         return model(**inputs).logits[0].float().log_softmax(dim=-1)
     return cast("Backbone", model.base_model)(**inputs)[0][0].float()

@@ -18,10 +18,10 @@ from pipeline.system.errors import ModelError
 def expected_value(
     logits: Float[Tensor, "N C"], classifier: PreTrainedModel
 ) -> Float[Tensor, " N"]:
-    """The only output, or sum_k u_k p_k over several labels with values u in config.json.
+    """Return the only output, or sum_k u_k p_k over several labels with values u in config.json.
 
     Raises:
-        ModelError: several labels have no values.
+        ModelError: there are several labels without values.
     """
     if logits.shape[-1] == 1:
         return logits.squeeze(-1)
@@ -61,7 +61,7 @@ STEPS = "steps"
 
 
 def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
-    """The tokens that end with the separator, possibly followed by spaces."""
+    """Return the tokens that end with the separator, possibly followed by spaces."""
     count = len(tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(count)])
     ends = [token for token, text in enumerate(texts) if _ends_with_separator(text, separator)]
@@ -104,10 +104,10 @@ def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]
 def response_scores(
     scores: Float[Tensor, " N"], batch: TokenBatch, settings: PreTrainedConfig
 ) -> Float[Tensor, " B"]:
-    """The score of each sequence: at its last token, or combined over its steps.
+    """Return the score of each sequence: at its last token, or combined over its steps.
 
     With steps, `step_score` in the settings selects the score of the worst step (min), of the last
-    one (last), or the log-probability that all steps are right (product).
+    one (last), or the log-probability that all steps are correct (product).
     """
     if getattr(settings, "label_kind", None) != STEPS:
         return scores[batch.last_tokens]

@@ -2,7 +2,7 @@
 
 A process looks up the rows in its range, with zeros for other tokens; the sum over processes is the
 embedding. An output layer computes the logits of its range. `Policy` computes log-probabilities
-from these without gathering them; a direct call of the layer gathers the logits.
+from these without gathering them; calling the layer directly gathers the logits.
 """
 
 from functools import partial
@@ -20,19 +20,19 @@ from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
 
 LARGE = 8192
-"""Minimum vocabulary to shard: smaller tables take less memory than a block."""
+"""Minimum vocabulary size to shard: smaller tables take less memory than a block."""
 
 _VOCAB_SHARD = "vocab_shard"
 """Attribute of a sharded output layer that holds this process's vocabulary range."""
 
 
 def get_vocab_shard(head: nn.Module | None) -> VocabularyShard | None:
-    """Vocabulary range of an output layer; None if it is not sharded."""
+    """Return the vocabulary range of an output layer; None if it is not sharded."""
     return getattr(head, _VOCAB_SHARD, None)
 
 
 def sharded_tables(model: PreTrainedModel, size: int, *, min_rows: int = LARGE) -> list[nn.Module]:
-    """Embedding and output layer, if their rows can be sharded.
+    """Return those of the embedding and output layers whose rows can be sharded.
 
     A table that is not plain (some families scale the embedding, and peft may adapt it) is not
     sharded, nor is one tied to it.
@@ -50,7 +50,7 @@ def sharded_tables(model: PreTrainedModel, size: int, *, min_rows: int = LARGE) 
 
 
 def row_shard(module: nn.Module, rank: int, size: int) -> ShardSpec:
-    """The range of rows of a process."""
+    """Return the range of rows of a process."""
     share = cast("Tensor", module.weight).shape[0] // size
     return ShardSpec(0, (Shard(rank * share, (rank + 1) * share),))
 
@@ -67,13 +67,13 @@ def shard_table(module: nn.Module, rows: int, group: Group) -> None:
 
 
 def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
-    """The logits of the full vocabulary."""
+    """Return the logits of the full vocabulary."""
     logits = F.linear(copy_to_group(hidden, group), head.weight, head.bias)
     return join_over_group(logits, group)
 
 
 def _look_up(module: nn.Embedding, vocab_shard: VocabularyShard, ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
-    """The embedding of all tokens, summed over the processes."""
+    """Return the embeddings of all tokens, summed over the processes."""
     count, padding = module.weight.shape[0], module.padding_idx
     is_local = (ids >= vocab_shard.first) & (ids < vocab_shard.first + count)
     embeddings = F.embedding(torch.where(is_local, ids - vocab_shard.first, 0), module.weight)

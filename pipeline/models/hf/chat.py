@@ -18,14 +18,14 @@ from pipeline.system.errors import ConfigError, DataError, ModelError
 
 
 def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
-    """The format `data.format`, whose tokenizer has its special tokens and template.
+    """Load the chat format `data.format`, and add its tokens and template to the tokenizer.
 
-    Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
-    its arguments (`data.template_args`) and date included.
+    Saving the tokenizer saves the template, so that chats use the one from training, including its
+    arguments (`data.template_args`) and date.
 
     Raises:
-        ConfigError: the format adds tokens, and with LoRA their embeddings (new random rows, or
-            unused rows of a padded table) would not be trained.
+        ConfigError: the format adds tokens, and LoRA would leave their embeddings (new random rows,
+            or unused rows of a padded table) untrained.
     """
     tokenizer = load_tokenizer(config)
     num_tokens = len(tokenizer)
@@ -39,7 +39,7 @@ def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
 
 
 def untrained_tokens_error(config: FrozenModelConfig) -> str:
-    """The reason why a chat format can't be trained with adapters alone."""
+    """Return the error message for a chat format that adapters alone can't train."""
     return (
         f"the chat format has tokens that {config.path} lacks, and LoRA would leave their"
         " embeddings untrained; set lora null or choose another data.format"
@@ -49,7 +49,7 @@ def untrained_tokens_error(config: FrozenModelConfig) -> str:
 def decode_response(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, continues: bool = False
 ) -> str:
-    """The text of a response, without special tokens and, unless it `continues`, leading space."""
+    """Decode a response without special tokens and outer space; keep leading space to continue."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     return text.rstrip() if continues else text.strip()
 
@@ -57,10 +57,10 @@ def decode_response(
 def same_chat_format(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
 ) -> bool:
-    """Whether a reward model takes the actor's tokens; otherwise it is passed text.
+    """Return whether a reward model accepts the actor's tokens; otherwise it is given text.
 
     Raises:
-        ModelError: the reward model has another tokenizer, and no chat template for text.
+        ModelError: the reward model has a different tokenizer and no chat template for text.
     """
     same_tokens = tokenizer.get_vocab() == other.get_vocab()
     if other.chat_template is None:
@@ -102,10 +102,10 @@ def require_same_chat(
 
 
 def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bool = False) -> None:
-    """Reject a model whose files, tokenizer or chat template are visibly unusable.
+    """Reject a model whose files, tokenizer or chat template is clearly unusable.
 
     Args:
-        path: a directory, or a Hub name, of which only the tokenizer is read.
+        path: a directory, or a Hub name, for which only the tokenizer is read.
         examples: rows with prompts for the model.
         reward_model: whether it must be a reward model.
 

@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer"
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
-    """JSON description of the Hugging Face model inside `module`, for rebuilding it."""
+    """Describe the Hugging Face model inside `module` in JSON types, for rebuilding it."""
     for prefix, model in module.named_modules():
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)
@@ -50,7 +50,7 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     """Write the model that engine `name` of the checkpoint trained as a Hugging Face directory.
 
-    It equals the export of the run at that step; the full model must fit in memory.
+    The result equals the run's export at that step. The full model must fit in memory.
 
     Raises:
         CheckpointError: the checkpoint has no such model, or `transformers` lacks its class.
@@ -89,12 +89,12 @@ def _build(
     checkpoint: Checkpoint,
     read: Callable[[str, torch.dtype, torch.Size], Tensor],
 ) -> nn.Module:
-    """The model with the parameters that `read` returns."""
+    """Build the described model with the parameters that `read` returns."""
     model_class = getattr(transformers, description["class"], None)
     if model_class is None:
         raise CheckpointError(
             f"the model of {checkpoint.path} is a {description['class']}, which transformers"
-            f" {transformers.__version__} does not have; resume the run, which exports the model"
+            f" {transformers.__version__} does not have; resume the run to export the model"
         )
     config = model_class.config_class.from_dict(description["config"])
     plain: PreTrainedModel = build_on_meta(lambda: model_class(config))

@@ -1,8 +1,8 @@
 """Fast checks of a model directory, before anything heavy is imported.
 
-`check_model_directory` reads names, JSON files and the headers of safetensors: no weights, and
-neither torch nor transformers. It takes milliseconds for a model of any size, so a plan can check
-every model path before the first step.
+`check_model_directory` reads file names, JSON files and safetensors headers, but no weights; unless
+the model has custom code, neither torch nor transformers is imported. It takes milliseconds for a
+model of any size, so a plan can check every model path before the first step.
 """
 
 import json
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "vocab.*",
     "tokenization_*.py",
 )
-"""Patterns of files, one of which is enough for a tokenizer."""
+"""File name patterns; one matching file is enough for a tokenizer."""
 
 JSON_FILES = (
     "tokenizer.json",
@@ -33,7 +33,7 @@ JSON_FILES = (
     "vocab.json",
     "generation_config.json",
 )
-"""Files that must be JSON objects, if they exist."""
+"""Files that must contain a JSON object, if they exist."""
 
 
 def check_model_directory(
@@ -71,7 +71,7 @@ def check_model_directory(
 
 
 def is_sequence_classifier(architectures: Iterable[str] | None) -> bool:
-    """Whether these `architectures` of a configuration are sequence classifiers."""
+    """Return whether these `architectures` of a configuration include a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
@@ -86,13 +86,13 @@ def require_language_model(path: str | Path, architectures: Iterable[str] | None
     """
     if is_sequence_classifier(architectures):
         raise ModelError(
-            f"{path} is a classifier, as reward models and critics are, and can't generate text;"
+            f"{path} is a classifier, such as a reward model or critic, and can't generate text;"
             " use a language model, such as step 1's output"
         )
 
 
 def untrusted_code_error(path: str | Path) -> str:
-    """The reason why a model with custom code is not loaded."""
+    """Return the error message for a model with custom code, which is not loaded."""
     return (
         f"{path} contains Python code that loading would execute; review the code, and set"
         " trust_remote_code true for this model if you trust it"
@@ -103,7 +103,7 @@ def check_configuration(directory: Path) -> dict[str, Any]:
     """Return the contents of `config.json`.
 
     Raises:
-        ModelError: there is no directory, or no configuration of a model in it.
+        ModelError: the directory does not exist, or has no valid model configuration.
     """
     if not directory.exists():
         raise ModelError(f"no such model: the directory {directory} does not exist")
@@ -127,7 +127,7 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
     """Check the weights, without reading them.
 
     Raises:
-        ModelError: a file is missing, a Git LFS pointer, truncated or damaged.
+        ModelError: a file is missing, truncated, damaged, or a Git LFS pointer.
     """
     has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
     if (directory / ADAPTER).is_file():
@@ -161,7 +161,7 @@ def check_tokenizer(directory: Path) -> None:
     if not any(file.is_file() for file in files):
         raise ModelError(
             f"{directory} has no tokenizer: it has neither tokenizer.json nor tokenizer.model; copy"
-            " them from the original model, or save the tokenizer there (save_pretrained)"
+            " the original model's, or save the tokenizer there with save_pretrained"
         )
     for file in files:
         reject_lfs_pointer(file)
@@ -193,8 +193,8 @@ def _missing_configuration_error(directory: Path) -> str:
     configs = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
     if models := sorted({config.parent for config in configs}):
         paths = " or ".join(map(str, models[:4]))
-        return f"{no_model}: it has no config.json; there is a model in {paths}"
-    return f"{no_model}: it has no config.json; copy it from where the weights came from"
+        return f"{no_model}: it has no config.json; use the model in {paths}"
+    return f"{no_model}: it has no config.json; copy it from the model that the weights are from"
 
 
 def _bare_adapter_error(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Writes models as Hugging Face directories that plain `transformers` loads."""
+"""Writes models as Hugging Face directories that plain `transformers` can load."""
 
 import json
 import logging
@@ -48,10 +48,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def can_stream(model: PreTrainedModel) -> bool:
-    """Whether each tensor in the family's files comes from a single parameter.
-
-    In some families a tensor in the files combines several parameters.
-    """
+    """Return whether each tensor in the family's files comes from a single parameter."""
     return not any(
         isinstance(step, WeightConverter) and len(step.target_patterns) > 1
         for step in get_model_conversion_mapping(model, add_legacy=False)
@@ -59,10 +56,10 @@ def can_stream(model: PreTrainedModel) -> bool:
 
 
 def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Parameters with the names and shapes that `save_pretrained` writes.
+    """Yield parameters with the names and shapes that `save_pretrained` writes.
 
-    Some families have other names in files than in the model, or one parameter for tensors that
-    their files have per expert. `can_stream` must be true for the family.
+    In some families, names in files differ from those in the model, or one parameter contains the
+    tensors that the files store per expert. `can_stream` must be true for the family.
     """
     for name, tensor in named:
         yield from revert_weight_conversion(model, {name: tensor}).items()
@@ -75,8 +72,8 @@ def stream_export(
 
     Memory is needed for at most one shard's tensors, as copies on the CPU, and the one that `named`
     yields, which may be freed or overwritten in the next iteration. The directory's weights are
-    replaced at the end, when the new ones are on disk; a kill or power failure leaves the old ones,
-    the new ones or none, but never a mixture.
+    replaced at the end, when the new ones are on disk; if the process is killed or power fails, the
+    directory contains the old ones, the new ones or none, but never a mixture.
 
     Raises:
         ValueError: a name was passed twice.
@@ -125,7 +122,7 @@ class _Shards:
         self._pending, self.pending_bytes = {}, 0
 
     def index(self, names: list[str]) -> str:
-        """The index of the shards under their final names."""
+        """Return the index of the shards, with their final file names `names`."""
         totals = {"total_parameters": self.total_parameters, "total_size": self.total_size}
         weight_map = {name: names[shard] for name, shard in sorted(self.shard_by_name.items())}
         return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2) + "\n"
@@ -165,7 +162,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
-"""Prefix of the names in a peft model."""
+"""Prefix of the parameter names in a peft model."""
 
 
 @runtime_checkable
@@ -186,7 +183,7 @@ def export(
 ) -> None:
     """Write config, safetensors and tokenizer into `directory`; each file is replaced atomically.
 
-    When it returns they are on disk, with this user's default permissions.
+    When the call returns, they are on disk, with this user's default permissions.
 
     With LoRA the directory has the merged model, and `adapter/` the adapter in peft's format. The
     trained model is not modified. A collective: the main process writes, and no process returns
@@ -232,9 +229,9 @@ def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
 def named_weights(
     model: nn.Module, weights: GathersUnits | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Everything in the state dict of `model`, each tensor full until the next is requested.
+    """Yield the state dict of `model`; each tensor is complete until the next is requested.
 
-    `weights` may be the engine of the model or of a larger one that contains it: all processes
+    `weights` may be the engine of the model or of a larger one that contains it; all processes must
     iterate together. All weights of a unit are in place while one of them is yielded.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -262,7 +259,7 @@ class _Unsharder:
             self._parts[f"{name}.weight"] = layer.part
 
     def unshard(self, name: str, tensor: Tensor) -> Tensor:
-        """The full tensor of this name. A collective of the group."""
+        """Return the full tensor of this name. A collective of the group."""
         part = self._parts.get(name)
         if part is None:
             return tensor
@@ -276,7 +273,7 @@ def _exported_weights(
     unsharder: _Unsharder,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights for the plain model's files; adapter weights are added to `adapter`."""
+    """Yield the weights for the plain model's files; add adapter weights to `adapter`."""
     plain = base_model(model)
     if isinstance(model, PeftModel):
         weights = dequantized_weights(plain, weights)
@@ -293,7 +290,7 @@ def _exported_weights(
 def _split_off_adapter(
     weights: NamedTensors, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights without those of an adapter, which are added to `adapter`."""
+    """Yield the weights except those of an adapter, which are added to `adapter`."""
     for name, tensor in weights:
         if name.startswith(ADAPTER_PREFIX):
             adapter[name] = tensor.to("cpu", copy=True)
@@ -338,9 +335,9 @@ def _write_directory(
 def _config_for(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
 ) -> Iterator[None]:
-    """Context in which the configuration has the tokenizer's padding token and a row for it.
+    """Temporarily give the configuration the tokenizer's padding token and a row for it.
 
-    Settings of generation have their defaults.
+    Meanwhile the generation settings have their default values.
     """
     generation = getattr(plain, "generation_config", None)
     if generation is not None:
@@ -385,7 +382,7 @@ def _move_staged_files(staging: Path, directory: Path) -> None:
 def _merge_adapters(
     plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], unsharder: _Unsharder
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the plain model: adapters are merged into copies, never into the base.
+    """Yield the plain model's weights, with adapters merged into copies, never into the base.
 
     The adapter's tensors are added to `adapter`, under their names in the peft model.
     """
@@ -397,7 +394,7 @@ def _merge_adapters(
         owner, _, leaf = name.partition(".base_layer.")
         layer = layers.get(owner)
         is_adapter = ".lora_" in name or ".modules_to_save." in name
-        # peft saves adapted tables whole.
+        # peft saves adapted embedding and output layers in full.
         if is_adapter or (layer is not None and layer in embeddings):
             adapter[ADAPTER_PREFIX + name] = unsharder.unshard(name, weight).to("cpu", copy=True)
         if ".lora_" in name or ".original_module." in name:
@@ -412,7 +409,7 @@ def _merge_adapters(
 
 
 def _get_unsaved_names(plain: PreTrainedModel) -> set[str]:
-    """Names of tied tensors, and of tensors that the family never saves."""
+    """Return the names of tied tensors, and of tensors that the family never saves."""
     state = plain.state_dict(keep_vars=True)
     tied = {
         name

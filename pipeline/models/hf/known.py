@@ -8,7 +8,7 @@ from typing import Any
 
 
 def _opt(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Zhang et al. 2022, table 1."""
+    """Return settings from Zhang et al. 2022, table 1."""
     sizes = {
         "hidden_size": hidden,
         "word_embed_proj_dim": hidden,
@@ -22,7 +22,7 @@ def _opt(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, A
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Touvron et al. 2023; Grattafiori et al. 2024, table 3; Yang et al. 2024, table 1."""
+    """Return settings from Touvron et al. 2023, Grattafiori et al. 2024 or Yang et al. 2024."""
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -36,7 +36,7 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) 
 
 
 def _gpt2(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Radford et al. 2019, table 2."""
+    """Return settings from Radford et al. 2019, table 2."""
     return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, **changes}
 
 

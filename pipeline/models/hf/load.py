@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The data type of the weights; `auto` is bf16 on a GPU that supports it, else fp32."""
+    """Return the data type of the weights; `auto` is bf16 on a GPU that supports it, else fp32."""
     if precision == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -76,9 +76,9 @@ def model_path(config: FrozenModelConfig) -> str:
 
 
 def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the end-of-sequence token as padding token if it has none.
+    """Load the model's tokenizer; without a padding token, it pads with the end-of-sequence token.
 
-    Masks come from lengths here, so the padding token doesn't matter.
+    Masks are computed from lengths, so the choice of padding token doesn't matter.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -108,10 +108,10 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
 def load_causal_lm(
     config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, without dropout; a trained one is not quantized.
+    """Load a causal language model in evaluation mode, without dropout; quantize it only if frozen.
 
-    With `defer` its weights stay on the CPU, memory-mapped from the files if these have the same
-    data type, for an engine that keeps a shard of them.
+    With `defer` the weights stay on the CPU, for an engine that keeps a shard of them; they are
+    memory-mapped if the files have the same data type.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -139,27 +139,27 @@ def load_classifier(
     defer: bool = False,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier in evaluation mode, without dropout; a trained one is not quantized.
+    """Load a sequence classifier in evaluation mode, without dropout; quantize it only if frozen.
 
-    A head that the directory lacks, or has for another number of labels, is drawn from N(0, 1 /
-    sqrt(d + 1)), d being the hidden size (Stiennon et al. 2020, appendix B). `defer` is as in
-    `load_causal_lm`.
+    A head that the directory lacks, or has for a different number of labels, is drawn from N(0, 1 /
+    (d + 1)), where d is the hidden size (Stiennon et al. 2020, appendix B). `defer` is the same as
+    in `load_causal_lm`.
 
     Args:
         config: settings of the model.
         device: device of its weights.
         seed: seed of a new head.
         defer: whether an engine moves the weights to the device.
-        num_labels: outputs of the head; None keeps a classifier's number, and uses one for a
+        num_labels: number of the head's outputs; None keeps that of a classifier, and uses 1 for a
             language model.
 
     Raises:
-        ModelError: the model can't be used, or won't be trained and has no score head.
+        ModelError: the model can't be used, or is frozen and has no score head.
     """
     path = model_path(config)
     if path == EMBEDDED:
         raise ModelError(
-            "the embedded model is a language model; a reward model starts from step 1's output;"
+            "the embedded model can't start a reward model, which starts from step 1's output;"
             f" run `{TRAIN} --step 1` first"
         )
     settings = _load_settings(path, config)
@@ -180,16 +180,16 @@ def load_classifier(
     init_layers(model, new_weights, seed=seed)
     if not hasattr(model, "score") and not hasattr(model, "classifier"):
         raise ModelError(
-            f"{path}: classifiers of its family ({model.config.model_type}) have a special"
-            " head; start from another model"
+            f"{path}: classifiers of its family ({model.config.model_type}) have an unsupported"
+            " kind of head; use a model of another family"
         )
     return _prepare(model, config, device, defer=defer)
 
 
 def init_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
-    """Draw the layers whose weights are among `names` from N(0, 1 / sqrt(d + 1)), d the input size.
+    """Draw the weights in `names` from N(0, 1 / (d + 1)), where d is the layer's input size.
 
-    Stiennon et al. 2020, appendix B; the numbers are the same on every process.
+    See Stiennon et al. 2020, appendix B. Biases are 0. The weights are the same on every process.
     """
     for name in sorted(names):
         layer, _, leaf = name.rpartition(".")
@@ -205,7 +205,7 @@ def init_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) ->
 
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
-"""Parameters of a classifier that a language model lacks."""
+"""Pattern of the parameters that a classifier has and a language model lacks."""
 
 
 def load_for_inference(
@@ -224,12 +224,12 @@ def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def needs_new_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has tokens without a row in the model's embeddings."""
+    """Return whether the tokenizer has tokens without a row in the model's embeddings."""
     return len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
 
 
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
-    """Add rows to the embeddings for all tokens of the tokenizer; larger ones are unchanged.
+    """Add embedding rows for the tokenizer's tokens that lack one; no row is ever removed.
 
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
@@ -244,7 +244,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def local_directory(path: str) -> Path | None:
-    """The directory that `path` names; None if it may be a Hub name and does not exist."""
+    """Return `path` as a directory; None if it does not exist and may be a Hub name."""
     local = Path(path).expanduser()
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 
@@ -264,7 +264,7 @@ def _load_settings(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
 
 
 def disable_dropout(settings: PreTrainedConfig) -> None:
-    """Set all dropout rates to 0, for all names that families use."""
+    """Set all dropout rates to 0, under every name that families use."""
     for name, value in list(vars(settings).items()):
         if isinstance(value, PreTrainedConfig):
             disable_dropout(value)
@@ -278,7 +278,7 @@ def _load_weights(
     settings: PreTrainedConfig,
     device: torch.device,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model on the CPU, and the names of parameters that the files lack.
+    """Load the model on the CPU; also return the names of parameters that the files lack.
 
     If the files have the requested data type, weights are memory-mapped, so that all processes
     of a machine share them.
@@ -310,7 +310,7 @@ def _load_weights(
 def _prepare(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """Prepare a loaded model: packing if that is exact, quantization, device, evaluation mode."""
+    """Prepare a loaded model: packing if it is exact, quantization, device, evaluation mode."""
     if detect_batching(model).packed:
         model.set_attn_implementation(RAGGED)
     require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
@@ -330,14 +330,14 @@ def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -
     """Reject a model with NaN or infinite parameters; each process checks a share of them.
 
     Raises:
-        ModelError: there are such parameters; the message has the first one and their number.
+        ModelError: there are such parameters; the message names the first and gives their number.
     """
     named = list(model.named_parameters())[processes.rank :: processes.size]
     local = [name for name, param in named if not _is_finite(param)]
     broken = [name for names in processes.gather_objects(local) for name in names]
     if broken:
-        others = f" and {len(broken) - 1} more weights have" if len(broken) > 1 else " has"
-        narrow = ", or has values too large for fp16: try precision bf16 or fp32"
+        others = f" and {len(broken) - 1} more weights contain" if len(broken) > 1 else " contains"
+        narrow = "; if its values are too large for fp16, set precision bf16 or fp32"
         is_fp16 = next(model.parameters()).dtype == torch.float16
         raise ModelError(
             f"{path}: {broken[0]}{others} NaN or infinity; the model is damaged or its training"
@@ -347,7 +347,7 @@ def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -
 
 @torch.no_grad()
 def _is_finite(tensor: Tensor) -> bool:
-    """True if all elements are finite, without a temporary of the tensor's size."""
+    """Return whether all elements are finite, without a temporary of the tensor's size."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = tensor.aminmax()  # both are NaN if any element is
@@ -359,9 +359,9 @@ ALIGNMENT = 64
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy the weights of a mapped file that are not aligned as the allocator would align them.
+    """Copy memory-mapped weights that are not aligned as the allocator would align them.
 
-    Matrix products sum in an order that depends on the alignment, so a frozen model's results would
+    The summation order of matrix products depends on alignment, so a frozen model's results would
     differ in the last digits between ZeRO stage 0 and stage 3, which allocates its weights.
     """
     for tensor in chain(model.parameters(), model.buffers()):
@@ -391,7 +391,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         raise
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{path} contains a pickle that does more than store tensors; refusing to load it"
+            f"{path} contains a pickle that does more than store tensors, so it is not loaded"
         ) from error
     except Exception as error:  # transformers and tokenizers may raise even a bare Exception
         if is_out_of_memory(error):

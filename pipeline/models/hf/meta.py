@@ -28,7 +28,7 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 def build_on_meta(build: Callable[[], ModelT]) -> ModelT:
-    """The model that `build` makes of a config, with parameters on the meta device.
+    """Build a model from its configuration, with the parameters on the meta device.
 
     Buffers, such as the frequencies of rotary embeddings, are computed. Tied parameters are one
     object, and those that a family keeps in fp32 are fp32, as after `from_pretrained`.
@@ -46,20 +46,20 @@ def build_on_meta(build: Callable[[], ModelT]) -> ModelT:
 
 
 def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every occurrence of a parameter: full name, module, local name, parameter."""
+    """Yield each use of a parameter: its full name, module, local name, and the parameter."""
     for prefix, module in list(model.named_modules()):
         for leaf, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, param
 
 
 def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
-    """The model of a step with its adapters, on the meta device instead of `device`.
+    """Build the model of a step with its adapters, on the meta device instead of `device`.
 
-    Only its configuration is read, from `KNOWN_CONFIGS` for a name in it that is no local path. The
-    model has no dropout, and no rows that a chat format adds to the embeddings.
+    Only its configuration is read, or taken from `KNOWN_CONFIGS` if that contains the name and no
+    such path exists. The model has no dropout, and no embedding rows for tokens of a chat format.
 
     Raises:
-        ModelError: there is no configuration, or it is of another kind of model.
+        ModelError: there is no configuration, or it is for a different kind of model.
     """
     path = str(config.path)
     auto = AutoModelForCausalLM if task == "causal" else AutoModelForSequenceClassification

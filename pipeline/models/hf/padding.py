@@ -1,8 +1,8 @@
 """Choice of a padding token with which plain `transformers` scores the correct token.
 
-A sequence classifier of `transformers` returns the logits at the last token that differs from the
-padding token, whatever the attention mask. Where padding is the end-of-sequence token, as for every
-tokenizer without its own padding token, that is the token before it.
+A sequence classifier in `transformers` returns the logits at the last token that isn't the padding
+token, regardless of the attention mask. If the end-of-sequence token is used for padding, as with
+every tokenizer without a padding token, that is the token before it.
 """
 
 import copy
@@ -22,8 +22,8 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     """Return a tokenizer whose padding token never ends a text.
 
     It is `tokenizer` if its padding token is neither the end-of-sequence token nor in the chat
-    template, such as `<|im_end|>`; else a copy that pads with a reserved special token, the unknown
-    or beginning-of-sequence token, or a new token.
+    template (as `<|im_end|>` may be); otherwise a copy that pads with a reserved special token, the
+    unknown or beginning-of-sequence token, or a new token.
     """
     pads_with_eos = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
     if not pads_with_eos and str(tokenizer.pad_token) not in str(tokenizer.chat_template or ""):

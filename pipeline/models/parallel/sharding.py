@@ -1,9 +1,9 @@
 """Tensor parallelism: which layers of a model are sharded among processes, and how.
 
-As in Shoeybi et al. 2019 (Megatron-LM), section 3: in pairs of matrices the first is sharded by
-outputs (column-parallel), the second by inputs (row-parallel), and the results are summed once
-after each pair. Attention is sharded by heads. Plans come from `transformers`; `_PLANS` below has
-families for which it has none.
+As in Shoeybi et al. 2019 (Megatron-LM), section 3, the first of a pair of matrices is sharded by
+outputs (column-parallel) and the second by inputs (row-parallel), and the results are summed once
+per pair. Attention is sharded by heads. Plans come from `transformers`; `_PLANS` has plans for
+families without one there.
 """
 
 import re
@@ -25,12 +25,12 @@ from pipeline.system.errors import ConfigError, require
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """Sharding of each layer, and attributes of the layers to change."""
+    """A family's plan: the sharding style of each layer, and the attributes to change."""
 
     styles: Mapping[str, str]
 
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Attributes of modules that count heads or their elements, divided by the group size."""
+    """Attributes that count heads or their elements, which are divided by the group size."""
 
 
 _PLANS: Mapping[str, FamilyPlan] = {
@@ -61,10 +61,10 @@ REPLICATED = ("replicate", "embedding")
 """Prefixes of the styles of modules that are not sharded here, such as embedding tables."""
 
 KV_MODULES = ("k_proj", "v_proj")
-"""Name endings of modules that compute keys or values: one head for each key head."""
+"""Name suffixes of modules that compute keys or values."""
 
 PACKED_MODULES = ("query_key_value", "c_attn")
-"""Name endings of modules that compute queries, keys and values together."""
+"""Name suffixes of modules that compute queries, keys and values together."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class ShardStyle:
     """Whether the outputs, rather than the inputs, are sharded."""
 
     parts: int = 1
-    """Number of equal parts, each of which is sharded."""
+    """Number of equal parts, each of which is sharded separately."""
 
     gathers_output: bool = False
     """Whether the outputs are gathered on all processes."""
 
     splits_input: bool = False
-    """Whether the inputs are not sharded yet."""
+    """Whether the inputs are not yet sharded and must be split."""
 
 
 STYLES: Mapping[str, ShardStyle] = {
@@ -100,11 +100,11 @@ class TensorShards:
     Args:
         model: the model, on any device; nothing is changed before `set_local_sizes`.
         tp_group: the tensor-parallel group.
-        setting: the user's setting, for messages.
+        setting: name of the user's setting, for error messages.
         shards_head: whether the output layer may be sharded.
 
     Raises:
-        ConfigError: the family has no plan, or its heads or widths aren't divisible.
+        ConfigError: the family has no plan, or its layers or heads can't be sharded this way.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TensorShards:
     def _check_heads(self) -> None:
         size = self.size
         if not self.styles:
-            raise self.unsupported("none of its layers is sharded")
+            raise self.unsupported("its plan shards none of them")
         if not self.shards_keys:
             return
         require(
@@ -172,28 +172,28 @@ class TensorShards:
         packed = any(name.endswith(PACKED_MODULES) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"{self.label} doesn't divide the {self.kv_heads} key heads of {self.family}; choose"
-            " one that does",
+            f"{self.label} doesn't divide the {self.kv_heads} key/value heads of"
+            f" {self.family}; choose one that does",
         )
 
     def unsupported(self, reason: str) -> ConfigError:
-        """The error for a model whose layers can't be sharded."""
+        """Return the error for a model whose layers can't be sharded."""
         return ConfigError(
             f"{self.label}: the layers of {self.family} can't be sharded: {reason}; set it to 1"
         )
 
     @property
     def local_kv_heads(self) -> int:
-        """Key heads of this process."""
+        """Number of key/value heads on this process."""
         share = self.kv_heads // self.size if self.shards_keys else self.kv_heads
         return max(1, share)
 
     def spec(
         self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
     ) -> ShardSpec | None:
-        """The part of a weight of this full shape that a process has; None if it has all of it.
+        """Return a process's shard of a weight of this full shape; None if it has the full weight.
 
-        The process is this one, or the one with the given `rank` in the group.
+        `rank` is the process's rank in the group; the default is this process.
         """
         name = self.styles.get(owner)
         if name is None:
@@ -222,7 +222,7 @@ class TensorShards:
                 yield self._even_shard(owner, part * (total // parts), total // parts, rank)
 
     def _even_shard(self, owner: str, first: int, total: int, rank: int) -> Shard:
-        """A process's equal share of `total` elements from `first` on."""
+        """Return a process's equal share of the `total` elements that start at `first`."""
         require(
             total % self.size == 0,
             f"{self.label} doesn't divide the width {total} of {owner}; choose one that does",
@@ -251,7 +251,7 @@ class TensorShards:
             module.out_features, module.in_features = self._local_shape(name, rows, columns)
 
     def _local_shape(self, name: str, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of this process's shard of a weight."""
+        """Return the shape of this process's shard of a weight."""
         full = torch.Size((rows, columns))
         spec = self.spec(name, "weight", full)
         assert spec is not None
@@ -260,12 +260,12 @@ class TensorShards:
 
 
 def unwrap_lora(module: nn.Module) -> nn.Module:
-    """The layer inside its adapter, or the module itself."""
+    """Return the layer inside an adapter, or the module itself."""
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Whether layers can be sharded over this number of processes; the model may be on meta."""
+    """Return whether `size` processes can shard a model's layers; the model may be on meta."""
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:
@@ -278,7 +278,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
 
 
 def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
-    """The plan for a model's family, by the full names of its modules.
+    """Return the plan for a model's family, keyed by the full names of its modules.
 
     Raises:
         ConfigError: there is no plan for the family.
@@ -298,7 +298,7 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The first entry whose key matches the name, with * for any number; None without a match."""
+    """Return the first entry whose key matches the name, where * is a number; None if none does."""
     for key, value in table.items():
         if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
             return value

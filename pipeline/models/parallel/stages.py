@@ -1,11 +1,11 @@
 """A pipeline stage: the user's model without the blocks of other stages.
 
-The model's own forward runs on every stage. It builds masks, positions and rotary tables; blocks of
-other stages pass their input through, except the first, which on later stages returns the hidden
-states received from the previous stage. There, embeddings return zeros of the right shape; on
-earlier stages norm and head do nothing. So a parameter has the same name as in the full model. A
-small copy of the model shows which modules come before and after the blocks, and whether its blocks
-pass on more than hidden states: such a model can't be split.
+The model's own `forward` runs on every stage and builds masks, positions and rotary tables. Blocks
+of other stages pass their input through, except that on later stages the first block returns the
+hidden states received from the previous stage. Later stages' embeddings return zeros of the right
+shape; earlier stages' norm and head do nothing. Parameters keep their names from the full model. A
+small copy of the model shows which modules come before and after the blocks, and whether the blocks
+exchange more than hidden states; such a model can't be split.
 """
 
 import functools
@@ -39,7 +39,7 @@ from pipeline.system.errors import ConfigError, ModelError
 
 
 class PassThrough(nn.Module):
-    """Replaces a block of another stage: returns the hidden states unchanged."""
+    """Replaces a block of another stage and returns the hidden states unchanged."""
 
     def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
         super().__init__()
@@ -49,23 +49,23 @@ class PassThrough(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
-        """Output of a block: hidden states."""
+        """Return the hidden states in the form of a block's output."""
         hidden = self.hidden(cast("Tensor", args[0] if args else kwargs["hidden_states"]))
         return (hidden,) if self.as_tuple else hidden
 
     def hidden(self, hidden_states: Tensor) -> Tensor:
-        """The hidden states to return."""
+        """Return the hidden states to output."""
         return hidden_states
 
 
 class StageInput(PassThrough):
-    """Replaces the first block on a later stage: returns the received hidden states."""
+    """Replaces the first block on a later stage and returns the received hidden states."""
 
     received: Float[Tensor, "1 N d"] | None = None
     """Hidden states for the next pass, from the previous stage."""
 
     def hidden(self, hidden_states: Tensor) -> Tensor:
-        """The received hidden states; noise in a trial of the model."""
+        """Return the received hidden states, or noise when the model is only being tested."""
         received, self.received = self.received, None
         if received is not None:
             return received
@@ -76,18 +76,18 @@ class StageInput(PassThrough):
 
 
 class ZeroOutput(nn.Module):
-    """Replaces an embedding or a projection of the first stage: returns zeros."""
+    """Replaces an embedding or projection of the first stage on later ones; returns zeros."""
 
     def __init__(self, module: nn.Module, *, is_token_table: bool) -> None:
         super().__init__()
         is_table = isinstance(module, nn.Embedding)
         self.width = module.embedding_dim if is_table else cast("int", module.out_features)
         self.keeps_length = is_token_table or not is_table
-        """Whether the output has the length of the input, rather than being broadcast."""
+        """Whether the output is as long as the input, rather than broadcast."""
         self.dtype = cast("Tensor", module.weight).dtype
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Zeros in the shape of the replaced module's output."""
+        """Return zeros in the shape of the replaced module's output."""
         inputs = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         tokens = inputs if inputs.dtype.is_floating_point is False else inputs[..., 0]
         shape = tokens.shape if self.keeps_length else (1,) * tokens.ndim
@@ -95,7 +95,7 @@ class ZeroOutput(nn.Module):
 
 
 class StageModule(nn.Module):
-    """A stage other than the last: token ids and received hidden states to hidden states."""
+    """A stage other than the last: maps token ids and received hidden states to hidden states."""
 
     def __init__(self, model: nn.Module, *, kernels: Kernels) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class StageModule(nn.Module):
         self.kernels: Kernels = kernels
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
-        """Output of the stage's last block for a batch."""
+        """Return the output of the stage's last block for a batch."""
         plain = base_model(self.model)
         require_context(plain, batch)
         inputs = ragged_inputs(batch, ragged_layout(batch, self.kernels))
@@ -121,10 +121,10 @@ class PipelineStage:
     """Destination of received hidden states; None on the first stage."""
 
     tied: Tensor | None = None
-    """Embedding of the first stage that is tied to the last stage's output layer."""
+    """The first stage's embedding weight, which is tied to the last stage's output layer."""
 
     tied_copy: Tensor | None = None
-    """The last stage's copy of that matrix, which is updated from the first stage."""
+    """The last stage's copy of that weight, which is kept in sync with the first stage."""
 
     width: int = 0
     """Width of the hidden states between stages."""
@@ -134,17 +134,17 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage reads tokens."""
+        """Whether this is the first stage, which embeds the tokens."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the head."""
+        """Whether this is the last stage, which has the head."""
         return self.number == self.count - 1
 
 
 def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> PipelineStage:
-    """Remove other stages' modules from a model; `blocks` are the block counts of all stages.
+    """Remove other stages' modules from a model; `blocks` has the block count of each stage.
 
     Raises:
         ModelError: models of its family can't be split.
@@ -166,10 +166,10 @@ def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Pipe
 
 
 def balance_blocks(model: nn.Module, stages: int) -> list[int]:
-    """Number of blocks of each stage, balanced by time.
+    """Return the number of blocks for each stage, balanced by time.
 
-    The time of a block, or of the output layer, is taken as proportional to its matrix weights,
-    quantized or not.
+    The time of a block, or of the output layer, is assumed to be proportional to its number of
+    weights, quantized or not.
 
     Raises:
         ConfigError: there are fewer blocks than stages.
@@ -178,7 +178,7 @@ def balance_blocks(model: nn.Module, stages: int) -> list[int]:
     _, all_blocks = get_block_list(plain)
     if (count := len(all_blocks)) < stages:
         raise ConfigError(
-            f"parallel.pp {stages} is more than the {count} blocks of the model; use up to {count}"
+            f"parallel.pp is {stages}, but the model has only {count} blocks; use at most {count}"
         )
     head = plain.get_output_embeddings()
     costs = [num_weights(block) for block in all_blocks]
@@ -187,7 +187,7 @@ def balance_blocks(model: nn.Module, stages: int) -> list[int]:
 
 
 def get_block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The model's blocks, and the name of their list.
+    """Return the name of the list that contains the model's blocks, and the list.
 
     Raises:
         ModelError: the blocks aren't all in one list.
@@ -241,7 +241,7 @@ def find_module_order(family: Family) -> ModuleOrder:
         small_hidden_states(model)
     if before & after:
         raise ModelError(
-            _explain(model.config, f"{min(before & after)} is used before and after blocks")
+            _explain(model.config, f"{min(before & after)} is used before and after the blocks")
         )
     return ModuleOrder(frozenset(before), frozenset(after), as_tuple=any(tuples))
 
@@ -288,9 +288,9 @@ def _build(
 def _modules_outside_blocks(
     plain: PreTrainedModel, order: ModuleOrder, blocks: str
 ) -> list[tuple[str, nn.Module, bool]]:
-    """The modules with parameters outside the blocks, and whether they come before them.
+    """List the modules with parameters outside the blocks, and whether they precede the blocks.
 
-    An adapter belongs to its layer.
+    An adapter counts as part of its layer.
     """
     head = plain.get_output_embeddings()
     modules: list[tuple[str, nn.Module, bool]] = []
@@ -313,7 +313,7 @@ def _modules_outside_blocks(
 
 
 def _detach_head(head: nn.Linear) -> Tensor:
-    """Replace the output layer's weight by a plain tensor, which the engine ignores; return it."""
+    """Replace the output layer's weight with a plain tensor that the engine ignores; return it."""
     weight = head.weight
     tied_copy = weight.detach().to(local_device(), copy=True).requires_grad_(weight.requires_grad)
     del head.weight
@@ -324,7 +324,7 @@ def _detach_head(head: nn.Linear) -> Tensor:
 @functools.cache
 @torch.no_grad()
 def require_equal_outputs(family: Family, blocks: tuple[int, ...]) -> None:
-    """Check that a small copy has bitwise equal hidden states with and without stages.
+    """Check that a small copy's hidden states are bitwise identical with and without stages.
 
     Raises:
         ModelError: the hidden states differ.

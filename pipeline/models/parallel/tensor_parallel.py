@@ -4,7 +4,7 @@ The user's model runs unmodified on the process's heads and widths. The input of
 layer (sharded by outputs) passes through `copy_to_group`, once for all layers with the same input,
 such as queries, keys and values; the output of a row-parallel layer (sharded by inputs) passes
 through `sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are
-embedding and output layer if they are small (`forward/vocab_parallel.py`).
+the embedding and output layers if they are small (`forward/vocab_parallel.py`).
 
 Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): norms, residual sums and other
 operations on single tokens run on 1/tp of the row. The row is all-gathered before a module with
@@ -89,7 +89,7 @@ class SequenceParallel:
         """Gather the tokens of all processes as the input of a column-parallel layer.
 
         They are gathered for the layer's parent module, whose code may use the row's length; the
-        block itself continues with its own tokens.
+        block itself continues with this process's tokens.
         """
         owner = name.rpartition(".")[0]
         target = name if owner.rpartition(".")[0] == self._list else owner
@@ -130,7 +130,7 @@ class SequenceParallel:
         return _replace_hidden(args, kwargs, full)
 
     def _local_blocks(self) -> list[nn.Module]:
-        """The blocks of this pipeline stage."""
+        """Return the blocks of this pipeline stage."""
         blocks = cast("nn.ModuleList", self._plain.get_submodule(self._list))
         return [block for block in blocks if isinstance(block, GradientCheckpointingLayer)]
 
@@ -146,8 +146,8 @@ def unsupported_reason(plain: PreTrainedModel, size: int) -> str | None:
         return f"layers of {family} models carry state between tokens"
     if KEY_BLOCK % size and not detect_batching(plain).packed:
         return (
-            f"{family} models are padded to multiples of {KEY_BLOCK} tokens, which {size} doesn't"
-            " divide"
+            f"{family} models are padded to multiples of {KEY_BLOCK} tokens, and {size} doesn't"
+            f" divide {KEY_BLOCK}"
         )
     try:
         get_block_list(plain)
@@ -157,7 +157,7 @@ def unsupported_reason(plain: PreTrainedModel, size: int) -> str | None:
 
 
 def _get_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states that a module of a block is given, positionally or by name."""
+    """Return the hidden states passed to a module of a block, positionally or by name."""
     return args[0] if args else kwargs["hidden_states"]
 
 
@@ -168,10 +168,10 @@ def _replace_hidden(
 
 
 TOLERANCE = 1e-3
-"""Tolerance of the relative distance in fp32, which is about 1 if a sum is missing."""
+"""Maximum relative distance in fp32; it would be about 1 if an all-reduce were missing."""
 
 NOISE = 1e-6
-"""Fraction of the gradient that may be rounding error, as for the biases of keys."""
+"""Fraction of the gradient's norm that may be rounding error, as for key biases."""
 
 
 def find_mismatch(
@@ -184,7 +184,7 @@ def find_mismatch(
     Args:
         model: a full model of the family.
         group: the tensor-parallel group.
-        shards_tables: whether embedding and output layer are sharded.
+        shards_tables: whether the embedding and output layers are sharded.
         sequence: whether hidden states are sharded too.
     """
     family, packed = Family.from_model(model, heads=2 * group.size), detect_batching(model).packed
@@ -199,14 +199,14 @@ def find_mismatch(
         reason = _find_different_gradient(full, sharded, group)
         if not _is_close(output.detach(), expected.detach()):
             reason = "the sharded output differs"
-    except Exception as error:  # noqa: BLE001  # its code may raise anything
+    except Exception as error:  # noqa: BLE001  # the family's code may raise anything
         reason = f"their code failed ({one_line(error)})"
     reasons = list(filter(None, group.gather_objects(reason)))
     return reasons[0] if reasons else None
 
 
 def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) -> str | None:
-    """The first parameter whose gradient, summed over processes, differs from the full copy's."""
+    """Name the first parameter whose all-reduced gradient differs from the full copy's."""
     norms = [param.grad.norm() for param in full.parameters() if param.grad is not None]
     noise = NOISE * torch.stack(norms).norm()
     names: list[str] = []
@@ -235,7 +235,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     """Keep only this process's shard of each layer of a model. A collective.
 
-    Parameters keep their names. Only the shards of weights that are not loaded yet are read. With
+    Parameters keep their names. Of weights that are not loaded yet, only the shards are read. With
     `sequence`, hidden states between layers are sharded by tokens if the family allows it.
 
     Raises:
@@ -264,15 +264,15 @@ def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
 
 
 def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
-    """`shard_layers` of a frozen model; a model that can't be sharded stays complete.
+    """Apply `shard_layers` to a frozen model; leave a model that can't be sharded complete.
 
-    It may be of another family than the trained model, such as an encoder without a plan.
+    Its family may differ from the trained model's: it may be an encoder without a plan.
     """
     if can_shard(model, group.size):
         shard_layers(model, group, sequence=sequence)
     else:
         logger.info(
-            "%s models have no layers that %d processes can share: each process has a full copy",
+            "layers of %s models can't be sharded over %d processes: each has a full copy",
             model.config.model_type,
             group.size,
         )
@@ -281,7 +281,7 @@ def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -
 def shard_model(
     plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
 ) -> None:
-    """`shard_layers` without a check of the family; `tables` are sharded too."""
+    """Shard a model like `shard_layers`, without checking its family; also shard `tables`."""
     shards = _list_shards(plain, group)
     _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
     _shard_modules(plain, shards, sequence=sequence)
@@ -302,10 +302,10 @@ def shard_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
 def _partial_parameters(
     plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
 ) -> set[str]:
-    """Names of replicated weights for which each process computes a partial gradient.
+    """Return the names of replicated weights of which each process computes a partial gradient.
 
-    These are the weights that the family's plan uses with a process's heads only, and with
-    `sequence` all replicated weights of the blocks, which process only local tokens or heads.
+    These are the weights that, according to the family's plan, apply only to a process's heads; or
+    with `sequence`, all replicated weights of the blocks, which process only local tokens or heads.
     """
     names = {name.replace(".base_layer.", ".") for name, _ in plain.named_parameters()}
     if sequence:
@@ -355,7 +355,7 @@ def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
 
 
 def _shard_tables(tables: list[nn.Module], group: Group) -> None:
-    """Keep this process's rows of embedding and output layer, once if they are tied."""
+    """Keep this process's rows of the embedding and output layers; tied layers share them."""
     replaced = dict[int, nn.Parameter]()
     for module in tables:
         weight = cast("nn.Parameter", module.weight)

@@ -81,7 +81,7 @@ def test_verification_compares_logits_with_the_source_model(tmp_path: Path) -> N
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
 
-    with pytest.raises(UnverifiedError, match="logits by the file's model differ by"):
+    with pytest.raises(UnverifiedError, match="logits computed by the file's model and by"):
         exported.verify(tmp_path / "out")
 
 
@@ -164,7 +164,7 @@ def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> Non
     texts = {text: tokenizer.encode(text) for text in ("You'LL see 12345 of them", "a\n\n b")}
     assert vocabulary.encodes_as(texts)
     backend.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("e")
-    with pytest.raises(ModelError, match="DIR splits text unlike"):
+    with pytest.raises(ModelError, match="DIR splits text differently"):
         read_vocabulary(tokenizer, len(tokenizer), "DIR")
 
 

@@ -108,7 +108,7 @@ def test_exported_adapter_is_verified_against_the_merged_weights(
 def test_adapter_of_a_different_base_raises(tmp_path: Path, adapter: Path) -> None:
     save_model(tmp_path / "other", "gpt2", n_layer=1)
 
-    with pytest.raises(ModelError, match=r"matches nothing in .*other; it is for another"):
+    with pytest.raises(ModelError, match=r"matches nothing in .*other; the adapter is for another"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
     save_model(tmp_path / "wider", "gpt2", n_inner=48)
     with pytest.raises(ModelError, match=r"can't be applied to .*wider: .*; pass its base with"):

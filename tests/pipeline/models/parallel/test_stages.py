@@ -84,5 +84,5 @@ def test_splitting_a_padded_family_raises() -> None:
 def test_blocks_are_balanced_over_stages() -> None:
     model = make_model("llama", blocks=5)
     assert balance_blocks(model, 2) == [3, 2]
-    with pytest.raises(ConfigError, match="is more than the 5 blocks"):
+    with pytest.raises(ConfigError, match="but the model has only 5 blocks"):
         balance_blocks(model, 6)
