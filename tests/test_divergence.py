@@ -121,7 +121,7 @@ def test_report_headline_names_diverged_and_unevaluated_steps() -> None:
     )
     assert headline(finished=True, eval={"perplexity_after": None}) == (
         None,
-        "The evaluation of step1_sft gave no finite figure",
+        "The evaluation of step1_sft produced no finite value",
     )
     assert headline(diverged="step1_sft diverged after step 4: x") == (
         "worse",

@@ -50,11 +50,11 @@ def test_methods_of_one_run_are_compared_and_match_separate_runs(tmp_path: Path)
         "step3_ppo",
         "step3_rloo",
     }
-    assert "At equal KL of " in first.stdout
+    assert "At equal KL (" in first.stdout
     assert "\nmethod  correct and polite  " in first.stdout
     page = (out / "report.html").read_text()
     assert "The methods side by side" in page
-    assert "At equal KL of " in page
+    assert "At equal KL (" in page
     samples = json.loads((out / "step3_rloo" / "samples.json").read_text())
     assert list(samples["rows"][0]["answers"]) == ["start", "step3_rloo"]
 

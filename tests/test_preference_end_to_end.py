@@ -37,7 +37,7 @@ def test_dpo_and_ppo_are_compared_at_equal_kl_and_scored_by_both_judges(tmp_path
 
     assert both.returncode == 0, both.stderr
     assert read_step_summaries(out).keys() == {"step3_ppo", "step3_dpo"}
-    assert "At equal KL of " in both.stdout
+    assert "At equal KL (" in both.stdout
     figures = read_step_summaries(out)["step3_dpo"]["eval"]
     assert figures["judge"].keys() == {"start", "step3_dpo"}
     assert figures["kl"] > 0

@@ -249,7 +249,7 @@ class GgufExport:
         return names
 
     def _is_tied(self) -> bool:
-        """Return whether the output layer is the embedding; `transformers` unties different ones."""
+        """Return whether the output layer is the embedding; `transformers` unties unequal ones."""
         if not self.config.tie_word_embeddings:
             return False
         return torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight"))

@@ -7,7 +7,7 @@ from pipeline.cli.options import print_output, run_main
 from pipeline.report.page import write_report
 from pipeline.system.errors import ConfigError
 
-USAGE = "usage: python -m pipeline.report OUT, the --output-dir of a run"
+USAGE = "usage: python -m pipeline.report OUT (the --output-dir of a run)"
 
 
 def main(argv: Sequence[str]) -> None:

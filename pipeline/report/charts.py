@@ -1,4 +1,4 @@
-"""Curves as inline SVG, with colours from the page's style, and the charts of a step."""
+"""Curves as inline SVG, with colors from the page's style, and the charts of a step."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MAX_BINS = 300
 """Number of bins of a long curve; each keeps its minimum and maximum."""
 
 COLOURS = 4
-"""Number of colours of the curves; further curves repeat them, dashed."""
+"""Number of colors of the curves; further curves repeat them, dashed."""
 
 METRICS = {
     "score": ("Score", "mean of sampled responses, by the reward model or all sources of rewards"),
@@ -27,26 +27,26 @@ METRICS = {
     "reward_failures": ("Reward failures", "fraction of responses without a reward"),
     "kl": ("KL to the reference", "nats per response"),
     "response_length": ("Response length", "tokens"),
-    "entropy": ("Entropy", "nats per token; near 0 is collapse"),
+    "entropy": ("Entropy", "nats per token; near 0 means collapse"),
     "stop_rate": ("Stop rate", "fraction of responses that end before the length limit"),
-    "clip_fraction": ("Clip fraction", "tokens outside the trust region"),
+    "clip_fraction": ("Clip fraction", "fraction of tokens outside the trust region"),
     "explained_variance": ("Explained variance", "of returns, by the critic; at most 1"),
-    "ratio_max": ("Largest ratio", "new to old policy, one token"),
+    "ratio_max": ("Largest ratio", "new to old policy, for one token"),
     "grad_norm": ("Gradient norm", "before clipping"),
-    "rollout_gap": ("Rollout gap", "generation against training, nats"),
-    "dead_right": ("Groups all right", "fraction of prompts; they have no gradient"),
-    "dead_wrong": ("Groups all wrong", "fraction of prompts; they have no gradient"),
-    "repetition": ("Repetition", "tokens that end a repeated trigram"),
+    "rollout_gap": ("Rollout gap", "generation compared with training, nats"),
+    "dead_right": ("All-correct groups", "fraction of prompts; they have no gradient"),
+    "dead_wrong": ("All-wrong groups", "fraction of prompts; they have no gradient"),
+    "repetition": ("Repetition", "fraction of tokens that end a repeated trigram"),
     "lr": ("Learning rate", ""),
     "logp_chosen": ("Log-probability, chosen", "nats per token"),
     "logp_rejected": ("Log-probability, rejected", "nats per token"),
     "tokens_per_second": ("Speed", "tokens per second"),
-    "memory_gb": ("Memory", "GB, of the largest process"),
+    "memory_gb": ("Memory", "GB, in the process that uses most"),
 }
 """Metrics with their title and note, most important first; others follow by name."""
 
 NO_CURVES = {"step", "seconds", "tokens", "skipped"}
-"""Columns of metrics.jsonl without measurements."""
+"""Columns of metrics.jsonl for which no curve is drawn."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Curve:
 
 
 def step_charts(step: StepResult) -> list[DrawnChart]:
-    """All charts of metrics with two or more points, in training and on held-out data."""
+    """Draw all metrics with two or more points, in training and on held-out data."""
     columns = {name for line in step.metrics for name in line} - NO_CURVES
     metrics = sorted({column.removeprefix("eval_") for column in columns})
     order = {metric: index for index, metric in enumerate(METRICS)}
@@ -107,7 +107,7 @@ class Scale:
     logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        """The position of `value`."""
+        """Return the position of `value`."""
         value = math.log10(value) if self.logarithmic else value
         share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
@@ -125,7 +125,7 @@ def line_chart(
     logarithmic: bool = False,
     marker: float | None = None,
 ) -> Markup:
-    """An SVG picture of curves: raw values pale, their moving average strong.
+    """Draw curves as an SVG picture: raw values pale, their moving average strong.
 
     Args:
         curves: curves with at least one point each.
@@ -168,7 +168,7 @@ def _draw_curve(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
 
 
 def _grid(x: Scale, y: Scale) -> list[Markup]:
-    """Lines at round values, with labels on both axes."""
+    """Draw lines at round values, with labels on both axes."""
     line = Markup('<path class="grid" d="M{} {:.1f}H{}"/>')
     text = Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     across = ticks(y.low, y.high)
@@ -190,7 +190,7 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving average over a fifteenth of the curve; windows are narrower at the ends.
+    """Return a centered moving average over a fifteenth of the curve, with narrower end windows.
 
     A trailing moving average would lag behind a falling loss.
     """
@@ -205,7 +205,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def decimate(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
-    """At most two points, the extremes in order, for each of `max_bins` bins of the curve."""
+    """Return at most two points, the extremes in order, for each of the curve's `max_bins` bins."""
     if len(points) <= 2 * max_bins:
         return list(points)
     kept: list[Point] = []
@@ -216,7 +216,7 @@ def decimate(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five round numbers within [low, high]."""
+    """Return about five round numbers within [low, high]."""
     rough = (high - low) / 5
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
@@ -225,7 +225,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Short labels, with enough digits to distinguish them."""
+    """Return short labels, with enough digits to distinguish them."""
     scaled = [(value / 1e3, "k") if 1e4 <= abs(value) < 1e6 else (value, "") for value in values]
 
     def labels(digits: int) -> list[str]:
@@ -236,7 +236,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _limits(values: Sequence[float], *, margin: float) -> tuple[float, float]:
-    """Minimum and maximum with a margin; always different."""
+    """Return the minimum and maximum with a margin; they always differ."""
     low, high = min(values), max(values)
     if high - low < 1e-12 * max(1.0, abs(high)):
         half = abs(high) / 10 or 0.5

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipeline.report.results import Results, StepResult, finite, mapping
 
-Verdict = Literal["better", "worse", "not told apart"]
+Verdict = Literal["better", "worse", "not distinguishable"]
 
 Interval = tuple[float, float]
 
@@ -18,7 +18,7 @@ BASE = "base"
 """The model before the first step."""
 
 START = "start"
-"""The model that step 3 started from, if no step of the run made it."""
+"""The model that step 3 started from, if no step of the run produced it."""
 
 TITLES = {
     BASE: "Base",
@@ -34,53 +34,53 @@ TITLES = {
     "hinge": "Hinge loss",
     "simpo": "SimPO",
 }
-"""Titles by method, or by the end of a step's name, that are not just the upper-case name."""
+"""Titles by method or step name, where the title is not just the name in upper case."""
 
 
 def title(name: str, results: Results) -> str:
-    """Title of a step or model: `PPO` for `step3_ppo`."""
+    """Return the title of a step or model: `PPO` for `step3_ppo`."""
     step = results.steps.get(name)
     return method_title(step.method if step else name.split("_", 1)[-1])
 
 
 def method_title(name: str) -> str:
-    """Title of a method: `PPO` for `ppo`."""
+    """Return the title of a method: `PPO` for `ppo`."""
     return TITLES.get(name, name.replace("_", " ").upper())
 
 
 def points(change: float) -> str:
-    """A change of a fraction, formatted as signed percentage points."""
+    """Format the change of a fraction as signed percentage points."""
     return f"{100 * change:+z.1f}".replace("-", "\u2212")
 
 
 def percent(share: float) -> str:
-    """0.844 as `84.4 %`."""
+    """Format a fraction as a percentage: 0.844 as `84.4 %`."""
     return f"{100 * share:.1f}".removesuffix(".0") + "\u202f%"
 
 
 def score(value: float) -> str:
-    """A score, formatted with its sign."""
+    """Format a score with its sign."""
     return f"{value:+z.2f}".replace("-", "\u2212")
 
 
 def decimal(value: float) -> str:
-    """A metric formatted with two decimals, or none if it is large."""
+    """Format a metric with two decimals, or none if it is large."""
     return f"{value:z,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def nats(value: float) -> str:
-    """A metric formatted in nats."""
+    """Format a metric in nats."""
     return f"{value:z.2f} nats"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """`A`, `A and B`, `A, B and C`."""
+    """Join names as `A`, `A and B` or `A, B and C`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def share_interval(successes: float, count: float) -> Interval:
-    """95 % interval of a fraction, from `successes` in `count` trials (Wilson 1927)."""
+    """Return the 95 % interval of a fraction, from `successes` in `count` trials (Wilson 1927)."""
     share = successes / count
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -89,15 +89,15 @@ def share_interval(successes: float, count: float) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """95 % interval of the mean of two or more independent values, by the normal distribution."""
+    """Return the 95 % interval of the mean of two or more independent values, taken as normal."""
     center, half = fmean(values), Z * stdev(values) / math.sqrt(len(values))
     return center - half, center + half
 
 
 def change_interval(gained: float, lost: float, count: int) -> Interval:
-    """95 % interval of a fraction's change between two models on the same `count` prompts.
+    """Return the 95 % interval of the change of a fraction from one model to another.
 
-    `gained` prompts are right only with the new model, `lost` ones only with the old; both may
+    Of `count` prompts, only the new model is right on `gained` and only the old on `lost`; both may
     include fractions of prompts, for which the interval is conservative. Half a prompt is added to
     each of the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
     """
@@ -108,15 +108,15 @@ def change_interval(gained: float, lost: float, count: int) -> Interval:
 
 
 def get_verdict(interval: Interval, *, equal: float = 0.0) -> Verdict:
-    """The verdict on the interval of a metric, where `equal` means no change."""
+    """Return the verdict on a metric's interval, where `equal` means no change."""
     low, high = interval
     if low > equal:
         return "better"
-    return "worse" if high < equal else "not told apart"
+    return "worse" if high < equal else "not distinguishable"
 
 
 def pass_rates(results: Results) -> dict[str, float]:
-    """Fraction of correct and polite responses by model, earliest first; empty without a judge."""
+    """Return the rate of correct and polite responses by model, in order; empty if not judged."""
     rates = {
         model: finite(rate)
         for step in results.steps.values()
@@ -143,11 +143,11 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "kl": ("KL per response", nats),
     "stop_rate": ("stop rate", percent),
 }
-"""(title, format) of metrics of a step's `eval`, with or without `_before` and `_after`."""
+"""(title, format) of the metrics in a step's `eval`, with or without `_before` and `_after`."""
 
 
 def before_after(step: StepResult) -> list[tuple[str, str, str]]:
-    """(name, before, after) of the step's evaluation metrics; before may be empty."""
+    """Return (name, before, after) for each evaluation metric of a step; before may be empty."""
     keys = [key.removesuffix("_after") for key in step.eval if key.endswith("_after")]
     sources = [key for key in keys if key.startswith("reward_") and key not in FIGURES]
     titles = {key: (f"reward, {key.removeprefix('reward_')}", score) for key in sources}

@@ -33,7 +33,7 @@ class Finding:
     """The finding with its numbers, without a trailing period."""
 
     detail: str = ""
-    """Number of prompts and 95 % interval."""
+    """The number of prompts and the 95 % interval."""
 
     @property
     def text(self) -> str:
@@ -42,7 +42,7 @@ class Finding:
 
 
 def findings(results: Results) -> list[Finding]:
-    """The findings of a run, strongest first; never empty.
+    """Return the findings of a run, strongest first; never empty.
 
     Divergence comes first, then the verifier, rewards, win rate, and the metrics of steps 2 and 1.
     """
@@ -60,7 +60,7 @@ def findings(results: Results) -> list[Finding]:
     for step in steps:
         for event in [event for event in step.events if event.to is not None][-1:]:
             at = f"at {event.unit} {event.step} of {step.name}"
-            result.append(Finding(None, f"A guard tripped {at}, {event.effect}: {event.sentence}"))
+            result.append(Finding(None, f"A guard tripped {at} ({event.effect}): {event.sentence}"))
     known = [finding for finding in result if finding is not None]
     return known or [Finding(None, _not_evaluated(results))]
 
@@ -68,7 +68,7 @@ def findings(results: Results) -> list[Finding]:
 def _not_evaluated(results: Results) -> str:
     names = " and ".join(results.steps)
     if any(step.finished for step in results.steps.values()):
-        return f"The evaluation of {names} gave no finite figure"
+        return f"The evaluation of {names} produced no finite value"
     verb = "has" if len(results.steps) == 1 else "have"
     return f"{names} {verb} not been evaluated yet"
 
@@ -103,7 +103,7 @@ def _verifier_finding(results: Results) -> Finding | None:
 
 
 def _reward_finding(results: Results) -> Finding | None:
-    """The finding by the gold reward if there is one, else by the training reward."""
+    """Return the finding on the gold reward if there is one, else on the training reward."""
     for name, what in (("gold", "gold reward"), ("reward", "reward")):
         step = results.last_step_with(f"{name}_after")
         if step is None:
@@ -134,12 +134,12 @@ def _win_rate_finding(results: Results) -> Finding | None:
         f" {count:,} held-out prompts, equally on {count - wins - losses:,} and lower on"
         f" {losses:,}{kl_clause}"
     )
-    detail = f"win rate {percent(rate)}, ties counted half; 95 % interval"
+    detail = f"win rate {percent(rate)}, ties count as half; 95 % interval"
     return Finding(get_verdict(change), sentence, f"{detail} {percent(low)} to {percent(high)}")
 
 
 def _preference_findings(results: Results) -> Iterator[Finding]:
-    """Findings on held-out pairs of steps that train on preferences."""
+    """Yield findings on held-out pairs, for steps that train on preferences."""
     for step in results.steps.values():
         after, pairs = step.metric("accuracy_after"), step.metric("pairs")
         if not step.has("margin_after") or after is None:
@@ -172,7 +172,7 @@ def _accuracy_finding(results: Results) -> Finding | None:
 
 
 def _perplexity_findings(results: Results) -> Iterator[Finding]:
-    """Findings on held-out responses, and on held-out texts of step 0."""
+    """Yield findings on held-out responses, and on held-out texts of step 0."""
     steps = [step for step in results.steps.values() if step.has("perplexity_after")]
     for is_pretraining in (False, True):
         step = next((s for s in reversed(steps) if s.is_pretraining is is_pretraining), None)
@@ -183,7 +183,7 @@ def _perplexity_findings(results: Results) -> Iterator[Finding]:
         verdict: Verdict = "better" if after < before else "worse"
         verb = f"{'fell' if after < before else 'rose'} from {decimal(before)} to"
         if decimal(before) == decimal(after):  # no weights were better than the initial ones
-            verdict, verb = "not told apart", "did not change:"
+            verdict, verb = "not distinguishable", "did not change:"
         rows, tokens = step.metric("rows"), step.metric("held_out_tokens")
         sample = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
         if tokens:

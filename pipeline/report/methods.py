@@ -59,7 +59,7 @@ DASH = "\N{EN DASH}"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A method at one point of its training."""
+    """An evaluation of a method at one point in its training."""
 
     step: float
 
@@ -83,7 +83,7 @@ class Method:
     title: str
 
     evaluations: Sequence[Evaluation]
-    """Evaluations in training order, from the start on; empty if they can't be compared."""
+    """Evaluations in training order, first at the start; empty if they can't be compared."""
 
     @property
     def is_measured(self) -> bool:
@@ -105,7 +105,7 @@ class MethodAtKL:
     interval: Interval | None
 
     against_best: Verdict | None
-    """The best method compared with this one, on common prompts; None for the best method."""
+    """How the best method compares with this one on common prompts; None for the best."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Comparison:
     methods: Sequence[Method]
 
     kl: float | None
-    """The largest KL that all measured methods have reached; None without a comparison."""
+    """The largest KL that all measured methods have reached; None if they can't be compared."""
 
     equal: Sequence[MethodAtKL]
     """Methods at that KL, best first."""
@@ -130,10 +130,10 @@ class Comparison:
         if self.kl is None or len(self.equal) < 2:
             return ""
         best, *others = self.equal
-        where = f"At equal KL of {nats(self.kl)}, {METRICS[self.metric]}"
+        where = f"At equal KL ({nats(self.kl)}), {METRICS[self.metric]}"
         parts = [f"{where}: {best.method.title} {format_metric(self.metric, best.value)}"]
-        phrases = {"better": "better than", "not told apart": "not told apart from"}
-        for verdict in ("better", "not told apart", "worse"):
+        phrases = {"better": "better than", "not distinguishable": "not distinguishable from"}
+        for verdict in ("better", "not distinguishable", "worse"):
             matching = [other for other in others if other.against_best == verdict]
             names = [f"{e.method.title} ({format_metric(self.metric, e.value)})" for e in matching]
             parts += [f"{phrases.get(verdict, 'worse than')} {join_names(names)}"] if names else []
@@ -170,7 +170,7 @@ def compare_methods(results: Results) -> Comparison | None:
 
 
 def get_evaluations(step: StepResult, metric: str) -> list[Evaluation]:
-    """The evaluations with a KL and the metric by prompt, in training order."""
+    """Return the evaluations that have a KL and the metric by prompt, in training order."""
     points: list[Evaluation] = []
     for line in step.metrics:
         values = numbers(mapping(line.get("eval_by_prompt")).get(metric))
@@ -181,7 +181,7 @@ def get_evaluations(step: StepResult, metric: str) -> list[Evaluation]:
 
 
 def value_at(evaluations: Sequence[Evaluation], kl: float) -> list[float | None]:
-    """Metrics by prompt where the curve first reaches this KL, interpolated linearly.
+    """Return the metric by prompt where the curve first reaches this KL, interpolated linearly.
 
     A prompt's metric is None if it has no value in one of the two evaluations.
 
@@ -201,7 +201,7 @@ def value_at(evaluations: Sequence[Evaluation], kl: float) -> list[float | None]
 
 
 def get_interval(metric: str, values: Values) -> Interval | None:
-    """95 % interval of the mean of a metric over prompts; None for fewer than two of them."""
+    """Return the 95 % interval of a metric's mean over prompts; None for fewer than 2 prompts."""
     items = known(values)
     if len(items) < 2:
         return None
@@ -209,7 +209,7 @@ def get_interval(metric: str, values: Values) -> Interval | None:
 
 
 def difference_interval(metric: str, new: Values, old: Values) -> Interval | None:
-    """95 % interval of the mean difference on common prompts; None for fewer than two of them."""
+    """Return the 95 % interval of the mean difference on common prompts; None for fewer than 2."""
     pairs = zip(new, old, strict=False)
     changes = [a - b for a, b in pairs if a is not None and b is not None]
     if len(changes) < 2:
@@ -221,7 +221,7 @@ def difference_interval(metric: str, new: Values, old: Values) -> Interval | Non
 
 
 def format_metric(metric: str, value: float) -> str:
-    """A value of the metric, formatted."""
+    """Format a value of the metric."""
     return percent(value) if metric == "judge" else score(value)
 
 
@@ -235,14 +235,14 @@ def _compare_at_kl(methods: Sequence[Method], kl: float, metric: str) -> list[Me
     for method in ranked:
         local = values[method.step.name]
         interval = difference_interval(metric, best, local)
-        verdict: Verdict = "not told apart" if interval is None else get_verdict(interval)
+        verdict: Verdict = "not distinguishable" if interval is None else get_verdict(interval)
         against = None if method is ranked[0] else verdict
         results.append(MethodAtKL(method, mean(known(local)), get_interval(metric, local), against))
     return results
 
 
 def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str]:
-    """Names of common settings with such prefixes whose values differ between the steps."""
+    """Return the common settings with such prefixes whose values differ between the steps."""
     recorded = [step.settings for step in steps if step.settings]
     names = set(recorded[0]).intersection(*recorded) - {*NON_PROMPT_SETTINGS} if recorded else ()
     named = sorted(name for name in names if name.startswith(tuple(prefixes)))
@@ -250,34 +250,34 @@ def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) ->
 
 
 def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
-    """The reason why a method is not compared at equal KL, or only in part; empty if none."""
+    """Return why a method is not compared at equal KL, or only in part; empty if it is."""
     if not same_origin:
-        return "started from a different model, and is not compared"
+        return "started from a different model and is not compared"
     if not method.evaluations:
         return "has no evaluation of this metric"
     if not method.is_measured:
-        return "has no evaluation between its start and end (eval_every), and is not compared"
+        return "was not evaluated between its start and end (eval_every) and is not compared"
     if method.max_kl <= 0:
         return "stayed at the reference (KL 0), so nothing is compared at equal KL"
     if method.step.state != "finished":
-        return f"is {method.step.state}, and is compared up to its last evaluation"
+        return f"({method.step.state}) is compared up to its last evaluation"
     return ""
 
 
 def header(comparison: Comparison) -> tuple[str, ...]:
-    """Column headers of the table after the first column."""
+    """Return the column headers of the table after the first column."""
     at_equal_kl = ("at equal KL", "the best is") if comparison.equal else ()
     ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
     return (METRICS[comparison.metric], *ends, *at_equal_kl)
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """The table's rows, one per method: its title, then a cell for each header."""
+    """Return the table's rows, one per method: its title, then a cell for each header."""
     return [_row(method, comparison) for method in comparison.methods]
 
 
 def table(comparison: Comparison) -> str:
-    """The table as text, followed by the sentence and the notes."""
+    """Format the table as text, followed by the sentence and the notes."""
     cells = [("method", *header(comparison)), *rows(comparison)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
@@ -317,13 +317,13 @@ def _interval(metric: str, interval: Interval | None) -> str:
 
 
 def draw_kl_chart(comparison: Comparison) -> DrawnChart:
-    """The methods' curves of the metric over the KL to the reference."""
+    """Draw the methods' metric as a function of the KL to the reference."""
     curves = [
         Curve(method.title, [(point.kl, point.mean) for point in method.evaluations], measured=True)
         for method in comparison.methods
         if method.evaluations
     ]
-    heading = f"{METRICS[comparison.metric]} over the KL to the reference, nats per answer"
+    heading = f"{METRICS[comparison.metric]} by KL to the reference, nats per answer"
     picture = line_chart(curves, heading, size=(720, 320), marker=comparison.kl)
     note = "held-out prompts, sampled answers, during training"
     return DrawnChart(heading, note, [curve.name for curve in curves], picture)

@@ -68,7 +68,7 @@ def render(results: Results, out: Path) -> str:
 
 
 def count(number: int | float) -> str:
-    """A number without decimals; a large one is abbreviated, as 1.2 M."""
+    """Format a number without decimals; abbreviate a large one, as in 1.2 M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             return f"{number / (1e3 if unit == 'k' else size):.3g} {unit}"
@@ -76,5 +76,5 @@ def count(number: int | float) -> str:
 
 
 def setting(value: object) -> str:
-    """A setting's value as on the command line or in YAML."""
+    """Format a setting's value as on the command line or in YAML."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -14,13 +14,13 @@ from pipeline.settings.fields import make_portable, read_step_config
 from pipeline.system.errors import DataError, ModelError
 
 LAB = "lab.json"
-"""Results of the laboratory, in the directory of a reward model."""
+"""File with the results of `step2_reward.lab`, in the directory of a reward model."""
 
 SAMPLES = "samples.json"
-"""Responses to held-out prompts, in the directory of the step that compares models."""
+"""File with responses to held-out prompts, in the directory of a step that compares models."""
 
 STEP_DIRECTORY = re.compile(r"step[0-9]_[a-z0-9_]+")
-"""Names of step directories."""
+"""Pattern of the names of step directories."""
 
 Values = Sequence[float | None]
 """Values by prompt; None for a prompt without a value."""
@@ -49,11 +49,11 @@ class GuardEvent:
 
     @property
     def effect(self) -> str:
-        """The consequence of the event."""
+        """Action that the guard took, as shown in the report."""
         at = f"{self.unit} {self.to}" if self.to else "the start"
         if self.action == "stop":
-            return f"ended with {at}"
-        return f"back to {at}" if self.action == "rollback" else "warned"
+            return f"stopped with the model of {at}"
+        return f"rolled back to {at}" if self.action == "rollback" else "warned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class StepResult:
     """Settings of a finished step that differ from the defaults."""
 
     lab: Mapping[str, object] = field(default_factory=dict)
-    """Metrics of the reward model's laboratory."""
+    """Results of `step2_reward.lab` for the reward model."""
 
     metrics: tuple[Line, ...] = ()
     """Logged metrics, without iterations that were rolled back."""
@@ -88,7 +88,7 @@ class StepResult:
     """Guards that tripped, in order."""
 
     samples: int = 0
-    """Number of sampled responses that it trained on."""
+    """Number of sampled responses that the step trained on."""
 
     @property
     def stage(self) -> str:
@@ -97,7 +97,7 @@ class StepResult:
 
     @property
     def method(self) -> str:
-        """Training method, such as `ppo`; the end of the name for steps without methods."""
+        """Training method, such as `ppo`; without one, the step's name after the underscore."""
         method = self.settings.get("method")
         return method if isinstance(method, str) else self.name.partition("_")[2]
 
@@ -114,11 +114,11 @@ class StepResult:
         return self.has("held_out_tokens")
 
     def metric(self, name: str) -> float | None:
-        """The evaluation metric `name`; None if missing or not finite."""
+        """Return the evaluation metric `name`; None if it is missing or not finite."""
         return finite(self.eval.get(name))
 
     def has(self, metric: str) -> bool:
-        """Whether the step's evaluation has that metric."""
+        """Return whether the step's evaluation has that metric."""
         return metric in self.eval
 
     @property
@@ -137,7 +137,7 @@ class StepResult:
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
-        """The (metric, value for each held-out prompt) of the exported model; None if unknown."""
+        """The exported model's metric, and its value for each held-out prompt; None if unknown."""
         for line in reversed(self.metrics):
             by_metric = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
             for metric, values in by_metric.items():
@@ -145,7 +145,7 @@ class StepResult:
         return None
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """The (step, value) of every line with a finite `name`."""
+        """Return the (step, value) pairs of all lines with a finite `name`."""
         pairs = ((finite(line.get("step")), finite(line.get(name))) for line in self.metrics)
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
@@ -168,40 +168,40 @@ class Results:
         return methods if len(methods) > 1 else []
 
     def last_step_with(self, metric: str) -> StepResult | None:
-        """The last step with that metric."""
+        """Return the last step with that metric."""
         steps = reversed(list(self.steps.values()))
         return next((step for step in steps if step.has(metric)), None)
 
 
 def known(values: Values) -> list[float]:
-    """The values that are not None."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; minus infinity if there are no values."""
+    """Return the mean; minus infinity if there are no values."""
     return sum(values) / len(values) if values else -math.inf
 
 
 def finite(value: object) -> float | None:
-    """`value` as a number; None if it is not a finite number."""
+    """Return `value` as a number; None if it is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def numbers(value: object) -> list[float | None]:
-    """The items of a list as numbers, None for others."""
+    """Return the items of a list as numbers, with None for items that aren't finite numbers."""
     return [finite(item) for item in value] if isinstance(value, list) else []
 
 
 def mapping(value: object) -> Mapping[str, object]:
-    """`value` if it is a JSON object, else an empty object."""
+    """Return `value` if it is a JSON object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def parse_event(line: Line) -> GuardEvent | None:
-    """The guard event in a line of metrics.jsonl, if any."""
+    """Return the guard event in a line of metrics.jsonl, or None."""
     guard = mapping(line.get("guard"))
     if not guard:
         return None
@@ -216,7 +216,7 @@ def parse_event(line: Line) -> GuardEvent | None:
 
 
 def drop_rolled_back(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]:
-    """The metrics without those that a rollback undid, and the guard events."""
+    """Return the metrics without those that a rollback undid, and the guard events."""
     kept: list[Line] = []
     events: list[GuardEvent] = []
     for line in lines:
@@ -276,7 +276,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
 
 
 def _merge_samples(files: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """The first file's prompts, with the responses from all files to equal prompts."""
+    """Return the first file's prompts, with the responses to the same prompts from all files."""
     merged: list[Sample] = []
     for index, sample in enumerate(next(filter(None, files), ())):
         rows = [file[index] for file in files if index < len(file)]
@@ -289,7 +289,7 @@ def _merge_samples(files: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """The objects in a .jsonl file, ignoring a line that a killed process left unfinished."""
+    """Yield the objects in a .jsonl file, except a line that a killed process left incomplete."""
     for line in path.read_text("utf-8").splitlines():
         try:
             yield mapping(json.loads(line))
@@ -298,7 +298,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def _read_object(path: Path) -> Mapping[str, object]:
-    """The JSON object in `path`; empty if the file does not exist."""
+    """Read the JSON object in `path`; return an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -308,10 +308,10 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def find_chat_model(steps: Mapping[str, StepResult]) -> StepResult | None:
-    """The latest finished step with a chat model; None if there is none.
+    """Return the latest finished step with a chat model; None if there is none.
 
-    Among several methods, the one whose exported model is best on held-out prompts, if all have the
-    same metric; otherwise the first.
+    Of several methods, choose the one whose exported model is best on held-out prompts if all have
+    the same metric, otherwise the first.
     """
     chat_models = [
         step
@@ -330,9 +330,9 @@ def find_chat_model(steps: Mapping[str, StepResult]) -> StepResult | None:
 
 
 def find_model(path: str, method: str | None = None) -> str:
-    """`path`, or if it is an output directory of `train.py`, the latest model in it.
+    """Return `path` or, if it is an output directory of `train.py`, the latest model in it.
 
-    Among several methods, the one whose model is best on held-out prompts is chosen. The choice is
+    Of several methods, the one whose model is best on held-out prompts is chosen. The choice is
     written to standard error.
 
     Args:
@@ -362,7 +362,7 @@ def find_model(path: str, method: str | None = None) -> str:
         of_method = [step for step in same_stage if step.method == method]
         if not of_method:
             has = ", ".join(step.method for step in same_stage)
-            raise ModelError(f"--method {method}: {path} has no finished model of it; it has {has}")
+            raise ModelError(f"--method {method}: {path} has no such finished model; it has {has}")
         chosen = of_method[0]
     others = ", ".join(step.method for step in same_stage if step is not chosen)
     hint = f"; select another with --method: {others}" if others and method is None else ""
@@ -372,6 +372,6 @@ def find_model(path: str, method: str | None = None) -> str:
 
 
 def model_directory(out: Path, step: StepResult) -> Path:
-    """The step's directory, or `actor` in it."""
+    """Return the step's directory, or `actor` in it."""
     directory = out / step.name
     return directory if (directory / "config.json").is_file() else directory / "actor"

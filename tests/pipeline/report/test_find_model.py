@@ -51,7 +51,7 @@ def test_best_method_is_selected_unless_one_is_given(
         f"the model is {tmp_path}/step3_grpo/actor; select another with --method: ppo, rloo\n"
     )
     assert find_model(str(tmp_path), "ppo") == str(tmp_path / "step3_ppo" / "actor")
-    with pytest.raises(ModelError, match=r"no finished model of it; it has grpo, ppo, rloo"):
+    with pytest.raises(ModelError, match=r"no such finished model; it has grpo, ppo, rloo"):
         find_model(str(tmp_path), "raft")
 
 

@@ -38,12 +38,11 @@ def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(tmp_path: Pat
 
     assert step.series("score") == [(1, 0.1), (2, 0.15), (3, 0.25), (4, 0.3)]
     assert step.series("eval_kl") == [(2, 0.5)]
-    assert [(event.step, event.effect) for event in step.events] == [
-        (3, "warned"),
-        (3, "back to iteration 1"),
-    ]
+    effects = [(3, "warned"), (3, "rolled back to iteration 1")]
+    assert [(event.step, event.effect) for event in step.events] == effects
     page = render(results, tmp_path)
-    assert "<b>back to iteration 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
+    assert "<b>rolled back to iteration 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
     assert [finding.sentence for finding in findings(results)][-1] == (
-        "A guard tripped at iteration 3 of step3_ppo, back to iteration 1: responses run in <loops>"
+        "A guard tripped at iteration 3 of step3_ppo (rolled back to iteration 1): responses run in"
+        " <loops>"
     )

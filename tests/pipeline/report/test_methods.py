@@ -114,7 +114,7 @@ def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
     # Wilson's interval for 32 of 40.
     assert comparison.equal[0].interval == pytest.approx((0.6524, 0.8950), abs=5e-5)
     assert plain(comparison.sentence) == (
-        "At equal KL of 4.00 nats, correct and polite: GRPO 80 %, better than Dr. GRPO (65 %) and"
+        "At equal KL (4.00 nats), correct and polite: GRPO 80 %, better than Dr. GRPO (65 %) and"
         " PPO (45 %)"
     )
     assert findings(read_results(tmp_path))[0].sentence == comparison.sentence

@@ -77,7 +77,7 @@ def test_first_finding_is_that_of_the_judge(tmp_path: Path) -> None:
     )
     assert [finding.text.replace("\u202f", " ") for finding in others] == [
         "PPO's answers score higher than step 1's on 54 of 62 held-out prompts, equally on 0 and"
-        " lower on 8, at a KL of 4.02 nats per answer (win rate 87.1 %, ties counted half; 95 %"
+        " lower on 8, at a KL of 4.02 nats per answer (win rate 87.1 %, ties count as half; 95 %"
         " interval 77.6 % to 94.3 %)",
         "The reward model is right on 94.3 % of 212 held-out pairs, 51.2 % before training"
         " (95 % interval 90.3 % to 96.7 %)",
@@ -92,7 +92,7 @@ def test_perplexity_that_rounds_to_the_same_number_did_not_change(tmp_path: Path
     (finding,) = findings(read_results(tmp_path))
 
     assert finding.sentence == "Perplexity on 300 held-out answers did not change: 42,077"
-    assert finding.verdict == "not told apart"
+    assert finding.verdict == "not distinguishable"
 
 
 def test_win_rate_of_only_ties_and_losses_claims_no_win(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_win_rate_of_only_ties_and_losses_claims_no_win(tmp_path: Path) -> None:
     first = findings(read_results(tmp_path))[0].text.replace("\u202f", " ")
 
     assert "score higher than step 1's on 0 of 8 held-out prompts, equally on 7 and lower" in first
-    assert "(win rate 43.8 %, ties counted half; 95 % interval" in first
+    assert "(win rate 43.8 %, ties count as half; 95 % interval" in first
     assert "rise" not in Page(write_report(tmp_path)).text  # the score fell from -0.6
 
 
