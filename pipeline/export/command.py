@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     """Write an export under a temporary name, verify it, and rename it.
 
     Raises:
-        UserError: there is no model, it doesn't support the format, the directory is not writable,
+        UserError: there is no model, the format doesn't support it, the directory is not writable,
             or verification fails.
     """
     config = parse_command(
@@ -91,7 +91,7 @@ def prepare(config: ExportConfig) -> "GgufExport | OnnxExport | MergedExport | A
     """Prepare the export that the settings describe.
 
     Raises:
-        UserError: there is no such model, it doesn't support the format, or a package is missing.
+        UserError: there is no such model, the format doesn't support it, or a package is missing.
     """
     from pipeline.export.source import find_directory, read_source, require_packages
 

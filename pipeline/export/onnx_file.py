@@ -29,7 +29,7 @@ from pipeline.system.errors import ModelError, is_out_of_memory, one_line
 GRAPH_FILE = "model.onnx"
 
 MAX_INTERNAL_BYTES = 2**30
-"""Bytes above which weights are stored next to the graph; the format's limit is 2 GiB."""
+"""Size of weights from which they are stored in a separate file; the format's limit is 2 GiB."""
 
 INPUTS = ("input_ids", "attention_mask")
 

@@ -1,4 +1,4 @@
-"""Verification of an export: its outputs and greedy responses against the model's."""
+"""Verifies an export by comparing its outputs with the model's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -14,7 +14,7 @@ from pipeline.models.hf.load import load_tokenizer
 from pipeline.system.errors import ModelError
 
 TOLERANCE = 1e-5
-"""Maximum difference of an fp32 output, relative to the largest output of the batch or to 1."""
+"""Maximum difference of fp32 outputs, relative to the batch's largest output, or 1 if larger."""
 
 ROUNDED = 5e-2
 """The same for a model whose weights were rounded to 8 or 16 bits."""
@@ -83,7 +83,7 @@ def compare_outputs(
 
 
 def batches(model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
-    """(ids, mask) batches, each (B, T), of English text; causal models get left padding too."""
+    """Yield (ids, mask) batches (B, T) of English text; causal models also get left padding."""
     tokenizer = load_tokenizer(FrozenModelConfig(path=model.config.name_or_path))
     text = iter(tokenizer.encode(" ".join(corpus()[::40]), add_special_tokens=False))
     sides = ("right", "left") if detect_batching(model).causal else ("right",)

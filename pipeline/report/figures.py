@@ -89,7 +89,7 @@ def share_interval(successes: float, count: float) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of two or more independent values, taken as normal."""
+    """Return the 95 % interval of the mean of two or more independent values, assumed normal."""
     center, half = fmean(values), Z * stdev(values) / math.sqrt(len(values))
     return center - half, center + half
 

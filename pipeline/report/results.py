@@ -43,7 +43,7 @@ class GuardEvent:
     sentence: str
 
     to: int | None
-    """The step to which the run was rolled back."""
+    """The step whose state the run returned to, if any."""
 
     unit: str = "iteration"
 

@@ -216,7 +216,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """x W^T + b without saved tensors: W is unpacked again for the gradient of x."""
+    """Computes x W^T + b without saving tensors: W is dequantized again for the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:  # noqa: ANN401

@@ -381,7 +381,7 @@ def attend_causally(
 def causal_mask(
     num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
 ) -> Bool[Tensor, "T M"] | None:
-    """Return the mask for the last queries, True to attend; None if `is_causal` suffices."""
+    """Return the mask for the last T of M tokens, True to attend; None if `is_causal` suffices."""
     if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
         return None
     positions = torch.arange(num_keys - num_queries, num_keys, device=device)

@@ -32,7 +32,7 @@ def get_vocab_shard(head: nn.Module | None) -> VocabularyShard | None:
 
 
 def sharded_tables(model: PreTrainedModel, size: int, *, min_rows: int = LARGE) -> list[nn.Module]:
-    """Return those of the embedding and output layers whose rows can be sharded.
+    """Return the embedding and output layers, if their rows can be sharded.
 
     A table that is not plain (some families scale the embedding, and peft may adapt it) is not
     sharded, nor is one tied to it.

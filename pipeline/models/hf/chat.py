@@ -49,7 +49,7 @@ def untrained_tokens_error(config: FrozenModelConfig) -> str:
 def decode_response(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, continues: bool = False
 ) -> str:
-    """Decode a response without special tokens and outer space; keep leading space to continue."""
+    """Decode a response without special tokens or outer spaces; `continues` keeps leading ones."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     return text.rstrip() if continues else text.strip()
 

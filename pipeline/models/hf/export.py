@@ -122,7 +122,7 @@ class _Shards:
         self._pending, self.pending_bytes = {}, 0
 
     def index(self, names: list[str]) -> str:
-        """Return the index of the shards, with their final file names `names`."""
+        """Return the index of the shards, whose final file names are `names`."""
         totals = {"total_parameters": self.total_parameters, "total_size": self.total_size}
         weight_map = {name: names[shard] for name, shard in sorted(self.shard_by_name.items())}
         return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2) + "\n"

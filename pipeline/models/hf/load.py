@@ -244,7 +244,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def local_directory(path: str) -> Path | None:
-    """Return `path` as a directory; None if it does not exist and may be a Hub name."""
+    """Return a model's local path; None if it does not exist and may be a Hub name."""
     local = Path(path).expanduser()
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 
