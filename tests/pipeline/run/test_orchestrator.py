@@ -128,7 +128,7 @@ def test_interrupted_run_keeps_its_files_and_prints_how_to_resume(tmp_path: Path
     assert process.returncode == 130
     assert output.splitlines()[-1] == (
         f"interrupted in step 1; {out} keeps the finished results; run the same command with"
-        " --resume continues"
+        " --resume to continue"
     )
     run(out, "--step", "1", "--resume")
     assert (out / "step1_sft" / "result.json").is_file()
