@@ -384,7 +384,7 @@ class ZeroModel:
         # With keep_vars, callers need only the names.
         if not keep_vars and not all(unit.gathered for unit in self.units):
             raise RuntimeError(
-                "the weights are sharded across processes; call state_dict() on all of them, under"
+                "the weights are sharded across processes; call state_dict() on all ranks, under"
                 " `with engine.gathered():`"
             )
 
@@ -402,13 +402,13 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     verb = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {verb} after the engine was created; change it before that"
+                        f"{name} was {verb} after the engine was created; do so before creating it"
                     )
                 expected = flat.views[name] if flat.gathered else flat.placeholders[name]
                 if param.dtype != expected.dtype or param.data_ptr() != expected.data_ptr():
                     raise ConfigError(
                         f"{name} was converted or moved after the engine was created (for example"
-                        " by .half() or .to()); convert or move the model before that"
+                        " by .half() or .to()); do so before creating it"
                     )
 
 
