@@ -146,7 +146,7 @@ def compare_methods(results: Results) -> Comparison | None:
     origin = max(origins, key=origins.count, default=None)
     comparable = [step for step in results.methods if step.began_from in (None, origin)]
     counts = {m: sum(bool(get_evaluations(step, m)) for step in comparable) for m in METRICS}
-    metric = max(counts, key=lambda name: counts[name])  # ties: the first
+    metric = max(counts, key=lambda name: counts[name])  # the first of a tie
     if not counts[metric]:
         return None
     evaluations_by_step = {step.name: get_evaluations(step, metric) for step in comparable}

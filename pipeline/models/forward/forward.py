@@ -257,7 +257,7 @@ def has_linear_logits(model: nn.Module, batch: TokenBatch) -> bool:
         if is_ragged(model):
             inputs = ragged_inputs(probe, Ragged(probe.lengths, ids.device))
         else:
-            padding = (0, -count % KEY_BLOCK)  # padded rows are multiples of it
+            padding = (0, -count % KEY_BLOCK)  # padded lengths are multiples of it
             inputs = {
                 "input_ids": F.pad(ids, padding)[None],
                 "attention_mask": F.pad(torch.ones_like(ids), padding)[None],

@@ -279,7 +279,7 @@ class Family:
 def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
     """Return the last hidden states of a small copy on a few tokens, packed if it supports that."""
     is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
-    lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # padded rows are multiples of it
+    lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # padded lengths are multiples of it
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, VOCABULARY, (sum(lengths),), generator=generator).to(model.device)
     backbone = cast("Backbone", model.base_model)
