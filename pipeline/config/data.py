@@ -98,8 +98,8 @@ class DataConfig:
     """Fraction of the prompts held out for evaluation if `eval_path` is empty."""
 
     seed: int = 0
-    """Decides which prompts are held out and which step gets each of the others (data_seed). It is
-    independent of the training seed, and must be the same in all steps."""
+    """Seed that decides which prompts are held out and which step gets each of the others
+    (data_seed). It is independent of the training seed, and must be the same in all steps."""
 
     max_eval_rows: int = 256
     """Maximum number of evaluation rows; prompts that are too long are not counted."""
@@ -168,7 +168,7 @@ class TextDataConfig(DataConfig):
     """Fraction of the documents held out for evaluation."""
 
     seed: int = 0
-    """Decides which documents are held out (data_seed). It is independent of the training seed."""
+    """Seed that decides which documents are held out (data_seed); not the training seed."""
 
     max_eval_rows: int = 256
     """Maximum number of sequences of `max_length` to evaluate."""

@@ -219,7 +219,7 @@ def _convert_precision(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _convert_zero(file: DeepSpeedFile) -> dict[str, Any]:
-    """Return the ZeRO stage, offload and the data type of communication."""
+    """Return the settings of the ZeRO stage, offload and communication data type."""
     stage = file.get(f"{ZERO}stage")
     if stage is None and any(key.startswith(ZERO) for key in file.supported):
         stage = 0

@@ -251,10 +251,10 @@ class StepConfig(ABC):
         "lora_variant": ("model.lora.variant",),
         "quantize": ("model.quantize",),
     }
-    """Further options of train.py, for each step that it runs."""
+    """Additional options of train.py that apply to each step that runs."""
 
     SINGLE_STEP_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Further options of train.py, if it runs no other step."""
+    """Additional options of train.py that apply if no other step runs."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings of each method, by its name; empty for a step without methods."""

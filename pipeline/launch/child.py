@@ -17,7 +17,7 @@ SIGNALS = (*INTERRUPTS, *STOP_SIGNALS)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a child exited."""
+    """Exit status of a child process, and the resources that it used."""
 
     code: int
     """Exit code; -n if the child was killed by signal n."""

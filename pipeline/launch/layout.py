@@ -107,7 +107,7 @@ class Deployment:
         require(
             self.num_processes is None or self.deployment_type == "single_node",
             "--num-processes needs --deployment-type single_node"
-            + ("; --num-gpus counts the processes on each machine" if is_multi_node else ""),
+            + ("; --num-gpus sets the processes per machine" if is_multi_node else ""),
         )
         for name in ("num_processes", "num_gpus", "num_nodes"):
             value = getattr(self, name)

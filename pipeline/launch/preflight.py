@@ -57,7 +57,7 @@ def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> N
         directory: output directory, which need not exist.
 
     Raises:
-        ConfigError: there are problems; the message has a sentence for each.
+        ConfigError: there are problems; its message is the last one, the others are printed.
     """
     if layout.launcher == "pod":
         return

@@ -21,7 +21,7 @@ NODE_LOST = "the node was lost; --resume continues on the nodes that remain"
 
 @contextmanager
 def ray_connection() -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS, or else this machine's; ConfigError if none."""
+    """Connect to the cluster at RAY_ADDRESS or on this machine; ConfigError if there is none."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
     try:
@@ -30,8 +30,8 @@ def ray_connection() -> Iterator[None]:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
         raise ConfigError(
-            f"there is no Ray cluster at {address}; start one with `ray start --head`, or set"
-            " RAY_ADDRESS to the address that it prints"
+            f"no Ray cluster was found (address {address}); start one with `ray start --head`, or"
+            " set RAY_ADDRESS to the address that it prints"
         ) from None
     try:
         yield

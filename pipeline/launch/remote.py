@@ -150,7 +150,7 @@ class _Group:
 
 
 class _Command:
-    """A command running on one machine, whose output is passed on."""
+    """A command running on one machine, whose output is forwarded."""
 
     def __init__(self, remote: RemoteCommand, *, prefixed: bool) -> None:
         self.host = remote.host

@@ -68,7 +68,7 @@ class Preview:
 
 
 def check_settings(plan: Plan) -> None:
-    """Check everything that is independent of the rows; fast, and without PyTorch.
+    """Check everything that doesn't depend on the rows, quickly and without importing PyTorch.
 
     Finished steps are skipped, and with `--plan off` nothing is checked.
 
@@ -176,7 +176,7 @@ def _writers(plan: Plan) -> dict[str, Stage]:
 
 
 def _check_lengths(plan: Plan, stage: Stage) -> None:
-    """Check that each model of step 3 can read a complete prompt and response.
+    """Check that a complete prompt and response fit the context of each model of step 3.
 
     A model that does not exist yet has the context length of the model it starts from.
     """
@@ -317,7 +317,7 @@ class ChatFormats:
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
-        """Load a chat as `pipeline.models.hf.chat` does, even if the model doesn't exist yet."""
+        """Load tokenizer and chat format like `load_chat`, even if the model doesn't exist yet."""
         from pipeline.data.chat.resolve_format import resolve_format
 
         tokenizer = copy.deepcopy(self.tokenizer(model))

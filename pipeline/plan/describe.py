@@ -47,7 +47,7 @@ ESTIMATE_RANGE = (0.5, 2.5)
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:
-    """Estimate the operations per second of a process, and their source; None for unknown GPUs."""
+    """Return a process's estimated operations per second and their basis; None if unknown."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
         name = plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus())
@@ -110,7 +110,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         passes = work.epochs * passes - work.reuses_forward
         seconds += steps * forward(model, rows, times=passes) / (1 - idle)
     seconds += steps * sum(forward(model, rows, times=model.use.scoring_passes) for model in models)
-    if work.generates_first:  # evaluations before and after, greedy and sampled; the base sampled
+    if work.generates_first:  # greedy and sampled before and after; the base only sampled
         full_evaluations = 4 + any(model.use.comparison_only for model in models)
         seconds += steps * generate(rows, group) + full_evaluations * generate(held_out)
         return seconds + evaluations * generate(min(rows, held_out))

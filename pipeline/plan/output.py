@@ -150,7 +150,7 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
 
 @contextmanager
 def lock_output(out: Path) -> Iterator[None]:
-    """Lock the directory; at exit, remove it if it contains at most `COMMAND`.
+    """Lock the directory; at exit, remove it if it contains nothing but `COMMAND`.
 
     Raises:
         ConfigError: another job is using it, or it can't be created.
@@ -260,7 +260,7 @@ def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
 
 
 def _find_difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
-    """Return the first setting that differs: "sft.seed 1 where this run has 2".
+    """Return the first setting that differs from this run, as "sft.seed 1 where this run has 2".
 
     If the step will not run, only the settings that all steps share are compared.
     """

@@ -94,7 +94,7 @@ def resolve_run(
         world: processes of each step.
 
     Raises:
-        ConfigError: as `step_configs`.
+        ConfigError: see `step_configs`.
     """
     configs = step_configs(command_line, stages, world=world)
     if "step" in command_line.typed or any("step" in file.settings for file in command_line.files):
@@ -134,7 +134,7 @@ class Resolver:
         """Return the settings of a step.
 
         Raises:
-            ConfigError: as `step_configs`.
+            ConfigError: see `step_configs`.
         """
         self._check_forbidden(stage)
         layers = [*self._default_layers(stage), *self._user_layers(stage)]
@@ -168,14 +168,14 @@ class Resolver:
         """Return the dotted names of settings given in options or, with `files`, in files.
 
         Raises:
-            ConfigError: as `step_configs`.
+            ConfigError: see `step_configs`.
         """
         layers = self._user_layers(stage) if files else [self._option_layer(stage)]
         names = {name for layer in layers for name in flatten(layer.settings)}
         return frozenset(names | {name for name, _ in self._overrides(stage)})
 
     def initial_model(self, stage: Stage, role: str = "") -> str:
-        """Return the model, older than all steps, from which a role's weights derive.
+        """Return the initial model from which a role's weights derive.
 
         The role is by default the main one. The result is empty if there is no such model.
         """
