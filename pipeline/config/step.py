@@ -263,7 +263,7 @@ class StepConfig(ABC):
     """Pairs of settings: if an option sets the second, it is the minimum of the first."""
 
     output_dir: Path
-    """Directory for config.yaml, metrics.jsonl and the model."""
+    """Directory of the step's output files."""
 
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -280,8 +280,8 @@ class StepConfig(ABC):
     """Sequences in an optimizer step, over all processes (pairs in step 2)."""
 
     micro_batch_size: int = 8
-    """Sequences in one forward pass of one process (per_device_train_batch_size); affects memory
-    and speed, not the result."""
+    """Sequences in a process's forward pass (per_device_train_batch_size); affects memory and
+    speed, not the result."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -293,8 +293,8 @@ class StepConfig(ABC):
     """Multiply fp32 matrices on GPUs in TF32, which has a 10-bit mantissa."""
 
     timeout_seconds: float = 1800.0
-    """If a process keeps the others waiting for this long, the step stops with an error that names
-    it; must exceed the longest time that one process works alone."""
+    """Seconds that processes wait for another before the step fails and names it; must exceed any work
+    done by one process alone."""
 
     eval_every: int | None = None
     """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8 % of
@@ -308,14 +308,14 @@ class StepConfig(ABC):
     """Steps between lines of metrics.jsonl."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Destinations of metrics in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow."""
+    """Destinations of metrics in addition to metrics.jsonl."""
 
     save_every: int | str | None = "15m"
-    """Time between checkpoints, such as 90s or 2h, or a number of steps (save_steps); null saves
-    only if a signal stops the run."""
+    """Time (90s, 15m, 2h) or steps (save_steps) between checkpoints; null saves only if a signal
+    stops the run."""
 
     keep_last: int = 2
-    """Number of checkpoints kept (save_total_limit), at least 2."""
+    """Checkpoints to keep (save_total_limit), at least 2."""
 
     resume: bool = False
     """Continue from the newest intact checkpoint; start from scratch if there is none."""

@@ -20,7 +20,7 @@ from step3_ppo.config import PPOConfig
         ('[{"name": "a", "kind": "math", "wieght": 2}]', "did you mean rewards.weight"),
         ('[{"name": "a", "kind": "math", "weight": "x"}]', "rewards.weight.* must be a number"),
         ('[{"name": "a b", "kind": "math"}]', "letters, digits and _"),
-        ('[{"name": "score", "kind": "math"}]', "metric reward_score already exists"),
+        ('[{"name": "score", "kind": "math"}]', "metric name reward_score is reserved"),
     ],
 )
 def test_invalid_list_item_raises(value: str, message: str, tmp_path: Path) -> None:
