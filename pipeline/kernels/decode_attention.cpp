@@ -11,7 +11,7 @@
 namespace {
 
 struct AttentionParams {  // mirrored in decode_attention.py
-    const void* query;       // (rows, heads, size), strides given
+    const void* query;       // (rows, heads, size), with the strides below
     const void* key;         // (pages, kv_heads, PAGE, size)
     const void* value;
     void* out;               // (rows, heads, size)

@@ -19,7 +19,7 @@ extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_
     }
 }
 
-// x cos + (-x2, x1) sin; x and out are (heads, tokens, 2 * half), cos and sin are (tokens, 2 * half), with the given strides.
+// x cos + (-x2, x1) sin; x and out are (heads, tokens, 2 * half), and cos and sin (tokens, 2 * half), with the given strides.
 extern "C" void rotate(const float* x, const float* cos, const float* sin, float* out, int64_t heads, int64_t tokens, int64_t half,
                        int64_t x_head, int64_t x_token, int64_t angle_stride, int64_t out_head, int64_t out_token) {
     for (int64_t token = 0; token < tokens; token++, cos += angle_stride, sin += angle_stride)

@@ -80,7 +80,7 @@ void compute_tile(const LinearParams& params, const Inputs& from, int64_t output
     const auto* weight = static_cast<const Stored*>(params.weight) + output * inputs + from.first;
     const auto* x = static_cast<const Stored*>(from.x);
     Vector sum[N][R] = {};
-    // Halves the iterations: the exit of a short loop is predicted, and a misprediction flushes the pipeline.
+    // Halves the number of iterations, so that the exit of a short loop is predicted: a misprediction flushes the pipeline.
 #pragma GCC unroll 2
     for (int64_t k = 0; k < full; k += STEP) {
         for (int n = 0; n < N; n++) __builtin_prefetch(weight + (N + n) * inputs + k, 0, 2);  // the next tile
