@@ -517,7 +517,7 @@ def _loads_reference(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """Return `reference` if it has a path or is the actor's base (LoRA), else actor settings."""
+    """Return `reference` if it has a path or is the actor's base, else the actor's settings."""
     if config.reference.path is not None or not _loads_reference(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}

@@ -104,7 +104,7 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """Compute the mean standard deviation in a group, and the fraction of groups of equal rewards.
+    """Compute the mean standard deviation of groups, and the fraction that have equal rewards.
 
     `dead_right` is the fraction of groups with equal rewards above 0, and `dead_wrong` that of the
     other groups with equal rewards. Empty with one response per prompt.
@@ -132,7 +132,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """Compute the mean weight per token, and the effective sample size per token (Kish 1965).
+    """Compute the mean weight, and the effective sample size (Kish 1965) divided by the tokens.
 
     Empty without a correction.
     """

@@ -1,4 +1,4 @@
-"""Sampling of prompts and responses for an iteration; replaces groups without a gradient.
+"""Sample an iteration's prompts and responses, and replace groups without a gradient.
 
 Dimension name: B responses of this process.
 """

@@ -46,7 +46,7 @@ def ipo_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
 
 
 def hinge_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
-    """Return max(0, 1 - beta h): SLiC (Zhao et al. 2023, eq. 1), as normalized by Liu et al."""
+    """Return max(0, 1 - beta h): SLiC (Zhao et al. 2023) normalized as in RSO (Liu et al. 2024)."""
     return F.relu(1 - beta * h).sum()
 
 
@@ -71,7 +71,7 @@ def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
 
 
 def log1mexp(x: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Return log(1 - e^x) for x < 0, by the more accurate formula for x (Maechler 2012, eq. 7)."""
+    """Return log(1 - e^x) for x < 0, by the more accurate of two formulas (Maechler 2012)."""
     near = x > LOG_HALF
     # The branch not taken must not contribute a gradient of 0 times infinity.
     large = torch.where(near, x, LOG_HALF)

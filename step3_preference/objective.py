@@ -52,7 +52,7 @@ class MetricSums:
         return MetricSums(self.sums + other.sums)
 
     def means(self, passes: ForwardPasses, rows: int, *, paired: bool) -> dict[str, float]:
-        """Return means over all processes: loss and accuracy per row, others per sequence.
+        """Return means over all processes: loss and accuracy per row, the rest per sequence.
 
         In a pipeline, the last stage's sums are used.
         """

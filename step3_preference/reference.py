@@ -178,7 +178,7 @@ class InitialActor:
 
 
 def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
-    """Compute each response's log-probability without gradients; empty before the last stage."""
+    """Compute each response's log-probability, without gradients; only the last stage has any."""
     engine = passes.engine
     with evaluating(engine.model):
         return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
@@ -303,7 +303,7 @@ def open_reference(
 
 
 def _compute_table_key(start: InitialActor, rows: Rows, config: PreferenceConfig) -> str:
-    """Compute the fingerprint of the rows, format and weights from which the table follows."""
+    """Compute a fingerprint of the rows, format and weights that determine the table."""
     engine = start.engine
     replica = Replica(
         cast("Policy", engine.model).model,
