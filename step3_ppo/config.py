@@ -121,8 +121,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
     """gae uses a critic, and reinforce_pp whitens the reward-to-go over all tokens. The others
-    compare the responses to a prompt: grpo and dr_grpo subtract the mean reward, grpo also divides
-    by the standard deviation, rloo subtracts the mean of the other responses, and best keeps only
+    compare the responses to a prompt: grpo and dr_grpo subtract the mean reward (grpo also divides
+    by the standard deviation), rloo subtracts the mean of the other responses, and best keeps only
     the best response (docs/ppo.md)."""
 
     baseline: Literal["none", "group"] = "none"
@@ -166,7 +166,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Concurrent responses per process; does not affect the result."""
 
     inference_tp_size: int = 1
-    """Tensor-parallel size for generation; must divide the numbers of processes and of heads."""
+    """Tensor-parallel size for generation; must divide the numbers of processes and of attention
+    heads."""
 
     replica: Literal["release", "resident"] = "release"
     """Memory of weights gathered, merged or sharded for generation: release frees it for training,
@@ -241,7 +242,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     value, in nats per token; null disables this."""
 
     normalize_score: bool = True
-    """Normalize the reward model's scores by their mean and deviation over the first rollout."""
+    """Normalize the reward model's scores by the first rollout's mean and standard deviation."""
 
     score_clip: float | None = 5.0
     """Clip normalized scores to ± this; null disables it."""

@@ -56,7 +56,7 @@ def get_opening(response: Response) -> list[Mapping[str, Any]]:
 
 
 class HeldOut(HeldOutPrompts):
-    """Prompts that no step trained on; each process answers its share."""
+    """Prompts that no step trained on; each process responds to its share."""
 
     def __init__(self, models: Models, prompts: Sequence[Prompt], config: PPOConfig) -> None:
         super().__init__(
