@@ -124,7 +124,7 @@ class EvaluationConfig:
             f"--temperature 0 gives the same response {self.num_samples} times; raise it, or leave"
             " --k and --samples at 1",
         )
-        require(self.shots >= 0, f"--shots must not be below 0, got {self.shots}")
+        require(self.shots >= 0, f"--shots must be at least 0, got {self.shots}")
         takes = any(task.takes_shots for task in selected)
         require(takes or not self.shots, "--shots is for gsm8k, whose rows have solutions to show")
         require(takes or not self.instruction, "--instruction is only for gsm8k; omit it")

@@ -37,7 +37,7 @@ class SamplingOptions:
         for name, is_valid, rule in (
             ("max_new_tokens", self.max_new_tokens > 0, "be above 0"),
             ("min_new_tokens", is_within, "be in [0, max_new_tokens]"),
-            ("temperature", self.temperature >= 0, "not be below 0"),
+            ("temperature", self.temperature >= 0, "be at least 0"),
             ("top_p", 0 < self.top_p <= 1, "be in (0, 1]"),
             ("top_k", self.top_k is None or self.top_k > 0, "be above 0"),
             ("min_p", 0 <= self.min_p <= 1, "be in [0, 1]"),

@@ -52,7 +52,7 @@ class RewardConfig(LabelSettings, EarlyStopping):
         super().__post_init__()
         self.parallel.check_model("model", self.model)
         self.check_labels()
-        require(self.center_coef >= 0, f"center_coef must not be below 0, got {self.center_coef}")
+        require(self.center_coef >= 0, f"center_coef must be at least 0, got {self.center_coef}")
 
     @property
     def trains_on_labels(self) -> bool:

@@ -68,7 +68,7 @@ class LabelSettings:
             f"loss {self.loss} can't be used with labels {self.labels}; choose"
             f" {' or '.join(LOSSES.get(self.labels, ()))}",
         )
-        require(self.focal_gamma >= 0, f"focal_gamma must not be below 0, got {self.focal_gamma}")
+        require(self.focal_gamma >= 0, f"focal_gamma must be at least 0, got {self.focal_gamma}")
         require(
             len(set(self.class_list)) == len(self.class_list) != 1,
             f"class_list needs two or more different names, got {', '.join(self.class_list)}",

@@ -426,7 +426,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             require(value > 0, f"ppo.{name} must be above 0, got {value}")
         for name in ("kl_coef", "dynamic_sampling", "correction_threshold"):
             value = getattr(self, name)
-            require(value >= 0, f"ppo.{name} must not be below 0, got {value}")
+            require(value >= 0, f"ppo.{name} must be at least 0, got {value}")
         require(
             self.rollout_size >= self.batch_size,
             f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"

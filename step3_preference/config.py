@@ -285,7 +285,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             require(value > 0, f"preference.{name} must be above 0, got {value}")
         for name in ("gamma", "nll_coef", "eval_prompts"):
             value = getattr(self, name)
-            require(value >= 0, f"preference.{name} must not be below 0, got {value}")
+            require(value >= 0, f"preference.{name} must be at least 0, got {value}")
         require(
             0 <= self.label_smoothing < 0.5,
             f"preference.label_smoothing must be in [0, 0.5), got {self.label_smoothing}",

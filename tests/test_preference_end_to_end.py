@@ -55,7 +55,7 @@ def test_kto_with_lora_runs_on_two_processes_and_resume_skips_it(tmp_path: Path)
         *("--step", "3", "--method", "kto", "--plan", "off", "--num-processes", "2"),
         *("--deployment-type", "single_node", "--actor-model", str(tmp_path / "actor")),
         *("--preference.model.path", str(tmp_path / "actor"), "--lora", "2"),
-        *("--data-path", str(tmp_path / "labelled.jsonl"), "--data-split", "0,0,1"),
+        *("--data-path", str(tmp_path / "labeled.jsonl"), "--data-split", "0,0,1"),
         *(*SHORT, "--preference.max_prompt_length", "48", "--max-length", "64"),
     ]
 

@@ -121,7 +121,7 @@ class ServeConfig:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
-            self.drain_seconds >= 0, f"drain_seconds must not be below 0, got {self.drain_seconds}"
+            self.drain_seconds >= 0, f"drain_seconds must be at least 0, got {self.drain_seconds}"
         )
         require(
             (self.tls_cert is None) == (self.tls_key is None),

@@ -104,7 +104,7 @@ class OptimConfig:
         require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
         require(
             self.weight_decay >= 0,
-            f"optim.weight_decay must not be below 0, got {self.weight_decay}",
+            f"optim.weight_decay must be at least 0, got {self.weight_decay}",
         )
         require(
             0 <= self.warmup_ratio < 1,
@@ -121,7 +121,7 @@ class OptimConfig:
         )
         require(
             self.warmup_steps is None or self.warmup_steps >= 0,
-            f"optim.warmup_steps must not be below 0, got {self.warmup_steps}",
+            f"optim.warmup_steps must be at least 0, got {self.warmup_steps}",
         )
         require(
             self.final_lr_ratio == 0 or self.schedule not in IGNORE_FINAL_RATIO,

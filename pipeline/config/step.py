@@ -327,7 +327,7 @@ class StepConfig(ABC):
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
             self.eval_every is None or self.eval_every >= 0,
-            f"eval_every must not be below 0, got {self.eval_every}",
+            f"eval_every must be at least 0, got {self.eval_every}",
         )
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
         if self.save_every is not None:

@@ -41,7 +41,7 @@ class InspectConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.rows >= 0, f"rows must not be below 0, got {self.rows}")
+        require(self.rows >= 0, f"rows must be at least 0, got {self.rows}")
 
 
 def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dict[str, Encoded]:

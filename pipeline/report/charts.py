@@ -14,7 +14,7 @@ Point = tuple[float, float]
 MAX_BINS = 300
 """Number of bins of a long curve; each keeps its minimum and maximum."""
 
-COLOURS = 4
+COLORS = 4
 """Number of colors of the curves; further curves repeat them, dashed."""
 
 METRICS = {
@@ -152,7 +152,7 @@ def line_chart(
 
 
 def _draw_curve(curve: Curve, number: int, x: Scale, y: Scale) -> list[Markup]:
-    style, dash = f"c{number % COLOURS}", number // COLOURS
+    style, dash = f"c{number % COLORS}", number // COLORS
 
     def path(points: Sequence[Point], kind: str) -> Markup:
         corners = "L".join(f"{x(u):.1f} {y(v):.1f}" for u, v in points)

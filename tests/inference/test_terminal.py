@@ -72,7 +72,7 @@ def test_commands_change_the_dialogue_and_settings(
         "(new dialogue)",
         "(temperature 0.5)",
         "(temperature must be a number, got 'x')",
-        "(temperature must not be below 0, got -1.0)",
+        "(temperature must be at least 0, got -1.0)",
         "(max_new_tokens 2)",
         "(max_new_tokens must be an integer, got '2.5')",
         "(max_new_tokens must be above 0, got 0)",

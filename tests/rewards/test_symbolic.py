@@ -11,7 +11,7 @@ from rewards.contract import Episode
 from rewards.math_answers import math_scorer
 
 ROWS = (Path(__file__).parent / "math_answers.txt").read_text().splitlines()
-"""The row's answer, a response's, and whether they are equal, labelled by hand."""
+"""The row's answer, a response's, and whether they are equal, labeled by hand."""
 
 
 def reward(gold: object, response: str) -> float | None:

@@ -23,7 +23,7 @@ from pipeline.config import LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from step2_reward.train import train
-from tests.step2_reward.labelled import make_config, make_rows, write_csv
+from tests.step2_reward.labeled import make_config, make_rows, write_csv
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["Human", "Assistant", "Add", "and", "Sure", "It", "is", "Go", "away", ":", ".", "!", ","]

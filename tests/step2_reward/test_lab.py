@@ -13,7 +13,7 @@ from pipeline.report.page import write_report
 from step2_reward.lab.__main__ import main
 from step2_reward.lab.measure import change_response
 from step2_reward.train import train
-from tests.step2_reward.labelled import make_config, make_rows, save_base, write_jsonl
+from tests.step2_reward.labeled import make_config, make_rows, save_base, write_jsonl
 
 
 @pytest.fixture(scope="module")

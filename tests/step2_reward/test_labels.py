@@ -20,7 +20,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.labels import detect_kind, resolve_labels, select_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labelled import make_config, make_rows, save_base, write_jsonl
+from tests.step2_reward.labeled import make_config, make_rows, save_base, write_jsonl
 
 KINDS = ("classes", "scalar", "steps")
 

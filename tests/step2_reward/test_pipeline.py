@@ -14,7 +14,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.staged import remove_last_checkpoint, require_less_memory
-from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
+from tests.step2_reward.labeled import make_rows, save_base, write_jsonl
 
 
 def make_config(

@@ -29,7 +29,7 @@ from step2_reward.rows import Row as LabelledRow
 from step2_reward.rows import collate_rows, encode_steps
 from step2_reward.train import train
 from step3_ppo.models import RewardModel
-from tests.step2_reward.labelled import make_config, make_rows, save_base, write_jsonl
+from tests.step2_reward.labeled import make_config, make_rows, save_base, write_jsonl
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_trl_rows_are_parsed_as_steps() -> None:
     assert not any(example.chosen or example.rejected for example in examples if example)
 
 
-def test_labelled_steps_have_equal_weight_in_any_micro_batches() -> None:
+def test_labeled_steps_have_equal_weight_in_any_micro_batches() -> None:
     rows = [((1, 2, 3), (1.0, 0.0, 1.0)), ((4,), (0.0,)), ((2, 3), (0.25, 1.0))]
     config = RewardConfig(labels="steps", micro_batch_size=64)
     objective = StepObjective(Labels("steps", "bce"), config)

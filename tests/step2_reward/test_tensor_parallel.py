@@ -13,7 +13,7 @@ from pipeline.parallel.mesh import split_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labelled import make_rows, save_base, write_jsonl
+from tests.step2_reward.labeled import make_rows, save_base, write_jsonl
 from tests.step2_reward.test_pipeline import make_config, read_outcome
 
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {

@@ -40,7 +40,7 @@ def make_config(toy: Path, out: Path, method: str, *, pp: int, **changes: Any) -
     parallel = {"pp": pp, "micro_batches": 3, **changes.pop("parallel", {})}
     settings = {"eval_prompts": 4, "save_every": 2, "nll_coef": 0.1, "max_steps": 3, **changes}
     if method == "kto":
-        settings["data"] = {"path": (str(toy / "labelled.jsonl"),)}
+        settings["data"] = {"path": (str(toy / "labeled.jsonl"),)}
     return toy_config(toy, method, output_dir=out, parallel=ParallelConfig(**parallel), **settings)
 
 

@@ -64,7 +64,7 @@ def test_uninformative_rows_are_skipped_and_counted(
 def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
     chat, config = load_setup(toy, 200)
     equal = Example((USER,), (CHOSEN,), (CHOSEN,))
-    data = replace(config.data, path=(str(toy / "labelled.jsonl"),))
+    data = replace(config.data, path=(str(toy / "labeled.jsonl"),))
 
     with pytest.raises(DataError, match=r"none of the 2 training rows .*2 with equal responses"):
         RowStore(config).select(StepData([equal, equal], [PAIR], []), chat)

@@ -102,8 +102,8 @@ def test_weights_of_one_and_two_processes_are_bitwise_equal(
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
 
-def test_kto_learns_from_labelled_responses(toy: Path, tmp_path: Path) -> None:
-    data = {"path": (str(toy / "labelled.jsonl"),), "split": (0.0, 0.0, 1.0)}
+def test_kto_learns_from_labeled_responses(toy: Path, tmp_path: Path) -> None:
+    data = {"path": (str(toy / "labeled.jsonl"),), "split": (0.0, 0.0, 1.0)}
     train(toy_config(toy, "kto", data=data, output_dir=tmp_path, weight_rejected="auto"))
 
     result = json.loads((tmp_path / "result.json").read_text())["eval"]

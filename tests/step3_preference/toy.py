@@ -1,4 +1,4 @@
-"""A tiny actor, with pairs and labelled responses to train it."""
+"""A tiny actor, with pairs and labeled responses to train it."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PAIRS = [
     }
     for n in range(40)
 ]
-LABELLED = [
+LABELED = [
     {"prompt": f"Add {n} and 2.", "completion": f"{text} {n + 2}.", "label": label}
     for n in range(20)
     for text, label in (("Sure!", True), ("Whatever.", False))
@@ -33,7 +33,7 @@ def save_toy(directory: Path, *, blocks: int = 2) -> None:
     actor.save_pretrained(directory / "actor")
     tokenizer.save_pretrained(directory / "actor")
     write_rows(directory / "pairs.jsonl", PAIRS)
-    write_rows(directory / "labelled.jsonl", LABELLED)
+    write_rows(directory / "labeled.jsonl", LABELED)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -393,8 +393,8 @@ def _load_user_rows(
     share: RowShare | None,
 ) -> StepData:
     notes: list[str] = []
-    labelled = kept.labels or kept.known_labels
-    uses: Mapping[int, RowUse] = {**STEP_USES, 2: "labels"} if labelled else STEP_USES
+    labeled = kept.labels or kept.known_labels
+    uses: Mapping[int, RowUse] = {**STEP_USES, 2: "labels"} if labeled else STEP_USES
     part = share or RowShare(uses[step], (step,))
     selector = _RowSelector(config, step, part, uses, notes, drops_long_rows=share is not None)
     read = partial(read_paths, fields=config.fields, kept=kept, step=step, notes=notes)

@@ -34,9 +34,9 @@ def test_label_is_parsed_as_a_class_a_number_or_a_boolean() -> None:
     assert read(prompt="Q").label is None
     assert read(text="plain", label="essay").label == "essay"
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
-    labelled = read(messages=turns, label=0)
-    assert (labelled.prompt[0].content, labelled.chosen[0].content) == ("Q", "R")
-    assert labelled.label == 0
+    labeled = read(messages=turns, label=0)
+    assert (labeled.prompt[0].content, labeled.chosen[0].content) == ("Q", "R")
+    assert labeled.label == 0
 
 
 def test_tie_column_is_read() -> None:

@@ -188,7 +188,7 @@ def test_text_dialogue_is_split_into_turns(text: str) -> None:
     assert read(prompt=f"Human: {name} Assistant:") == read(prompt=name)
 
 
-def test_response_labelled_false_is_read_as_rejected() -> None:
+def test_response_labeled_false_is_read_as_rejected() -> None:
     reading = ReadStats()
     row = {"prompt": "Q", "completion": "bad"}
 

@@ -1,4 +1,4 @@
-"""The step that uses labels and the others split labelled rows in the same way."""
+"""The step that uses labels and the others split labeled rows in the same way."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import DataConfig, RowColumns
 from pipeline.data.sharing.steps import load_examples
 
-LABELLED = {
+LABELED = {
     "classes": ("kind", "rude", "wrong"),
     "true and false": (True, False),
     "0 and 1": (0, 1),
@@ -38,10 +38,8 @@ def load_prompts(path: Path, labels: tuple[Any, ...]) -> dict[int, set[str]]:
     }
 
 
-@pytest.mark.parametrize("labels", LABELLED.values(), ids=LABELLED)
-def test_labelled_prompts_are_used_by_one_step_only(
-    labels: tuple[Any, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("labels", LABELED.values(), ids=LABELED)
+def test_labeled_prompts_are_used_by_one_step_only(labels: tuple[Any, ...], tmp_path: Path) -> None:
     first, second, third = load_prompts(tmp_path / "a.jsonl", labels).values()
 
     assert min(map(len, (first, second, third))) > 20
