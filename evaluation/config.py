@@ -45,11 +45,11 @@ def check_tasks(settings: TaskSettings) -> None:
     get_tasks(settings.eval_tasks, paths, setting="eval_task_data")
     require(
         settings.eval_task_rows > 0,
-        f"eval_task_rows must be above 0, got {settings.eval_task_rows}",
+        f"eval_task_rows must be positive, got {settings.eval_task_rows}",
     )
     require(
         settings.eval_task_tokens is None or settings.eval_task_tokens > 0,
-        f"eval_task_tokens must be above 0 or null, got {settings.eval_task_tokens}",
+        f"eval_task_tokens must be positive or null, got {settings.eval_task_tokens}",
     )
 
 
@@ -112,7 +112,7 @@ class EvaluationConfig:
         selected = get_tasks(self.tasks, self.paths, setting="--data")
         require(
             bool(self.k) and all(k > 0 for k in self.k),
-            f"--k must be above 0, got {' '.join(map(str, self.k)) or 'none'}",
+            f"--k must be positive, got {' '.join(map(str, self.k)) or 'none'}",
         )
         require(
             max(self.k) <= self.num_samples,
@@ -128,12 +128,12 @@ class EvaluationConfig:
         takes = any(task.takes_shots for task in selected)
         require(takes or not self.shots, "--shots is for gsm8k, whose rows have solutions to show")
         require(takes or not self.instruction, "--instruction is only for gsm8k; omit it")
-        require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
+        require(self.limit is None or self.limit > 0, f"--limit must be positive, got {self.limit}")
         require(
             self.max_new_tokens is None or self.max_new_tokens > 0,
-            f"--max-new-tokens must be above 0, got {self.max_new_tokens}",
+            f"--max-new-tokens must be positive, got {self.max_new_tokens}",
         )
-        require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
+        require(self.batch_size > 0, f"--batch-size must be positive, got {self.batch_size}")
 
     @property
     def paths(self) -> Mapping[str, str]:

@@ -53,11 +53,11 @@ class GenerateConfig(ModelOptions):
         super().__post_init__()
         require(self.prompts != Path(), "--prompts is missing: pass a prompt file")
         require(self.out != Path(), "--out is missing: pass the file to write")
-        require(self.samples > 0, f"--samples must be above 0, got {self.samples}")
-        require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
+        require(self.samples > 0, f"--samples must be positive, got {self.samples}")
+        require(self.batch_size > 0, f"--batch-size must be positive, got {self.batch_size}")
         require(
             self.cache_gib is None or self.cache_gib > 0,
-            f"--cache-gib must be above 0, got {self.cache_gib}",
+            f"--cache-gib must be positive, got {self.cache_gib}",
         )
         require(all(self.stop), "--stop strings must not be empty")
 

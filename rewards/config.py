@@ -164,7 +164,7 @@ class RewardConfig:
                 f"{where}.{name} must be at least {minimum}, got {value}",
             )
         require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
-        require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
+        require(self.seconds > 0, f"{where}.seconds must be positive, got {self.seconds}")
         low, high = self.scale
         require(low < high, f"{where}.scale must be a lower and a higher score, got {low} {high}")
 

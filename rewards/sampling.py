@@ -42,9 +42,10 @@ class ScoringConfig:
         for name in ("limit", "max_new_tokens", "batch_size"):
             value = getattr(self, name, None)
             option = name.replace("_", "-")
-            require(value is None or value > 0, f"--{option} must be above 0, got {value}")
+            require(value is None or value > 0, f"--{option} must be positive, got {value}")
         require(
-            self.timeout_seconds > 0, f"timeout_seconds must be above 0, got {self.timeout_seconds}"
+            self.timeout_seconds > 0,
+            f"timeout_seconds must be positive, got {self.timeout_seconds}",
         )
         require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
 

@@ -60,7 +60,7 @@ class SelectConfig(SamplingConfig):
         require(self.best_of > 1, f"--best-of must be at least 2, got {self.best_of}")
         require(
             self.temperature > 0,
-            f"--temperature must be above 0, got {self.temperature}: at 0, all {self.best_of}"
+            f"--temperature must be positive, got {self.temperature}: at 0, all {self.best_of}"
             " responses would be identical",
         )
 

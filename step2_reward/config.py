@@ -120,5 +120,5 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass the directory of a reward model")
-        require(self.rows > 0, f"rows must be above 0, got {self.rows}")
+        require(self.rows > 0, f"rows must be positive, got {self.rows}")
         require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")

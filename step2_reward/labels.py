@@ -81,7 +81,7 @@ class LabelSettings:
                 " one for each",
             )
         require(
-            all(weight > 0 for weight in self.class_weights), "class_weights must all be above 0"
+            all(weight > 0 for weight in self.class_weights), "class_weights must all be positive"
         )
         require(
             bool(self.step_separator),

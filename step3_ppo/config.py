@@ -423,7 +423,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         counts += ("samples_every", "max_turns", "reward_timeout", "reward_workers", "temperature")
         for name in counts:
             value = getattr(self, name)
-            require(value > 0, f"ppo.{name} must be above 0, got {value}")
+            require(value > 0, f"ppo.{name} must be positive, got {value}")
         for name in ("kl_coef", "dynamic_sampling", "correction_threshold"):
             value = getattr(self, name)
             require(value >= 0, f"ppo.{name} must be at least 0, got {value}")
@@ -448,7 +448,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
         for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"ppo.{name} must be above 0 or null, got {value}")
+            require(value is None or value > 0, f"ppo.{name} must be positive or null, got {value}")
         require(
             self.dual_clip is None or self.dual_clip > 1,
             f"ppo.dual_clip must be above 1 or null, got {self.dual_clip}",
@@ -573,7 +573,7 @@ def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     solved = config.drop_solved
     require(
         solved is None or (0 < solved <= 1 and bounded),
-        f"ppo.drop_solved {solved} must be above 0 and at most 1, and requires rewards with a"
+        f"ppo.drop_solved {solved} must be positive and at most 1, and requires rewards with a"
         " maximum, which a reward model and a remote service don't have; set it to null",
     )
     require(

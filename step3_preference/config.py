@@ -282,7 +282,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
         )
         for name in ("beta", "temperature", "max_prompt_length", "max_new_tokens"):
             value = getattr(self, name)
-            require(value > 0, f"preference.{name} must be above 0, got {value}")
+            require(value > 0, f"preference.{name} must be positive, got {value}")
         for name in ("gamma", "nll_coef", "eval_prompts"):
             value = getattr(self, name)
             require(value >= 0, f"preference.{name} must be at least 0, got {value}")
@@ -329,7 +329,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             value = getattr(self, name)
             require(
                 value == "auto" or value > 0,
-                f"preference.{name} must be above 0 or auto, got {value}",
+                f"preference.{name} must be positive or auto, got {value}",
             )
             require(
                 value == 1 or self.loss == "kto",

@@ -84,7 +84,7 @@ def test_installed_commands_run_the_three_steps_and_generate(bin_dir: Path, tmp_
     )
     assert generated.returncode == 0, generated.stderr[-2000:]
     rejected = run(tmp_path, bin_dir / "rlhf-serve", "--run", "x", "--slots", "0")
-    assert (rejected.returncode, rejected.stderr) == (2, "error: --slots must be above 0, got 0\n")
+    assert (rejected.returncode, rejected.stderr) == (2, "error: --slots must be positive, got 0\n")
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
 
 

@@ -86,7 +86,7 @@ nonsense | 'nonsense' | options start with --
 --data-path twice.csv | twice.csv line 1 | a unique name
 --data-path tie.jsonl | tie.jsonl line 1 | true or false, got 'maybe'
 --data-path empty_directory | empty_directory contains no | .jsonl
---data-path good.jsonl:0 | good.jsonl:0 | above 0
+--data-path good.jsonl:0 | good.jsonl:0 | positive
 --data-path good.jsonl --eval-path embedded | embedded | use either it or your own paths
 --data-path embedded good.jsonl | embedded | use either it or your own paths
 --data-split 1,2 | --data-split | 3
@@ -110,7 +110,7 @@ nonsense | 'nonsense' | options start with --
 --zero-config broken.json | broken.json | line 1
 --zero-config stage7.json | sft.model.zero_stage in stage7.json | one of 0, 1, 2, 3
 --zero-config uneven.json | train_batch_size in uneven.json is 7 | choose sizes that agree
---lr -1 | --lr | above 0
+--lr -1 | --lr | positive
 --batch-size 1.5 | --batch-size | integer
 --resume --overwrite | --resume | choose one
 --save-every never | never | 15m

@@ -131,7 +131,7 @@ class OpenBatch:
                 f" {self._vocabulary - 1}; use the model's tokenizer"
             )
         if request.max_new_tokens < 1:
-            raise DataError(f"max_new_tokens must be above 0, got {request.max_new_tokens}")
+            raise DataError(f"max_new_tokens must be positive, got {request.max_new_tokens}")
         if num_tokens + request.max_new_tokens > self.capacity:
             raise DataError(
                 f"a prompt of {num_tokens} tokens and a response of {request.max_new_tokens} don't"

@@ -220,7 +220,7 @@ class Reply:
                 code="context_length_exceeded",
             )
         if length < 1:
-            raise ApiError(400, "max_tokens must be above 0", param="max_tokens")
+            raise ApiError(400, "max_tokens must be positive", param="max_tokens")
         if (fields.min_tokens or 0) > length:
             message = f"min_tokens must be at most max_tokens, {length}"
             raise ApiError(400, message, param="min_tokens")

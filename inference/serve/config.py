@@ -119,7 +119,7 @@ class ServeConfig:
             *("request_seconds", "idle_seconds", "max_body_mib", "max_tokens_default", "max_n"),
         ):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+            require(value is None or value > 0, f"{name} must be positive, got {value}")
         require(
             self.drain_seconds >= 0, f"drain_seconds must be at least 0, got {self.drain_seconds}"
         )

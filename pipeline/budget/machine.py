@@ -72,7 +72,9 @@ def parse_machine(text: str) -> Machine:
     nodes, gpus, size, host = match.groups()
     count = int(gpus)
     if not count or not int(size) or not int(nodes or 1):
-        raise ConfigError(f"--plan-for {text} has no GPU or no memory; all numbers must be above 0")
+        raise ConfigError(
+            f"--plan-for {text} has no GPU or no memory; all numbers must be positive"
+        )
     host_bytes = int(host) * GIB if host else None
     return Machine(count, count * int(nodes or 1), int(size) * GIB, host_bytes, name=text)
 

@@ -137,7 +137,7 @@ class DataConfig:
             f"data.eval_fraction must be between 0 and 1, got {self.eval_fraction}",
         )
         require(
-            self.max_eval_rows > 0, f"data.max_eval_rows must be above 0, got {self.max_eval_rows}"
+            self.max_eval_rows > 0, f"data.max_eval_rows must be positive, got {self.max_eval_rows}"
         )
         check_split("data.split", self.split)
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")

@@ -141,7 +141,7 @@ class DeepSpeedFile:
         value = self.get(key)
         if value is None or (isinstance(value, int) and value is not True and value > 0):
             return value
-        raise self.error(key, f"must be an integer above 0, got {value!r}")
+        raise self.error(key, f"must be a positive integer, got {value!r}")
 
     def error(self, key: str, message: str) -> ConfigError:
         """Return an error whose message starts with the key and the file."""

@@ -67,7 +67,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         require(
             self.max_skipped_steps > 0,
-            f"zero.max_skipped_steps must be above 0, got {self.max_skipped_steps}",
+            f"zero.max_skipped_steps must be positive, got {self.max_skipped_steps}",
         )
 
 
@@ -105,11 +105,11 @@ class LoraConfig:
     times `optim.lr`, the rate of full training."""
 
     def __post_init__(self) -> None:
-        require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
-        require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}")
+        require(self.rank > 0, f"lora.rank must be positive, got {self.rank}")
+        require(self.alpha > 0, f"lora.alpha must be positive, got {self.alpha}")
         require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout}")
         require(bool(self.targets), 'lora.targets must name a module, or "all-linear"')
-        require(self.lr is None or self.lr > 0, f"lora.lr must be above 0 or null, got {self.lr}")
+        require(self.lr is None or self.lr > 0, f"lora.lr must be positive or null, got {self.lr}")
 
 
 @dataclass(frozen=True, kw_only=True)

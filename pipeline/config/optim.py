@@ -96,12 +96,12 @@ class OptimConfig:
         return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * factor
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
+        require(self.lr > 0, f"optim.lr must be positive, got {self.lr}")
         require(
             all(0 <= beta < 1 for beta in self.betas),
             f"optim.betas must be in [0, 1), got {self.betas}",
         )
-        require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
+        require(self.eps > 0, f"optim.eps must be positive, got {self.eps}")
         require(
             self.weight_decay >= 0,
             f"optim.weight_decay must be at least 0, got {self.weight_decay}",
@@ -129,7 +129,7 @@ class OptimConfig:
         )
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
-            f"optim.max_grad_norm must be above 0 or null, got {self.max_grad_norm}",
+            f"optim.max_grad_norm must be positive or null, got {self.max_grad_norm}",
         )
 
 
@@ -172,12 +172,12 @@ class LossScaleConfig:
         )
         require(
             self.loss_scale_window > 0,
-            f"fp16.loss_scale_window must be above 0, got {self.loss_scale_window}",
+            f"fp16.loss_scale_window must be positive, got {self.loss_scale_window}",
         )
-        require(self.hysteresis > 0, f"fp16.hysteresis must be above 0, got {self.hysteresis}")
+        require(self.hysteresis > 0, f"fp16.hysteresis must be positive, got {self.hysteresis}")
         require(
             self.loss_scale > 0 or 0 < self.min_loss_scale <= self.initial_scale,
-            "fp16.min_loss_scale must be above 0 and at most the initial scale,"
+            "fp16.min_loss_scale must be positive and at most the initial scale,"
             f" {self.initial_scale:g}, got {self.min_loss_scale}",
         )
 

@@ -40,7 +40,7 @@ class ParallelConfig:
         for name in ("replicas", "pp", "tp", "micro_batches"):
             value = getattr(self, name)
             require(
-                value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
+                value is None or value > 0, f"parallel.{name} must be positive or null, got {value}"
             )
 
     @property

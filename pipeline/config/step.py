@@ -324,7 +324,7 @@ class StepConfig(ABC):
         counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")
         for name in (*counts, "timeout_seconds"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+            require(value is None or value > 0, f"{name} must be positive, got {value}")
         require(
             self.eval_every is None or self.eval_every >= 0,
             f"eval_every must be at least 0, got {self.eval_every}",
@@ -434,7 +434,7 @@ class EarlyStopping(StepConfig):
         super().__post_init__()
         require(
             self.patience is None or self.patience > 0,
-            f"patience must be above 0 or null, got {self.patience}",
+            f"patience must be positive or null, got {self.patience}",
         )
         require(
             self.patience is None or self.eval_every != 0,

@@ -45,7 +45,7 @@ class Guard:
         )
         require(
             self.limit > 0 or (self.signal not in self.RELATIVE and not is_trend),
-            f"{setting}.limit must be above 0, got {self.limit}",
+            f"{setting}.limit must be positive, got {self.limit}",
         )
 
     def __str__(self) -> str:

@@ -111,7 +111,9 @@ class Deployment:
         )
         for name in ("num_processes", "num_gpus", "num_nodes"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{option_name(name)} must be above 0, got {value}")
+            require(
+                value is None or value > 0, f"{option_name(name)} must be positive, got {value}"
+            )
         for names, types in RESTRICTED_OPTIONS:
             for name in names:
                 require(

@@ -192,7 +192,7 @@ class Request(Deployment):
         counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
         for name in ("lr", *counts, "pipeline_parallel", "threads", "autotune_steps"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+            require(value is None or value > 0, f"{name} must be positive, got {value}")
         require(
             self.lora is not None or self.lora_variant is None,
             f"--lora-variant {self.lora_variant} needs adapters, but --lora is not set; add --lora"

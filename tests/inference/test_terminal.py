@@ -75,7 +75,7 @@ def test_commands_change_the_dialogue_and_settings(
         "(temperature must be at least 0, got -1.0)",
         "(max_new_tokens 2)",
         "(max_new_tokens must be an integer, got '2.5')",
-        "(max_new_tokens must be above 0, got 0)",
+        "(max_new_tokens must be positive, got 0)",
         "(/save needs a file name)",
         "Unknown command /none; see /help.",
     ]

@@ -181,7 +181,7 @@ def split_weight(spec: str) -> tuple[str, float | None]:
         return spec, None
     weight = float(match["weight"])
     if weight <= 0:
-        raise DataError(f"data path {spec}: the weight must be above 0")
+        raise DataError(f"data path {spec}: the weight must be positive")
     return match["name"], weight
 
 

@@ -166,7 +166,7 @@ def test_requests_are_submitted_from_other_threads(llama: PreTrainedModel) -> No
     [
         (Request((5,) * 30, WARM, 0, 11), "a prompt of 30 tokens and a response of 11 don't fit"),
         (Request((), WARM, 0, 1), "a prompt has no tokens"),
-        (Request((5,), WARM, 0, 0), "max_new_tokens must be above 0, got 0"),
+        (Request((5,), WARM, 0, 0), "max_new_tokens must be positive, got 0"),
         (Request((1, 99_999_999), WARM, 0, 1), "id 99999999, but the model's ids are 0 to 100;"),
     ],
 )

@@ -49,7 +49,7 @@ def run_rejected(*argv: str) -> str:
             ("--path", "embedded", "--port", "70000"),
             "error: --port must be in [0, 65535], got 70000",
         ),
-        (("--path", "embedded", "--slots", "0"), "error: --slots must be above 0, got 0"),
+        (("--path", "embedded", "--slots", "0"), "error: --slots must be positive, got 0"),
         (("--path", "embedded", "--cors", "x"), "error: --cors must list origins, such as"),
         (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 is open to other"),
         (("--path", "embedded", "--api-key", "a"), "error: --api-key: key 1 is shorter than 8"),

@@ -186,7 +186,7 @@ def test_schedules_use_deepspeed_defaults(
         ({"stage": 2}, "did you mean zero_optimization.stage"),
         ({"fp16": "yes"}, "fp16 in FILE must be an object"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
-        ({"train_batch_size": 0}, "train_batch_size in FILE must be an integer above 0"),
+        ({"train_batch_size": 0}, "train_batch_size in FILE must be a positive integer"),
         (
             dict(zip(BATCH_KEYS, (10, 4, 2), strict=True)),
             "is 10, which is not train_micro_batch_size_per_gpu (4) x gradient_accumulation_steps"

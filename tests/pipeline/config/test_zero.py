@@ -17,7 +17,7 @@ def test_nvme_offload_requires_a_path(offload: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"max_skipped_steps": 0}, "zero.max_skipped_steps must be above 0, got 0")],
+    [({"max_skipped_steps": 0}, "zero.max_skipped_steps must be positive, got 0")],
 )
 def test_out_of_range_setting_raises(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:

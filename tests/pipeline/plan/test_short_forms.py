@@ -37,7 +37,7 @@ def test_tensor_parallel_applies_to_training_and_generation() -> None:
     assert configs("--tensor-parallel", "2")["ppo"].inference_tp_size == 2
     episodes = configs("--tensor-parallel", "2", "--environment", "calculator", "--method", "grpo")
     assert episodes["ppo"].inference_tp_size == 1  # each process runs its own episodes
-    with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
+    with pytest.raises(ConfigError, match="--tensor-parallel must be positive, got 0"):
         configs("--tensor-parallel", "0")
 
 
@@ -66,7 +66,7 @@ def test_quantize_applies_to_every_model_with_adapters() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--lr 0", "--lr must be above 0, got 0.0"),
+        ("--lr 0", "--lr must be positive, got 0.0"),
         ("--lora", "--lora takes one value, got none"),
         ("--lora-variant rslora", "--lora-variant rslora needs adapters, but --lora is not set"),
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),

@@ -16,7 +16,7 @@ class Inner:
     """How fast (speed)."""
 
     def __post_init__(self) -> None:
-        require(self.rate > 0, f"rate must be above 0, got {self.rate}")
+        require(self.rate > 0, f"rate must be positive, got {self.rate}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ def test_optional_section_is_enabled_by_its_name_or_a_setting() -> None:
         ("names", [], "--s.names takes at least one value, got none"),
         ("split", ["1"], "s.split must be a list of 2 values, got [1]"),
         ("flag", ["maybe"], "s.flag must be true or false, got maybe"),
-        ("inner.rate", ["-1"], "s.inner.rate must be above 0, got -1.0"),
-        ("maybe.rate", ["-1"], "s.maybe.rate must be above 0, got -1.0"),
+        ("inner.rate", ["-1"], "s.inner.rate must be positive, got -1.0"),
+        ("maybe.rate", ["-1"], "s.maybe.rate must be positive, got -1.0"),
         ("maybe.rate", ["x"], "s.maybe.rate must be a number, got x"),
         ("inner", ["x"], "--s.inner is a section: set --s.inner.NAME VALUE instead"),
         ("counts", ["1"], "there is no setting s.counts; did you mean s.count?"),
@@ -94,5 +94,5 @@ def test_contradiction_error_has_the_full_name_of_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"^ppo\.batch_size 64 is larger than ppo\.rollout"):
         build_config(PPOConfig, [], [("rollout_size", ["8"])], section="ppo.")
 
-    with pytest.raises(ConfigError, match=r"^sft\.model\.lora\.rank must be above 0, got 0"):
+    with pytest.raises(ConfigError, match=r"^sft\.model\.lora\.rank must be positive, got 0"):
         build_config(SFTConfig, [], [("model.lora.rank", ["0"])], section="sft.")

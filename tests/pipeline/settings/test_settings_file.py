@@ -16,7 +16,7 @@ MESSAGES = (
     ),
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
-    ("epochs: -1", "epochs in {} must be above 0, got -1.0"),
+    ("epochs: -1", "epochs in {} must be positive, got -1.0"),
     ("seed: null", "seed in {} must be an integer, got null"),
     ("a: " + 3000 * "[", "--config {} is nested too deeply"),
 )
